@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint protos clean
+
+# torch from the package index may be a CUDA build of several gigabytes; on a machine without a GPU
+# point pip at a CPU wheel first (see README, "Install").
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+install: .venv/installed
+
+demo: .venv/installed
+	$(BIN)/disagg submit "It was a dark evening in November, and the old house by the river"
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+protos: .venv/installed-dev
+	$(BIN)/python protos/generate.py
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,8 @@
+"""Codecs: how a number is approximated. `get_codec(spec)` finds one by name and options.
+
+A codec knows layouts and kernels; it knows no pool, no wire and no model.
+"""
+
+from disagg.codecs.registry import codec_names, get_codec
+
+__all__ = ["codec_names", "get_codec"]

@@ -1,0 +1,147 @@
+"""The codec contract: what a compression method must say and do. One file per paper implements it.
+
+A codec is a frozen dataclass of its options; its spec string `name:option=value,...` rebuilds it.
+It is stateless over one layer:
+
+    encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
+    attend    queries over those bytes         ->  partial attention (o, log-sum-exp)
+    decode    those bytes                      ->  the K' and V' that attention sees, for tests
+
+`encode` writes what travels, what the pool stores and what `attend` reads. Nothing on the way from
+prefill to a token calls `decode`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from disagg.errors import ConfigError
+from disagg.page import FinalAt, Layout, make_raw_layout
+from disagg.plan import LayerGroup
+
+if TYPE_CHECKING:
+    from disagg.codecs.cache import CompressedKV
+    from disagg.codecs.tables import PageTable
+
+Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] fp32, lse [B, M, Hq] fp32 (natural log)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The bytes of consecutive sealed tokens of one layer.
+
+    blocks:   [P, H, block_bytes] u8 - pages in token order
+    segments: [S, H, segment block_bytes] u8, or None - one for each segment begun by these pages
+    side:     [H, side block_bytes] u8, or None - the side record after these tokens
+    """
+
+    blocks: Tensor
+    segments: Tensor | None = None
+    side: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One method with its options. A subclass's fields are its options."""
+
+    name: ClassVar[str]
+    final_at: ClassVar[FinalAt] = FinalAt.PAGE
+    page_tokens: ClassVar[int] = 64
+
+    @property
+    def spec(self) -> str:
+        """The canonical spec: every option, in declaration order."""
+        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def tail_tokens(self) -> int:
+        """R: the least number of exact tokens kept in the tail."""
+        return 0
+
+    def raw_dtype(self, model_dtype: str) -> str:
+        """The dtype of the tail: 16 bits for lossy codecs, whatever the model computes in."""
+        return model_dtype if model_dtype in ("float16", "bfloat16") else "float16"
+
+    @abstractmethod
+    def page_layout(self, head_dim: int) -> Layout:
+        """The planes of one page; ConfigError where the options do not divide `head_dim`."""
+
+    def segment_layout(self, head_dim: int) -> Layout | None:
+        """The planes that a stretch of 2,048 tokens shares, or None."""
+        return None
+
+    def side_layout(self, head_dim: int) -> Layout | None:
+        """The planes of a sequence's mutable state, or None."""
+        return None
+
+    def layer_group(
+        self,
+        layers: tuple[int, ...],
+        heads: int,
+        head_dim: int,
+        model_dtype: str,
+        window: int | None = None,
+    ) -> LayerGroup:
+        """The layouts of this codec for layers of `heads` KV heads."""
+        return LayerGroup(
+            layers=layers,
+            codec=self.spec,
+            window=window,
+            heads=heads,
+            head_dim=head_dim,
+            residual=self.tail_tokens,
+            final_at=self.final_at,
+            page=self.page_layout(head_dim),
+            raw=make_raw_layout(self.raw_dtype(model_dtype), head_dim),
+            segment=self.segment_layout(head_dim),
+            side=self.side_layout(head_dim),
+        )
+
+    @abstractmethod
+    def encode(self, k: Tensor, v: Tensor, first: int) -> Encoded:
+        """The pages of tokens first .. first+n-1 of one layer.
+
+        k, v:  [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
+        first: position of the first token; a multiple of T
+        error: see the codec's own docstring
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        arena: Tensor,
+        table: "PageTable",
+        group: LayerGroup,
+        layer: int,
+        scale: float,
+    ) -> Partial:
+        """Attention over the sealed tokens, on the compressed form.
+
+        q:       [B, M, Hq, D] fp32 - M queries for each of B sequences
+        arena:   [bytes] u8 - what page ids address
+        table:   which pages each sequence has, which of their tokens each query sees
+        returns: o [B, M, Hq, D] fp32, lse [B, M, Hq] fp32; 0 and -inf where nothing is seen
+        """
+
+    @abstractmethod
+    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+        """The (k', v') [H, n, D] fp32 that these bytes stand for; for tests and reports."""
+
+    def compress(self, k: Tensor, v: Tensor) -> "CompressedKV":
+        """Compress one layer of one sequence: the codec alone, without a service.
+
+        k, v: [H, n, D], any float dtype - keys after RoPE
+        """
+        from disagg.codecs.cache import CompressedKV
+
+        return CompressedKV.from_prompt(self, k, v)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,158 @@
+"""`CompressedKV`: one layer of one sequence, compressed; a codec without a service.
+
+A plan of one layer, one sequence and a private arena that grows. It runs the code the engine runs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.base import Codec, Encoded
+from disagg.codecs.layer import attend_tables, read_blocks, read_tail, write_prompt, write_step
+from disagg.codecs.tables import Growth, block_size, build_tables, plan_step
+from disagg.errors import RequestError
+from disagg.page import ARENA_UNIT, Kind
+from disagg.plan import GroupState, LayerGroup, RecordShape, allocate_group
+
+LAYER = 0
+
+
+class GrowingArena:
+    """An arena that doubles when it is full. Page ids are addresses, so they survive growth."""
+
+    def __init__(self, device: torch.device):
+        self.bytes = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """`count` page ids; never fails."""
+        free = self._free.setdefault(shape.nbytes, [])
+        pages = [free.pop() if free else self._extend(shape.nbytes) for _ in range(count)]
+        if shape.zeroed:
+            for page in pages:
+                self.bytes[page * ARENA_UNIT : page * ARENA_UNIT + shape.nbytes] = 0
+        self._sizes.update(dict.fromkeys(pages, shape.nbytes))
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Make pages available again."""
+        for page in pages:
+            self._free[self._sizes.pop(page)].append(page)
+
+    def _extend(self, nbytes: int) -> int:
+        start, self._end = self._end, self._end + nbytes
+        if self._end > self.bytes.numel():
+            grown = self.bytes.new_zeros(max(self._end, 2 * self.bytes.numel()))
+            grown[: self.bytes.numel()] = self.bytes
+            self.bytes = grown
+        return start // ARENA_UNIT
+
+
+class CompressedKV:
+    """The compressed K and V of one layer of one sequence. `codec.compress(k, v)` makes one."""
+
+    def __init__(self, codec: Codec, group: LayerGroup, state: GroupState, arena: GrowingArena):
+        self.codec = codec
+        self.group = group
+        self.num_tokens = 0
+        self._state = state
+        self._arena = arena
+
+    @classmethod
+    def from_prompt(cls, codec: Codec, k: Tensor, v: Tensor) -> "CompressedKV":
+        """Compress k, v [H, n, D] as prefill does."""
+        _check_pair(k, v)
+        heads, n, head_dim = k.shape
+        dtype = str(k.dtype).removeprefix("torch.")
+        group = codec.layer_group((LAYER,), heads, head_dim, dtype)
+        arena = GrowingArena(k.device)
+        cache = cls(codec, group, allocate_group(group, n, arena), arena)
+        write_prompt(codec, group, cache._state, LAYER, arena.bytes, k, v, 0, n)
+        cache.num_tokens = n
+        return cache
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Decode m more tokens: k, v [H, m, D]. Seals pages as the codec's rule says."""
+        _check_pair(k, v)
+        expected = (self.group.heads, self.group.head_dim)
+        if (k.shape[0], k.shape[2]) != expected:
+            raise RequestError(
+                f"k is {tuple(k.shape)}; [{expected[0]}, m, {expected[1]}] is wanted"
+            )
+        done = 0
+        while done < k.shape[1]:
+            m = block_size(self.group, self.num_tokens, k.shape[1] - done)
+            growth = Growth(self._state, self.num_tokens, m, 0)
+            step = plan_step(self.group, [growth], self._arena, k.device)
+            rows = slice(done, done + m)
+            new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
+            write_step(self.codec, step, LAYER, self._arena.bytes, new_k, new_v)
+            self._arena.release(step.freed)
+            self.num_tokens += m
+            done += m
+
+    def attend(self, q: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of one query over all tokens, on the compressed form: [Hq, D] -> [Hq, D] fp32.
+
+        q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
+        scale: of the scores; D**-0.5 unless given
+        """
+        if q.ndim != 2 or q.shape[1] != self.group.head_dim or q.shape[0] % self.group.heads:
+            raise RequestError(
+                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}] with Hq a multiple of "
+                f"{self.group.heads} KV heads is wanted"
+            )
+        if not self.num_tokens:
+            raise RequestError("there is nothing to attend to: the cache holds no token")
+        now = Growth(self._state, self.num_tokens - 1, 1, 0)
+        sealed, tail = build_tables(self.group, [now], 1, q.device)
+        scale = self.group.head_dim**-0.5 if scale is None else scale
+        rows = q.float()[None, None]
+        arena = self._arena.bytes
+        return attend_tables(self.codec, self.group, LAYER, arena, rows, sealed, tail, scale)[0, 0]
+
+    def reconstruct(self) -> tuple[Tensor, Tensor]:
+        """(k', v') [H, n, D] fp32: what attention sees, in token order."""
+        group, arena = self.group, self._arena.bytes
+        tokens = len(self._state.page_ids()) * group.page.tokens
+        k, v = read_tail(group, self._state, LAYER, arena, self.num_tokens - tokens)
+        k, v = k.float(), v.float()
+        if tokens:
+            sealed_k, sealed_v = self.codec.decode(self.encoded(), group)
+            k, v = torch.cat([sealed_k, k], 1), torch.cat([sealed_v, v], 1)
+        return k, v
+
+    def encoded(self) -> Encoded:
+        """The sealed bytes, in page order."""
+        group, arena, state = self.group, self._arena.bytes, self._state
+        blocks = read_blocks(group, group.page, LAYER, arena, state.page_ids())
+        segments = None
+        if group.segment is not None:
+            ids = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
+            segments = read_blocks(group, group.layout(Kind.SEGMENT), LAYER, arena, list(ids))
+        return Encoded(blocks, segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really stored: pages, segments, side record, and raw pages of the tail."""
+        group, state = self.group, self._state
+        total = len(state.tail) * group.layer_bytes(group.raw)
+        total += sum(len(run.pages) * group.layer_bytes(run.layout) for run in state.runs)
+        if group.segment is not None:
+            segments = {run.segment for run in state.runs}
+            total += len(segments) * group.layer_bytes(group.segment)
+        if group.side is not None:
+            total += group.layer_bytes(group.side)
+        return total
+
+
+def _check_pair(k: Tensor, v: Tensor) -> None:
+    if k.ndim != 3 or k.shape != v.shape:
+        raise RequestError(
+            f"k is {tuple(k.shape)} and v is {tuple(v.shape)}; both [H, n, D] are wanted"
+        )
+    if not (k.is_floating_point() and v.is_floating_point()):
+        raise RequestError(f"k is {k.dtype} and v is {v.dtype}; floating-point tensors are wanted")

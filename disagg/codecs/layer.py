@@ -1,0 +1,159 @@
+"""One layer of sequences over an arena: write a prompt, follow a step plan, read back.
+
+The engine runs this for B sequences and L layers, `CompressedKV` for one of each: same code, same
+bytes. Knows ids, layouts and kernels; who owns a page is the pool's business.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.base import Codec, Partial
+from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
+from disagg.codecs.tables import GroupStep, PageTable
+from disagg.kernels.ops import append_raw, gather_raw, load_blocks, merge, store_blocks
+from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
+from disagg.plan import GroupState, LayerGroup
+
+
+@dataclass(frozen=True)
+class Written:
+    """Layer pages that are now final: records `first` .. `first + count - 1` of a kind."""
+
+    kind: Kind
+    first: int
+    count: int
+
+
+def encodable(group: LayerGroup, done: int, total: int) -> int:
+    """How many tokens of a prompt can be encoded for good when `done` of `total` are computed.
+
+    Depends on nothing else, so bytes never depend on how the prompt was cut into chunks.
+    """
+    sealed = group.sealed(total)
+    if done >= total or group.final_at is FinalAt.PROMPT:
+        return sealed if done >= total else 0
+    step = group.page.tokens if group.final_at is FinalAt.PAGE else SEGMENT_TOKENS
+    return min(sealed, step * (done // step))
+
+
+def write_prompt(
+    codec: Codec,
+    group: LayerGroup,
+    state: GroupState,
+    layer: int,
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor,
+    before: int,
+    total: int,
+) -> list[Written]:
+    """Encode what a chunk of prefill made final, into the records of `state`.
+
+    k, v:   [H, done, D] - exact K and V of all tokens so far, after RoPE
+    before: tokens that earlier calls for this layer had seen
+    total:  tokens of the whole prompt; at done == total the tail is written too
+    """
+    done = k.shape[1]
+    dtype = getattr(torch, group.raw.plane("k").dtype)
+    written: list[Written] = []
+    start, end = encodable(group, before, total), encodable(group, done, total)
+    if end > start:
+        encoded = codec.encode(k[:, start:end].to(dtype), v[:, start:end].to(dtype), start)
+        first, count = start // group.page.tokens, (end - start) // group.page.tokens
+        pages = state.page_ids()[first : first + count]
+        _store(group, group.page, layer, arena, encoded.blocks, pages)
+        written.append(Written(Kind.PAGE, first, count))
+        if encoded.segments is not None and group.segment is not None:
+            index = start // SEGMENT_TOKENS
+            ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
+            chosen = ids[index : index + encoded.segments.shape[0]]
+            _store(group, group.segment, layer, arena, encoded.segments, chosen)
+            written.insert(0, Written(Kind.SEGMENT, index, len(chosen)))
+    if done == total and state.tail:
+        blocks = raw_blocks(k[:, end:].to(dtype), v[:, end:].to(dtype))
+        _store(group, group.raw, layer, arena, blocks, state.tail)
+        written.append(Written(Kind.RAW, 0, len(state.tail)))
+    return written
+
+
+def write_step(
+    codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Append the step's new tokens of one layer to the tails, then seal what is full.
+
+    k, v: [N, H, D] - one row for each row of `step.rows`
+    """
+    group = step.group
+    raw, base = raw_format(group.raw), group.layer_offset(group.raw, layer)
+    dtype = getattr(torch, group.raw.plane("k").dtype)
+    append_raw(arena, k.to(dtype), v.to(dtype), step.pages, step.slots, raw, base)
+    for seal in step.seals:
+        tail_k, tail_v = gather_raw(arena, seal.tail, raw, base, group.heads)
+        encoded = codec.encode(tail_k[0], tail_v[0], seal.first)
+        offset = group.layer_offset(group.page, layer)
+        store_blocks(arena, encoded.blocks, seal.page, offset)
+
+
+def attend_step(
+    codec: Codec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
+) -> Tensor:
+    """Attention of the step's new tokens over everything they see: [N, Hq, D] fp32.
+
+    q: [N, Hq, D] - one row for each row of `step.rows`
+    """
+    o = attend_tables(
+        codec, step.group, layer, arena, q.float()[step.queries], step.sealed, step.tail, scale
+    )
+    if step.valid.shape[1] == 1:
+        return o[:, 0]
+    return o[step.valid]
+
+
+def attend_tables(
+    codec: Codec,
+    group: LayerGroup,
+    layer: int,
+    arena: Tensor,
+    q: Tensor,
+    sealed: PageTable | None,
+    tail: PageTable | None,
+    scale: float,
+) -> Tensor:
+    """Merge the attention over pages and over the tail: [B, M, Hq, D] fp32."""
+    parts: list[Partial] = []
+    if sealed is not None:
+        parts.append(codec.attend(q, arena, sealed, group, layer, scale))
+    if tail is not None:
+        parts.append(attend_raw_pages(q, arena, tail, group, layer, scale))
+    return parts[0][0] if len(parts) == 1 else merge(parts)
+
+
+def read_tail(
+    group: LayerGroup, state: GroupState, layer: int, arena: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` exact tokens of a tail: k, v [H, count, D] in the raw dtype."""
+    ids = torch.tensor([state.tail], dtype=torch.int32, device=arena.device)
+    base = group.layer_offset(group.raw, layer)
+    k, v = gather_raw(arena, ids, raw_format(group.raw), base, group.heads)
+    return k[0, :, :count], v[0, :, :count]
+
+
+def read_blocks(
+    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, pages: list[int]
+) -> Tensor:
+    """The layer pages of some records: [P, H, block_bytes] u8."""
+    ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
+    base = group.layer_offset(layout, layer)
+    return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
+
+
+def _store(
+    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, blocks: Tensor, pages: list[int]
+) -> None:
+    ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
+    store_blocks(arena, blocks, ids, group.layer_offset(layout, layer))
+
+
+assert RAW_TOKENS == 16  # kernels/formats.py says the same; kernels know no page.py

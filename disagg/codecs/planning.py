@@ -1,0 +1,88 @@
+"""From a spec and the shape of a model's KV to a plan: which codec serves which layers.
+
+"kivi:bits=2"                                 every layer
+"0-1:kivi:bits=4;2-:kivi:bits=2"              layers 0 and 1, then the rest
+"0,5:raw;1-4:kivi:bits=4,group=32"            lists and ranges
+"""
+
+from dataclasses import dataclass
+
+from disagg.codecs.base import Codec
+from disagg.codecs.registry import get_codec
+from disagg.errors import ConfigError
+from disagg.plan import LayerGroup, Plan
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model's KV cache looks like, per layer.
+
+    num_layers: L · heads: KV heads · head_dim: D · dtype: what the model computes in, "float32"
+    windows:    per layer, the tokens a query sees, itself included; None: all of them
+    """
+
+    num_layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int | None, ...]
+
+
+def parse_plan(spec: str, shape: KVShape) -> Plan:
+    """The plan of a model under a spec.
+
+    UnknownNameError for a codec or option nobody knows; ConfigError where a layer has no codec or
+    two, or where a codec cannot hold this head dim.
+    """
+    codec_of = _codec_of_layer(spec, shape.num_layers)
+    members: dict[tuple[Codec, int | None], list[int]] = {}
+    for layer, codec in enumerate(codec_of):
+        members.setdefault((codec, shape.windows[layer]), []).append(layer)
+    groups: list[LayerGroup] = []
+    group_of = [0] * shape.num_layers
+    for (codec, window), layers in members.items():
+        for layer in layers:
+            group_of[layer] = len(groups)
+        groups.append(
+            codec.layer_group(tuple(layers), shape.heads, shape.head_dim, shape.dtype, window)
+        )
+    return Plan(tuple(groups), tuple(group_of))
+
+
+def codec_of(group: LayerGroup) -> Codec:
+    """The codec that a group's records are written with."""
+    return get_codec(group.codec)
+
+
+def _codec_of_layer(spec: str, num_layers: int) -> list[Codec]:
+    if not spec.strip():
+        raise ConfigError("the codec spec is empty; write one such as kivi:bits=2,group=64")
+    if not spec.strip()[0].isdigit():
+        return [get_codec(spec)] * num_layers
+    found: dict[int, Codec] = {}
+    for part in filter(None, (x.strip() for x in spec.split(";"))):
+        layers, _, codec_spec = part.partition(":")
+        codec = get_codec(codec_spec)
+        for layer in _layers(layers, num_layers, spec):
+            if layer in found:
+                raise ConfigError(f"layer {layer} has two codecs in {spec!r}")
+            found[layer] = codec
+    missing = [layer for layer in range(num_layers) if layer not in found]
+    if missing:
+        raise ConfigError(f"layers {missing} have no codec in {spec!r}; the model has {num_layers}")
+    return [found[layer] for layer in range(num_layers)]
+
+
+def _layers(text: str, num_layers: int, spec: str) -> list[int]:
+    found: list[int] = []
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        end = (int(last) if last.isdigit() else num_layers - 1) if dash else first
+        if not first.isdigit() or (dash and last and not last.isdigit()):
+            raise ConfigError(f"{item!r} in {spec!r} is no layer or range; write 0, 0-3 or 4-")
+        if not int(first) <= int(end) < num_layers:
+            raise ConfigError(
+                f"{item!r} in {spec!r} is outside the model's layers 0-{num_layers - 1}"
+            )
+        found.extend(range(int(first), int(end) + 1))
+    return found

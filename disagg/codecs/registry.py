@@ -1,0 +1,51 @@
+"""From a spec string to a codec: `get_codec("kivi:bits=2,group=64,residual=64")`."""
+
+from dataclasses import fields
+
+from disagg.codecs.base import Codec
+from disagg.codecs.kivi import Kivi
+from disagg.codecs.raw import Raw
+from disagg.errors import ConfigError, UnknownNameError
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Kivi, Raw)}
+
+
+def codec_names() -> list[str]:
+    """The names that `get_codec` knows."""
+    return sorted(CODECS)
+
+
+def get_codec(spec: str) -> Codec:
+    """The codec that a spec describes; options left out have their defaults.
+
+    UnknownNameError lists the known codecs or options; ConfigError names a value that cannot be.
+    """
+    name, _, tail = spec.strip().partition(":")
+    if name not in CODECS:
+        raise UnknownNameError("codec", name, CODECS)
+    codec = CODECS[name]
+    types = {field.name: field.type for field in fields(codec)}
+    options: dict[str, int | float | str] = {}
+    for part in filter(None, tail.split(",")):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if key not in types:
+            raise UnknownNameError(f"option of codec {name}", key, types)
+        if not equals:
+            raise ConfigError(f"option {key!r} of codec {name} has no value; write {key}=...")
+        if key in options:
+            raise ConfigError(f"option {key!r} of codec {name} is given twice in {spec!r}")
+        options[key] = _value(name, key, value.strip(), types[key])
+    return codec(**options)
+
+
+def _value(name: str, key: str, text: str, kind: object) -> int | float | str:
+    if kind in (str, "str"):
+        return text
+    number = float if kind in (float, "float") else int
+    try:
+        return number(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"option {key} of codec {name} is {text!r}; a number ({number.__name__}) is wanted"
+        ) from error

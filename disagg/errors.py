@@ -1,0 +1,147 @@
+"""Every error a user, a file or a peer can cause, drawn as one tree.
+
+DisaggError
+├── ConfigError                 an option, spec or file that cannot be used
+│   ├── UnknownNameError        a codec, option or key nobody knows; lists the known ones
+│   └── ModelError              a model that is missing or that we cannot serve
+├── RequestError                a request that can never succeed as written
+│   ├── PromptTooLongError      more tokens than the context or the pool can hold
+│   └── CancelledError          the client left, or pressed Ctrl-C
+├── LayoutError                 bytes that belong to another layout, model or plan
+├── WireError                   bytes from a peer that are not what they claim
+│   ├── CorruptFrameError       a checksum or digest does not match, or a frame is cut short
+│   └── VersionError            a frame of another format version
+├── CapacityError               no room now; later there may be
+└── TransferError               a hand-off that did not complete
+    ├── ReservationError        a reservation that is unknown, superseded, aborted or expired
+    ├── PeerLostError           the other side is gone or does not answer
+    └── DeadlineError           the work did not end in the time it was given
+
+Each class says how it looks from outside: a gRPC status name, an HTTP status, an exit code.
+Messages say what was wrong, the value seen, and what would be right.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class DisaggError(Exception):
+    """The root. `reason` is the stable word by which peers, logs and metrics name the error."""
+
+    reason: ClassVar[str] = "internal"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(DisaggError):
+    reason = "config"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    exit_code = 2
+
+
+class UnknownNameError(ConfigError):
+    """`what` has no member called `name`; the message lists the `known` ones."""
+
+    reason = "unknown_name"
+
+    def __init__(self, what: str, name: str, known: Iterable[str]):
+        super().__init__(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+
+
+class ModelError(ConfigError):
+    reason = "model"
+    http_status = 404
+    exit_code = 3
+
+
+class RequestError(DisaggError):
+    reason = "request"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    exit_code = 4
+
+
+class PromptTooLongError(RequestError):
+    reason = "prompt_too_long"
+
+
+class CancelledError(RequestError):
+    reason = "cancelled"
+    grpc_status = "CANCELLED"
+    http_status = 499
+    exit_code = 130
+
+
+class LayoutError(DisaggError):
+    reason = "layout"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 502
+    exit_code = 5
+
+
+class WireError(DisaggError):
+    reason = "wire"
+    grpc_status = "DATA_LOSS"
+    http_status = 502
+    exit_code = 6
+
+
+class CorruptFrameError(WireError):
+    reason = "corrupt_frame"
+
+
+class VersionError(WireError):
+    reason = "version"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class CapacityError(DisaggError):
+    reason = "capacity"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 503
+    exit_code = 7
+
+
+class TransferError(DisaggError):
+    reason = "transfer"
+    grpc_status = "ABORTED"
+    http_status = 502
+    exit_code = 8
+
+
+class ReservationError(TransferError):
+    reason = "reservation"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class PeerLostError(TransferError):
+    reason = "peer_lost"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class DeadlineError(TransferError):
+    reason = "deadline"
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+def all_errors() -> dict[str, type[DisaggError]]:
+    """Every error class by its `reason`: how a peer's named error becomes an exception again."""
+    found: dict[str, type[DisaggError]] = {}
+    stack: list[type[DisaggError]] = [DisaggError]
+    while stack:
+        error = stack.pop()
+        found[error.reason] = error
+        stack.extend(error.__subclasses__())
+    return found
+
+
+def error_from(reason: str, message: str) -> DisaggError:
+    """The exception that a peer named by `reason`; an unknown reason becomes a DisaggError."""
+    error = all_errors().get(reason, DisaggError)
+    if error is UnknownNameError:
+        error = ConfigError  # the message already lists the known names
+    return error(message)

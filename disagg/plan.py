@@ -1,0 +1,264 @@
+"""Which records a sequence is made of: layer groups, the plan of a model, the state of a sequence.
+
+A sequence of n tokens in one layer group is `sealed(n) = T * floor(max(0, n - R) / T)` tokens in
+pages, then R .. R+T-1 tokens in raw pages: the tail.
+
+    position 0                             sealed(n)                      n
+    │ page │ page │ ... │ page │ page │ ... │ raw │ raw │ ... │ raw (part) │
+    └────── segment 0 ─────────┘└ segment 1 ┘└────────── tail ────────────┘
+
+Everywhere: append, then seal, then attend. Pure arithmetic over ids; the bytes are page.py's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from disagg.errors import DisaggError, LayoutError
+from disagg.page import (
+    ARENA_UNIT,
+    RAW_TOKENS,
+    SEGMENT_TOKENS,
+    FinalAt,
+    Kind,
+    Layout,
+    align,
+    fingerprint_of,
+)
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """What the pool needs to know of a record: whose slab, what size, zeroed or not."""
+
+    fingerprint: str
+    nbytes: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """How many records of each kind hold n tokens of one group; `tail_len` tokens are raw."""
+
+    pages: int
+    segments: int
+    sides: int
+    raws: int
+    tail_len: int
+
+    def count(self, kind: Kind) -> int:
+        return {
+            Kind.PAGE: self.pages,
+            Kind.SEGMENT: self.segments,
+            Kind.SIDE: self.sides,
+            Kind.RAW: self.raws,
+        }[kind]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share codec, attention window, KV heads and head dim, with their layouts.
+
+    layers:   model layer indices, ascending
+    window:   tokens a query sees, itself included; None: all
+    residual: R, the least number of exact tokens in the tail
+    flush_page, flush_segment: layouts of pages sealed while decoding, where they differ
+    """
+
+    layers: tuple[int, ...]
+    codec: str
+    window: int | None
+    heads: int
+    head_dim: int
+    residual: int
+    final_at: FinalAt
+    page: Layout
+    raw: Layout
+    segment: Layout | None = None
+    side: Layout | None = None
+    flush_page: Layout | None = None
+    flush_segment: Layout | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        layouts = [x.fingerprint for x in self.layouts()]
+        return fingerprint_of((self.layers, self.window, self.heads, self.head_dim, layouts))
+
+    def layouts(self) -> Iterator[Layout]:
+        """The layouts in use, pages first."""
+        for layout in (self.page, self.raw, self.segment, self.side, self.flush_page):
+            if layout is not None:
+                yield layout
+        if self.flush_segment is not None:
+            yield self.flush_segment
+
+    def layout(self, kind: Kind) -> Layout:
+        """The layout of a prompt's records of `kind`; LayoutError where the codec has none."""
+        found = {
+            Kind.PAGE: self.page,
+            Kind.RAW: self.raw,
+            Kind.SEGMENT: self.segment,
+            Kind.SIDE: self.side,
+        }[kind]
+        if found is None:
+            raise LayoutError(f"codec {self.codec} has no {kind} records")
+        return found
+
+    def rank(self, layer: int) -> int:
+        """The place of a model layer inside this group."""
+        return self.layers.index(layer)
+
+    def layer_bytes(self, layout: Layout) -> int:
+        """Bytes of a layer page: one block per KV head."""
+        return self.heads * layout.block_bytes
+
+    def layer_offset(self, layout: Layout, layer: int) -> int:
+        """Bytes from the start of a record to the layer page of `layer`."""
+        return self.rank(layer) * self.layer_bytes(layout)
+
+    def address(self, layout: Layout, page: int, layer: int, head: int = 0) -> int:
+        """Byte offset in the arena of one block."""
+        offset = self.layer_offset(layout, layer) + head * layout.block_bytes
+        return page * ARENA_UNIT + offset
+
+    def record(self, layout: Layout) -> RecordShape:
+        """What to ask the pool for; records that may be partly filled come zeroed."""
+        nbytes = align(len(self.layers) * self.layer_bytes(layout), ARENA_UNIT)
+        zeroed = layout.kind in (Kind.RAW, Kind.SIDE)
+        return RecordShape(layout.fingerprint, nbytes, zeroed)
+
+    def sealed(self, n: int) -> int:
+        """Tokens in pages when the sequence has n: a pure function of n."""
+        tokens = self.page.tokens
+        return tokens * (max(0, n - self.residual) // tokens)
+
+    def inventory(self, n: int) -> Inventory:
+        """The records that a prompt of n tokens fills."""
+        sealed = self.sealed(n)
+        segments = -(-sealed // SEGMENT_TOKENS) if self.segment else 0
+        tail_len = n - sealed
+        return Inventory(
+            pages=sealed // self.page.tokens,
+            segments=segments,
+            sides=1 if self.side else 0,
+            raws=-(-tail_len // RAW_TOKENS),
+            tail_len=tail_len,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which group every layer belongs to. Equal fingerprints: two workers agree on every byte."""
+
+    groups: tuple[LayerGroup, ...]
+    group_of: tuple[int, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint_of((self.group_of, [group.fingerprint for group in self.groups]))
+
+    @property
+    def spec(self) -> str:
+        """The codec spec of the only group, or "layers:spec; ..." of all of them."""
+        if len(self.groups) == 1:
+            return self.groups[0].codec
+        return ";".join(f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups)
+
+    def nbytes(self, n: int) -> int:
+        """Bytes resident for n tokens: pages, segments, side records and tail, all layers."""
+        total = 0
+        for group in self.groups:
+            inventory = group.inventory(n)
+            for kind in Kind:
+                if count := inventory.count(kind):
+                    total += count * group.record(group.layout(kind)).nbytes
+        return total
+
+
+class Allocator(Protocol):
+    """Who hands out records: the pool, or the private store of a one-layer cache."""
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """`count` page ids, each owned once; CapacityError and nothing taken if no room."""
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up one ownership of each page."""
+
+
+@dataclass
+class Run:
+    """Pages in token order under one layout and one segment. A kernel never crosses one."""
+
+    layout: Layout
+    segment: int | None
+    first: int
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass
+class GroupState:
+    """One sequence in one group, as page ids: runs, tail, side record."""
+
+    runs: list[Run] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)
+    side: int | None = None
+
+    def page_ids(self) -> list[int]:
+        """The pages of all runs, in token order."""
+        return [page for run in self.runs for page in run.pages]
+
+    def ids(self) -> Iterator[int]:
+        """Every record owned, each once."""
+        for run in self.runs:
+            yield from run.pages
+        yield from dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
+        yield from self.tail
+        if self.side is not None:
+            yield self.side
+
+
+def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupState:
+    """The records that n tokens need, ready to be written; CapacityError and nothing taken if not.
+
+    Pages of one segment form one run; a codec without segments has a single run.
+    """
+    inventory = group.inventory(n)
+    ids: dict[Kind, list[int]] = {}
+    try:
+        for kind in Kind:
+            if count := inventory.count(kind):
+                ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
+    except DisaggError:
+        for taken in ids.values():
+            allocator.release(taken)
+        raise
+    pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
+    per_run = SEGMENT_TOKENS // group.page.tokens if segments else max(1, len(pages))
+    runs = [
+        Run(
+            layout=group.page,
+            segment=segments[i // per_run] if segments else None,
+            first=i * group.page.tokens,
+            pages=pages[i : i + per_run],
+        )
+        for i in range(0, len(pages), per_run)
+    ]
+    side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
+    return GroupState(runs, ids.get(Kind.RAW, []), side)
+
+
+def record_id(state: GroupState, kind: Kind, index: int) -> int:
+    """The page id of one record of a prompt; LayoutError where the state has no such record."""
+    found: Sequence[int]
+    if kind is Kind.PAGE:
+        found = state.page_ids()
+    elif kind is Kind.SEGMENT:
+        found = [run.segment for run in state.runs if run.segment is not None]
+    elif kind is Kind.RAW:
+        found = state.tail
+    else:
+        found = [] if state.side is None else [state.side]
+    if not 0 <= index < len(found):
+        raise LayoutError(f"no {kind} record {index}; the sequence has {len(found)}")
+    return found[index]

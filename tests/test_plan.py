@@ -1,0 +1,96 @@
+from collections.abc import Sequence
+
+import pytest
+
+from disagg.errors import CapacityError, LayoutError
+from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
+from disagg.plan import GroupState, LayerGroup, Plan, RecordShape, allocate_group, record_id
+
+PAGE = make_layout("x", Kind.PAGE, 64, [("codes", "uint8", (64, 10))])
+SEGMENT = make_layout("x", Kind.SEGMENT, 2048, [("scale", "float16", (10,))])
+
+
+def group(residual: int = 64, segment=None) -> LayerGroup:
+    return LayerGroup(
+        layers=(1, 4),
+        codec="x",
+        window=None,
+        heads=3,
+        head_dim=64,
+        residual=residual,
+        final_at=FinalAt.PAGE,
+        page=PAGE,
+        raw=make_raw_layout("float16", 64),
+        segment=segment,
+    )
+
+
+class Counter:
+    """Hands out ever new ids, up to a limit."""
+
+    def __init__(self, limit: int = 1000):
+        self.limit = limit
+        self.owned: set[int] = set()
+        self.next = 0
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        if len(self.owned) + count > self.limit:
+            raise CapacityError("full")
+        ids = list(range(self.next, self.next + count))
+        self.next += count
+        self.owned.update(ids)
+        return ids
+
+    def release(self, pages: Sequence[int]) -> None:
+        self.owned.difference_update(pages)
+
+
+@pytest.mark.parametrize(
+    ("n", "sealed"), [(0, 0), (64, 0), (127, 0), (128, 64), (191, 64), (192, 128), (1300, 1216)]
+)
+def test_the_tail_holds_r_to_r_plus_t_minus_1_tokens(n: int, sealed: int) -> None:
+    assert group().sealed(n) == sealed
+    assert n < 64 or 64 <= n - group().sealed(n) < 128
+
+
+def test_without_a_residual_a_full_page_is_sealed_at_once() -> None:
+    assert [group(0).sealed(n) for n in (63, 64, 65, 128)] == [0, 64, 64, 128]
+
+
+def test_an_address_is_record_plus_layer_page_plus_block() -> None:
+    block = PAGE.block_bytes
+    assert group().address(PAGE, page=7, layer=4, head=2) == 7 * 128 + (1 * 3 + 2) * block
+    assert group().record(PAGE).nbytes % 128 == 0
+    assert group().record(PAGE).nbytes >= 2 * 3 * block
+
+
+def test_an_allocated_prompt_has_a_run_for_every_segment() -> None:
+    state = allocate_group(group(0, SEGMENT), 2048 + 100, Counter())
+    assert [(run.first, len(run.pages)) for run in state.runs] == [(0, 32), (2048, 1)]
+    assert len({run.segment for run in state.runs}) == 2
+    assert len(state.tail) == 3  # 36 tokens
+    assert len(set(state.ids())) == len(list(state.ids())) == 33 + 2 + 3
+
+
+def test_an_allocation_that_fails_takes_nothing() -> None:
+    counter = Counter(limit=20)
+    with pytest.raises(CapacityError):
+        allocate_group(group(0, SEGMENT), 2048, counter)
+    assert not counter.owned
+
+
+def test_a_record_is_found_by_kind_and_index_or_refused() -> None:
+    state = allocate_group(group(), 300, Counter())
+    assert record_id(state, Kind.PAGE, 2) == state.page_ids()[2]
+    assert record_id(state, Kind.RAW, 0) == state.tail[0]
+    for kind, index in [(Kind.PAGE, 3), (Kind.RAW, -1), (Kind.SIDE, 0), (Kind.SEGMENT, 0)]:
+        with pytest.raises(LayoutError, match="no .* record"):
+            record_id(state, kind, index)
+    assert record_id(GroupState(side=9), Kind.SIDE, 0) == 9
+
+
+def test_plan_fingerprint_and_size_follow_its_groups() -> None:
+    plan, other = Plan((group(),), (0, 0)), Plan((group(0),), (0, 0))
+    assert plan.fingerprint == Plan((group(),), (0, 0)).fingerprint
+    assert plan.nbytes(128) == group().record(PAGE).nbytes + 4 * group().record(group().raw).nbytes
+    assert other.nbytes(128) == 2 * group().record(PAGE).nbytes
