@@ -1,0 +1,39 @@
+"""Realistic K and V without a model, and exact attention to compare with.
+
+On plain Gaussian tensors the premises of the papers vanish: never rank codecs on them.
+"""
+
+import torch
+from torch import Tensor
+
+
+def realistic(heads: int, n: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """k, v [H, n, D] fp32: a few large K channels, sink tokens, low-rank structure plus noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    k = normal(heads, n, 8) @ normal(heads, 8, head_dim) * 0.4 + 0.5 * normal(heads, n, head_dim)
+    k += normal(heads, 1, head_dim)
+    for head in range(heads):
+        loud = torch.randperm(head_dim, generator=generator)[:3]
+        k[head][:, loud] = 9 * (1 + 0.08 * normal(n, 3))
+    v = (0.5 * normal(heads, n, head_dim)) * torch.exp(0.35 * normal(heads, n, 1))
+    if n:
+        k[:, 0] *= 0.06
+        v[:, 0] *= 0.05
+    return k, v
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v in fp64: q [Hq, D], k and v [H, n, D] -> [Hq, D]."""
+    per_head = q.shape[0] // k.shape[0]
+    k, v = (x.double().repeat_interleave(per_head, 0) for x in (k, v))
+    scores = torch.einsum("hd,hnd->hn", q.double(), k) * scale
+    return torch.einsum("hn,hnd->hd", scores.softmax(-1), v)
+
+
+def relative_error(x: Tensor, wanted: Tensor) -> float:
+    """|x - wanted| / |wanted|, in fp64."""
+    return float((x.double() - wanted.double()).norm() / wanted.double().norm())

@@ -1,0 +1,59 @@
+import pytest
+
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.errors import ConfigError, UnknownNameError
+
+SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
+
+
+def test_one_spec_makes_one_group() -> None:
+    plan = parse_plan("kivi:bits=2", SHAPE)
+    assert [group.layers for group in plan.groups] == [(0, 1, 2, 3, 4, 5)]
+    assert plan.spec == "kivi:bits=2,group=64,residual=128"
+
+
+def test_layers_may_have_codecs_of_their_own() -> None:
+    plan = parse_plan("0-1,5:kivi:bits=4;2-4:kivi:bits=2", SHAPE)
+    assert [group.layers for group in plan.groups] == [(0, 1, 5), (2, 3, 4)]
+    assert plan.group_of == (0, 0, 1, 1, 1, 0)
+
+
+def test_an_open_range_reaches_the_last_layer() -> None:
+    assert parse_plan("0:raw;1-:kivi", SHAPE).group_of == (0, 1, 1, 1, 1, 1)
+
+
+def test_layers_with_another_window_form_another_group() -> None:
+    shape = KVShape(4, 2, 64, "float32", (None, 512, None, 512))
+    plan = parse_plan("kivi", shape)
+    assert [(group.layers, group.window) for group in plan.groups] == [
+        ((0, 2), None),
+        ((1, 3), 512),
+    ]
+
+
+def test_raw_follows_the_dtype_of_the_model() -> None:
+    (group,) = parse_plan("raw", SHAPE).groups
+    assert group.codec == "raw:dtype=fp32"
+    assert group.page == group.raw
+    assert parse_plan("kivi", SHAPE).groups[0].raw.plane("k").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "the codec spec is empty"),
+        ("0-3:raw", r"layers \[4, 5\] have no codec"),
+        ("0-3:raw;3-:kivi", "layer 3 has two codecs"),
+        ("0-9:raw", "outside the model's layers 0-5"),
+        ("0-x:raw", "no layer or range"),
+        ("3-1:raw", "outside the model's layers"),
+    ],
+)
+def test_a_plan_that_cannot_be_says_why(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_plan(spec, SHAPE)
+
+
+def test_a_codec_nobody_knows_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="unknown codec 'kiwi'"):
+        parse_plan("0-:kiwi", SHAPE)
