@@ -48,12 +48,8 @@ class Inventory:
     tail_len: int
 
     def count(self, kind: Kind) -> int:
-        return {
-            Kind.PAGE: self.pages,
-            Kind.SEGMENT: self.segments,
-            Kind.SIDE: self.sides,
-            Kind.RAW: self.raws,
-        }[kind]
+        """The field of that kind."""
+        return int(getattr(self, f"{kind}s"))
 
 
 @dataclass(frozen=True)
@@ -87,20 +83,12 @@ class LayerGroup:
 
     def layouts(self) -> Iterator[Layout]:
         """The layouts in use, pages first."""
-        for layout in (self.page, self.raw, self.segment, self.side, self.flush_page):
-            if layout is not None:
-                yield layout
-        if self.flush_segment is not None:
-            yield self.flush_segment
+        prompt = (self.page, self.raw, self.segment, self.side)
+        yield from (x for x in (*prompt, self.flush_page, self.flush_segment) if x is not None)
 
     def layout(self, kind: Kind) -> Layout:
         """The layout of a prompt's records of `kind`; LayoutError where the codec has none."""
-        found = {
-            Kind.PAGE: self.page,
-            Kind.RAW: self.raw,
-            Kind.SEGMENT: self.segment,
-            Kind.SIDE: self.side,
-        }[kind]
+        found: Layout | None = getattr(self, kind)
         if found is None:
             raise LayoutError(f"codec {self.codec} has no {kind} records")
         return found
@@ -250,15 +238,13 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
 
 def record_id(state: GroupState, kind: Kind, index: int) -> int:
     """The page id of one record of a prompt; LayoutError where the state has no such record."""
-    found: Sequence[int]
     if kind is Kind.PAGE:
         found = state.page_ids()
-    elif kind is Kind.SEGMENT:
-        found = [run.segment for run in state.runs if run.segment is not None]
     elif kind is Kind.RAW:
         found = state.tail
     else:
-        found = [] if state.side is None else [state.side]
+        ids = [run.segment for run in state.runs] if kind is Kind.SEGMENT else [state.side]
+        found = [page for page in ids if page is not None]
     if not 0 <= index < len(found):
         raise LayoutError(f"no {kind} record {index}; the sequence has {len(found)}")
     return found[index]

@@ -84,7 +84,7 @@ def test_a_record_is_found_by_kind_and_index_or_refused() -> None:
     assert record_id(state, Kind.PAGE, 2) == state.page_ids()[2]
     assert record_id(state, Kind.RAW, 0) == state.tail[0]
     for kind, index in [(Kind.PAGE, 3), (Kind.RAW, -1), (Kind.SIDE, 0), (Kind.SEGMENT, 0)]:
-        with pytest.raises(LayoutError, match="no .* record"):
+        with pytest.raises(LayoutError, match=r"no .* record"):
             record_id(state, kind, index)
     assert record_id(GroupState(side=9), Kind.SIDE, 0) == 9
 
