@@ -1,0 +1,162 @@
+"""The kernels as the other rooms call them: arguments checked here, run by device.
+
+A tensor on a CPU goes to the torch reference, one on a GPU to the Triton kernel of the same name,
+signature and result. Shapes and units are stated in reference.py and reference_encode.py. A wrong
+dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
+"""
+
+import torch
+from torch import Tensor
+
+from disagg.kernels import reference, reference_encode
+from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.reference import Partial
+
+
+def attend_raw(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: RawFormat,
+    base: int,
+    heads: int,
+    scale: float,
+) -> Partial:
+    """Attention over raw pages: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_raw."""
+    _check_attend(q, arena, pages, lo, hi, fmt, heads)
+    return reference.attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
+
+
+def attend_quantized(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: QuantFormat,
+    base: int,
+    heads: int,
+    scale: float,
+) -> Partial:
+    """Attention on codes: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_quantized."""
+    _check_attend(q, arena, pages, lo, hi, fmt, heads)
+    return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
+
+
+def merge(parts: list[Partial]) -> Tensor:
+    """Attention over the union of disjoint token sets: [B, M, Hq, D]. See reference.merge."""
+    if not parts:
+        raise ValueError("nothing to merge; at least one (o, lse) is wanted")
+    return reference.merge(parts)
+
+
+def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
+    """Seal pages: [n / T, H, block_bytes] u8. See reference_encode.encode_quantized."""
+    if not (k.is_floating_point() and v.is_floating_point()):
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim:
+        raise ValueError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {fmt.head_dim}] is wanted"
+        )
+    if k.shape[1] % fmt.tokens:
+        raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
+    return reference_encode.encode_quantized(k, v, fmt)
+
+
+def decode_quantized(blocks: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
+    """k', v' [..., T, D] fp32 of blocks [..., block_bytes] u8, by the reference on every device."""
+    _check_bytes(blocks, "blocks")
+    if blocks.shape[-1] != fmt.block_bytes:
+        raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
+    return reference_encode.decode_quantized(blocks, fmt)
+
+
+def append_raw(
+    arena: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    fmt: RawFormat,
+    base: int,
+) -> None:
+    """Write one token per row into raw pages. See reference.append_raw."""
+    _check_bytes(arena, "arena")
+    _check_ids(pages, (k.shape[0],), "pages", arena)
+    _check_ids(slots, (k.shape[0],), "slots", arena)
+    dtype = getattr(torch, fmt.dtype)
+    if k.dtype != dtype or v.dtype != dtype:
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; the raw pages hold {dtype}")
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim:
+        raise ValueError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {fmt.head_dim}] is wanted"
+        )
+    reference.append_raw(arena, k, v, pages, slots, fmt, base)
+
+
+def gather_raw(
+    arena: Tensor, pages: Tensor, fmt: RawFormat, base: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """k, v [B, heads, P * T, D] of raw pages, by the reference on every device."""
+    _check_bytes(arena, "arena")
+    _check_ids(pages, tuple(pages.shape), "pages", arena)
+    return reference.gather_raw(arena, pages, fmt, base, heads)
+
+
+def store_blocks(arena: Tensor, blocks: Tensor, pages: Tensor, base: int) -> None:
+    """Copy blocks [P, H, block_bytes] to their pages, by the reference on every device."""
+    _check_bytes(arena, "arena")
+    _check_bytes(blocks, "blocks")
+    _check_ids(pages, (blocks.shape[0],), "pages", arena)
+    if pages.numel():
+        reference.store_blocks(arena, blocks, pages, base)
+
+
+def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
+    """Blocks [P, heads, block_bytes] of pages, by the reference on every device."""
+    _check_bytes(arena, "arena")
+    _check_ids(pages, (pages.numel(),), "pages", arena)
+    return reference.load_blocks(arena, pages, base, heads, block_bytes)
+
+
+def _check_attend(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: RawFormat | QuantFormat,
+    heads: int,
+) -> None:
+    if q.dtype != torch.float32:
+        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted")
+    if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % heads:
+        raise ValueError(
+            f"q is {tuple(q.shape)}; [B, M, a multiple of {heads}, {fmt.head_dim}] is wanted"
+        )
+    if pages.dim() != 2 or not pages.shape[1]:
+        raise ValueError(f"pages is {tuple(pages.shape)}; [B, at least one page] is wanted")
+    _check_bytes(arena, "arena")
+    _check_ids(pages, (q.shape[0], pages.shape[1]), "pages", q)
+    _check_ids(lo, (q.shape[0], q.shape[1]), "lo", q)
+    _check_ids(hi, (q.shape[0], q.shape[1]), "hi", q)
+    if arena.device != q.device:
+        raise ValueError(f"q is on {q.device} and the arena on {arena.device}")
+
+
+def _check_bytes(x: Tensor, name: str) -> None:
+    if x.dtype != torch.uint8:
+        raise TypeError(f"{name} is {x.dtype}; torch.uint8 is wanted")
+    if name == "arena" and (x.dim() != 1 or not x.is_contiguous() or x.data_ptr() % 16):
+        raise ValueError("the arena is one contiguous run of bytes on a 16-byte boundary")
+
+
+def _check_ids(x: Tensor, shape: tuple[int, ...], name: str, like: Tensor) -> None:
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} is {x.dtype}; torch.int32 is wanted")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} is {tuple(x.shape)}; {shape} is wanted")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}; {like.device} is wanted")
