@@ -8,7 +8,7 @@ dtype raises TypeError, a wrong shape, device or memory order ValueError. No sil
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference, reference_encode
+from disagg.kernels import reference, reference_encode, reference_pages
 from disagg.kernels.formats import QuantFormat, RawFormat
 from disagg.kernels.reference import Partial
 
@@ -82,7 +82,7 @@ def append_raw(
     fmt: RawFormat,
     base: int,
 ) -> None:
-    """Write one token per row into raw pages. See reference.append_raw."""
+    """Write one token per row into raw pages. See reference_pages.append_raw."""
     _check_bytes(arena, "arena")
     _check_ids(pages, (k.shape[0],), "pages", arena)
     _check_ids(slots, (k.shape[0],), "slots", arena)
@@ -93,7 +93,7 @@ def append_raw(
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {fmt.head_dim}] is wanted"
         )
-    reference.append_raw(arena, k, v, pages, slots, fmt, base)
+    reference_pages.append_raw(arena, k, v, pages, slots, fmt, base)
 
 
 def gather_raw(
@@ -102,7 +102,7 @@ def gather_raw(
     """k, v [B, heads, P * T, D] of raw pages, by the reference on every device."""
     _check_bytes(arena, "arena")
     _check_ids(pages, tuple(pages.shape), "pages", arena)
-    return reference.gather_raw(arena, pages, fmt, base, heads)
+    return reference_pages.gather_raw(arena, pages, fmt, base, heads)
 
 
 def store_blocks(arena: Tensor, blocks: Tensor, pages: Tensor, base: int) -> None:
@@ -111,14 +111,14 @@ def store_blocks(arena: Tensor, blocks: Tensor, pages: Tensor, base: int) -> Non
     _check_bytes(blocks, "blocks")
     _check_ids(pages, (blocks.shape[0],), "pages", arena)
     if pages.numel():
-        reference.store_blocks(arena, blocks, pages, base)
+        reference_pages.store_blocks(arena, blocks, pages, base)
 
 
 def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
     """Blocks [P, heads, block_bytes] of pages, by the reference on every device."""
     _check_bytes(arena, "arena")
     _check_ids(pages, (pages.numel(),), "pages", arena)
-    return reference.load_blocks(arena, pages, base, heads, block_bytes)
+    return reference_pages.load_blocks(arena, pages, base, heads, block_bytes)
 
 
 def _check_attend(

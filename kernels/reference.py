@@ -8,13 +8,14 @@ Attention works on the compressed form. With x = scale * (code + zero) per group
 so the scale goes into the vector, the zero into one number per group, and K and V are never built.
 Both lines are the same contraction, because V is stored as K is with tokens and channels swapped.
 
-Encoding is in reference_encode.py. Arguments are checked in ops.py.
+Encoding is in reference_encode.py, moving bytes in reference_pages.py, checks in ops.py.
 """
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ARENA_UNIT, PLANES, QuantFormat, RawFormat
+from disagg.kernels.formats import PLANES, QuantFormat, RawFormat
+from disagg.kernels.reference_pages import gather_raw, plane_view
 
 # elements of codes unpacked at once: as floats they stay in a core's second-level cache
 CHUNK_ELEMENTS = 1 << 19
@@ -95,48 +96,6 @@ def merge(parts: list[Partial]) -> Tensor:
     return (o * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
 
 
-def append_raw(
-    arena: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    slots: Tensor,
-    fmt: RawFormat,
-    base: int,
-) -> None:
-    """Write one token per row into raw pages.
-
-    k, v:  [N, H, D] of the raw dtype
-    pages: [N] i32 - page id; slots: [N] i32 - which of its tokens
-    """
-    for offset, x in ((fmt.k, k), (fmt.v, v)):
-        plane = _raw_plane(arena, fmt, base + offset, k.shape[1])
-        plane[pages.long(), :, slots.long()] = x
-
-
-def gather_raw(
-    arena: Tensor, pages: Tensor, fmt: RawFormat, base: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """The tokens of raw pages in order: k, v [B, heads, P * tokens, D] of the raw dtype."""
-    found = []
-    for offset in (fmt.k, fmt.v):
-        plane = _raw_plane(arena, fmt, base + offset, heads)
-        rows = plane.index_select(0, pages.flatten()).unflatten(0, pages.shape)
-        found.append(rows.transpose(1, 2).flatten(2, 3))
-    return found[0], found[1]
-
-
-def store_blocks(arena: Tensor, blocks: Tensor, pages: Tensor, base: int) -> None:
-    """Copy blocks [P, H, block_bytes] u8 to where page ids [P] i32 say."""
-    _records(arena, base, blocks[0].numel()).index_copy_(0, pages.long(), blocks.flatten(1))
-
-
-def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
-    """The blocks of pages [P] i32: [P, heads, block_bytes] u8."""
-    found = _records(arena, base, heads * block_bytes).index_select(0, pages)
-    return found.view(-1, heads, block_bytes)
-
-
 def unpack(words: Tensor, bits: int) -> Tensor:
     """The codes of int16 words [..., rows/4, columns/h]: [..., rows, columns] fp32.
 
@@ -183,33 +142,10 @@ def _side(
     planes: list[Tensor] = []
     for offset, shape in zip(offsets, shapes, strict=True):
         dtype = torch.float16 if planes else torch.int16
-        plane = _plane(arena, dtype, base + offset, heads, fmt.block_bytes, shape)
+        plane = plane_view(arena, dtype, base + offset, heads, fmt.block_bytes, shape)
         found = plane.index_select(0, pages.flatten()).unflatten(0, pages.shape)
         planes.append(found.transpose(1, 2))
     return unpack(planes[0], fmt.bits), planes[1].float(), planes[2].float()
-
-
-def _plane(
-    arena: Tensor, dtype: torch.dtype, offset: int, heads: int, stride: int, shape: tuple[int, int]
-) -> Tensor:
-    """One plane of every page: [page ids, heads, *shape], a view of the arena."""
-    size = dtype.itemsize
-    last = offset + (heads - 1) * stride + shape[0] * shape[1] * size
-    count = (arena.numel() - last) // ARENA_UNIT + 1
-    return arena.view(dtype).as_strided(
-        (count, heads, *shape), (ARENA_UNIT // size, stride // size, shape[1], 1), offset // size
-    )
-
-
-def _raw_plane(arena: Tensor, fmt: RawFormat, offset: int, heads: int) -> Tensor:
-    shape = (fmt.tokens, fmt.head_dim)
-    return _plane(arena, getattr(torch, fmt.dtype), offset, heads, fmt.block_bytes, shape)
-
-
-def _records(arena: Tensor, base: int, size: int) -> Tensor:
-    """`size` bytes at `base` of every page: [page ids, size], a view of the arena."""
-    count = (arena.numel() - base - size) // ARENA_UNIT + 1
-    return arena.as_strided((count, size), (ARENA_UNIT, 1), base)
 
 
 def _visible_pages(lo: Tensor, hi: Tensor, tokens: int) -> tuple[int, int]:

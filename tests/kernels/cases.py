@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, QuantFormat, RawFormat
-from disagg.kernels.reference import store_blocks
 from disagg.kernels.reference_encode import decode_quantized, encode_quantized
+from disagg.kernels.reference_pages import store_blocks
 
 BASE = 3 * 48  # an odd place for a layer page, 16-byte aligned
 
