@@ -1,0 +1,197 @@
+"""Every default value, one frozen dataclass per room; and how a file and flags change them.
+
+    defaults here  <  a YAML file (`--config`)  <  flags (`--codec`, `--set engine.max_sequences=8`)
+
+A key that nobody knows is an error that lists the known ones. Knows no room: rooms take what they
+need from here.
+"""
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from disagg.errors import ConfigError, UnknownNameError
+
+T = TypeVar("T")
+
+DEFAULT_CODEC = "kivi:bits=2,group=64,residual=64"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is served.
+
+    name:  a folder or a Hugging Face name; None: the model that ships in the package
+    dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    """
+
+    name: str | None = None
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one worker computes.
+
+    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks
+    max_sequences:    rows of a decode batch
+    arena_bytes:      size of the arena that holds the pages
+    watermark:        share of the arena that is kept free for sequences that grow
+    torch_threads:    None: the cores of the host shared among its workers
+    """
+
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    arena_bytes: int = 256 << 20
+    watermark: float = 0.02
+    torch_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How a prompt is handed off.
+
+    lease_s:      a reservation ends this long after its sender's last sign of life
+    window_bytes: bytes that may be on the way before the receiver grants more
+    frame_bytes:  payload of a frame
+    link_mbps:    pace of the sender in megabits per second; None: as fast as it goes
+    burst_bytes:  what a paced sender may send at once
+    """
+
+    lease_s: float = 10.0
+    window_bytes: int = 8 << 20
+    frame_bytes: int = 2 << 20
+    link_mbps: float | None = None
+    burst_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How requests are kept alive.
+
+    deadline_s:   a request that takes longer is given up
+    max_attempts: workers that may die under one request before it is refused
+    silence_s:    a worker that does not answer for so long counts as dead
+    """
+
+    deadline_s: float = 300.0
+    max_attempts: int = 3
+    silence_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where the workers run.
+
+    address: "local" starts a private Ray; else the address of a cluster, "host:port"
+    prefill, decode: how many workers of each role
+    orphan_s: workers exit so long after the last router left; None: 5 private, 60 on a cluster
+    grace_s:  how long a stopping worker may finish what it has
+    """
+
+    address: str = "local"
+    prefill: int = 1
+    decode: int = 1
+    orphan_s: float | None = None
+    grace_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where clients find the service. Port 0: any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    state_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. `codec` is a spec for every layer, or a plan "0-1:kivi:bits=4;2-:kivi:bits=2"."""
+
+    codec: str = DEFAULT_CODEC
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:
+    """Defaults, changed by a YAML file, changed by flags such as {"server.port": 9000}.
+
+    A flag that is None was not given. A string is read as YAML where a number is wanted. Raises
+    UnknownNameError for a key nobody knows, ConfigError for a file or value that cannot be.
+    """
+    config = Config()
+    if path is not None:
+        config = replace_keys(config, _read_yaml(Path(path)))
+    for key, value in (flags or {}).items():
+        if value is not None:
+            *rooms, name = key.split(".")
+            nested: Mapping[str, Any] = {name: value}
+            for room in reversed(rooms):
+                nested = {room: nested}
+            config = replace_keys(config, nested)
+    return config
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Plain nested values, in the order of the dataclasses: what a YAML file would say."""
+    return dataclasses.asdict(config)
+
+
+def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
+    """A copy of a config dataclass with some keys changed, nested ones too."""
+    hints = get_type_hints(type(config))
+    changed: dict[str, Any] = {}
+    for key, value in changes.items():
+        name = f"{where}{key}"
+        if key not in hints:
+            raise UnknownNameError("config key", name, [f"{where}{known}" for known in hints])
+        old = getattr(config, key)
+        if not dataclasses.is_dataclass(old):
+            changed[key] = _fit(name, value, hints[key])
+        elif isinstance(value, Mapping):
+            changed[key] = replace_keys(old, value, f"{name}.")
+        else:
+            raise ConfigError(f"config key {name} is {value!r}; it holds keys of its own")
+    return dataclasses.replace(config, **changed)  # type: ignore[type-var]
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    import yaml  # here, because only those who give a file pay for the import
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not YAML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"config file {path} holds no map of keys")
+    return found
+
+
+def _fit(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type a key wants; text from a flag is parsed."""
+    union = get_origin(hint) in (Union, types.UnionType)
+    kinds = [k for k in (get_args(hint) if union else (hint,)) if k is not types.NoneType]
+    if union and (value is None or value == "null"):
+        return None
+    (kind,) = kinds
+    if isinstance(value, str) and kind is not str:
+        with contextlib.suppress(ValueError):  # reported below, with what was given
+            value = kind(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config key {name} is {value!r}; {kind.__name__} is wanted")
+    return value

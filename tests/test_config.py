@@ -1,0 +1,69 @@
+"""Defaults, a YAML file, flags: in this order, and unknown keys never pass."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from disagg.config import Config, as_dict, load_config
+from disagg.errors import ConfigError, UnknownNameError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "disagg.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_file_and_flags_the_defaults_hold() -> None:
+    assert load_config() == Config()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "codec: raw\nserver: {port: 9000, host: 0.0.0.0}\n")
+    config = load_config(path, {"server.port": "9001", "codec": None})
+    assert (config.codec, config.server.host, config.server.port) == ("raw", "0.0.0.0", 9001)
+    assert config.engine == Config().engine
+
+
+def test_what_is_shown_can_be_loaded_again(tmp_path: Path) -> None:
+    config = load_config(None, {"transfer.link_mbps": "50", "cluster.decode": 2})
+    assert load_config(write(tmp_path, yaml.safe_dump(as_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "known"),
+    [({"codecs": "raw"}, "codec, engine"), ({"server.prot": 1}, "server.host, server.port")],
+    ids=["top", "nested"],
+)
+def test_an_unknown_key_lists_the_known_ones(flags: dict[str, object], known: str) -> None:
+    with pytest.raises(UnknownNameError, match=known):
+        load_config(None, flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server: {port: many}", "server.port is 'many'; int is wanted"),
+        ("server: {port: true}", "server.port is True; int is wanted"),
+        ("server: 8000", "keys of its own"),
+        ("codec: null", "codec is None; str is wanted"),
+        ("- raw", "no map of keys"),
+        ("a: [", "not YAML"),
+    ],
+    ids=["word", "bool", "number-for-room", "null", "list", "broken"],
+)
+def test_a_value_that_cannot_be_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read config file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path: Path) -> None:
+    path = write(tmp_path, "transfer: {link_mbps: 50}")
+    assert load_config(path).transfer.link_mbps == 50.0
+    assert load_config(path, {"transfer.link_mbps": "null"}).transfer.link_mbps is None
