@@ -34,7 +34,8 @@ class Raw(Codec):
         require(self.dtype in known, f"raw:dtype is {self.dtype!r}; known: {', '.join(known)}")
 
     def raw_dtype(self, model_dtype: str) -> str:
-        return DTYPES.get(self.dtype, model_dtype)
+        known = model_dtype if model_dtype in DTYPES.values() else "float32"
+        return DTYPES.get(self.dtype, known)
 
     def page_layout(self, head_dim: int) -> Layout:
         return make_raw_layout(self.raw_dtype("float32"), head_dim)

@@ -96,6 +96,18 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
     return min(m, max(1, next_seal - 1 - n))
 
 
+def demand(group: LayerGroup, growths: Sequence[Growth]) -> tuple[int, int]:
+    """(raw pages, pages) that `plan_step` will allocate for these growths."""
+    raws = pages = 0
+    for growth in growths:
+        assert growth.m == block_size(group, growth.n, growth.m)
+        sealed = len(growth.state.page_ids()) * group.page.tokens
+        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
+        if group.page != group.raw:
+            pages += group.sealed(growth.n + growth.m) > sealed
+    return raws, pages
+
+
 def plan_step(
     group: LayerGroup, growths: Sequence[Growth], allocator: Allocator, device: torch.device
 ) -> GroupStep:
@@ -177,13 +189,7 @@ def _allocate(
     group: LayerGroup, growths: Sequence[Growth], allocator: Allocator
 ) -> tuple[Iterator[int], Iterator[int]]:
     """(raw pages, pages) for the whole step, taken before any state changes."""
-    raws = pages = 0
-    for growth in growths:
-        assert growth.m == block_size(group, growth.n, growth.m)
-        sealed = len(growth.state.page_ids()) * group.page.tokens
-        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
-        if group.page != group.raw:
-            pages += group.sealed(growth.n + growth.m) > sealed
+    raws, pages = demand(group, growths)
     taken = allocator.allocate(group.record(group.raw), raws)
     try:
         return iter(taken), iter(allocator.allocate(group.record(group.page), pages))

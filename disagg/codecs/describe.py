@@ -1,0 +1,69 @@
+"""What a codec costs in bytes, from its layouts alone: no tensor is made."""
+
+from dataclasses import dataclass
+
+from disagg.codecs.registry import CODECS, get_codec
+from disagg.page import SEGMENT_TOKENS, Kind
+from disagg.plan import LayerGroup
+
+FP16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """One codec at one size, per layer.
+
+    bits_per_element: of a long sequence: page and its share of a segment, no tail
+    page_tokens:      tokens of a page
+    page_bytes:       a layer page: the blocks of all KV heads
+    segment_bytes:    a layer's part of a segment record; 0 where the codec has none
+    fp16_pct:         bytes stored for `tokens` tokens, tail included, in percent of fp16
+    fp16_pct_mean:    the mean of that over tokens .. tokens + 63: no luck with page boundaries
+    """
+
+    name: str
+    spec: str
+    bits_per_element: float
+    page_tokens: int
+    page_bytes: int
+    segment_bytes: int
+    fp16_pct: float
+    fp16_pct_mean: float
+
+
+def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
+    """The row of one codec; UnknownNameError or ConfigError where the spec cannot be."""
+    codec = get_codec(spec)
+    group = codec.layer_group((0,), heads, head_dim, "float16")
+    page_bytes = group.layer_bytes(group.page)
+    segment_bytes = group.layer_bytes(group.segment) if group.segment else 0
+    per_token = page_bytes / group.page.tokens + segment_bytes / SEGMENT_TOKENS
+    spread = [fp16_percent(group, tokens + i) for i in range(64)]
+    return CodecRow(
+        name=codec.name,
+        spec=codec.spec,
+        bits_per_element=8 * per_token / (2 * heads * head_dim),
+        page_tokens=group.page.tokens,
+        page_bytes=page_bytes,
+        segment_bytes=segment_bytes,
+        fp16_pct=spread[0],
+        fp16_pct_mean=sum(spread) / len(spread),
+    )
+
+
+def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
+    """Every registered codec with its default options, by name."""
+    return [describe(name, heads, head_dim, tokens) for name in sorted(CODECS)]
+
+
+def fp16_percent(group: LayerGroup, tokens: int) -> float:
+    """Stored bytes of one layer, tail included, in percent of the same tokens in fp16."""
+    exact = 2 * FP16_BYTES * tokens * group.heads * group.head_dim
+    return 100 * stored_bytes(group, tokens) / exact if exact else 0.0
+
+
+def stored_bytes(group: LayerGroup, tokens: int) -> int:
+    """Bytes of one layer of a prompt: pages, segments, side record and raw pages."""
+    inventory = group.inventory(tokens)
+    counts = {kind: inventory.count(kind) for kind in Kind}
+    return sum(n * group.layer_bytes(group.layout(kind)) for kind, n in counts.items() if n)

@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from disagg.codecs import codec_names, get_codec
+from disagg.codecs.describe import describe, describe_all
+
+AT_MOST = {  # percent of fp16 at 8192 and 2048 tokens, tail included, head dim 128
+    "kivi:bits=2,group=64,residual=64": (16.3, 18.3),
+    "kivi:bits=4,group=64,residual=64": (28.7, 30.4),
+    "raw": (100.0, 100.0),
+}
+
+
+@pytest.mark.parametrize("spec", AT_MOST)
+def test_true_stored_size_is_at_most_what_was_promised(spec: str) -> None:
+    for tokens, percent in zip((8192, 2048), AT_MOST[spec], strict=True):
+        assert describe(spec, 8, 128, tokens).fp16_pct <= percent
+
+
+@pytest.mark.parametrize("spec", AT_MOST)
+def test_the_row_says_what_a_cache_of_that_length_really_stores(spec: str) -> None:
+    x = torch.randn(2, 1000, 128).half()
+    stored = get_codec(spec).compress(x, x).nbytes
+    assert 100 * stored / (4 * x.numel()) == pytest.approx(describe(spec, 2, 128, 1000).fp16_pct)
+
+
+def test_every_registered_codec_has_a_row() -> None:
+    rows = describe_all(heads=8, head_dim=128, tokens=2048)
+    assert [row.name for row in rows] == codec_names()
+    kivi = next(row for row in rows if row.name == "kivi")
+    assert (kivi.page_tokens, kivi.page_bytes, kivi.segment_bytes) == (64, 8 * 5120, 0)
+    assert kivi.bits_per_element == 2.5
+    assert kivi.fp16_pct < kivi.fp16_pct_mean  # 2048 is a multiple of the page
