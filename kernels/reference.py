@@ -45,13 +45,13 @@ def attend_raw(
     returns: o [B, M, Hq, D] fp32, lse [B, M, Hq] fp32 - the natural log of sum exp(scale * q.k);
              a query that sees nothing has o = 0 and lse = -inf
     """
-    first, last = _visible_pages(lo, hi, fmt.tokens)
+    first, last = visible_pages(lo, hi, fmt.tokens)
     k, v = gather_raw(arena, pages[:, first:last], fmt, base, heads)
-    columns = _columns(q * scale, heads)
+    columns = columns_of(q * scale, heads)
     scores = k.float() @ columns
-    p, lse = _softmax(scores, lo - first * fmt.tokens, hi - first * fmt.tokens)
+    p, lse = masked_softmax(scores, lo - first * fmt.tokens, hi - first * fmt.tokens)
     o = v.float().transpose(2, 3) @ p
-    return _rows(o, q.shape[1]), _rows(lse.unsqueeze(2), q.shape[1]).squeeze(3)
+    return rows_of(o, q.shape[1]), rows_of(lse.unsqueeze(2), q.shape[1]).squeeze(3)
 
 
 def attend_quantized(
@@ -69,22 +69,22 @@ def attend_quantized(
 
     error: at most 1e-5 relative against exact attention on `decode_quantized` of the pages
     """
-    first, last = _visible_pages(lo, hi, fmt.tokens)
+    first, last = visible_pages(lo, hi, fmt.tokens)
     pages, tokens = pages[:, first:last], fmt.tokens
-    columns = _columns(q * scale, heads)
+    columns = columns_of(q * scale, heads)
     batch, _, head_dim, width = columns.shape
     scores = torch.empty(batch, heads, last - first, tokens, width)
-    for part in _page_chunks(pages, heads * tokens * head_dim):
+    for part in page_chunks(pages, heads * tokens * head_dim):
         codes, scales, zeros = _side(arena, pages[:, part], fmt, "k", base, heads)
         scores[:, :, part] = _contract(codes, scales, zeros, columns.unsqueeze(2))
     shift = first * tokens
-    p, lse = _softmax(scores.flatten(2, 3), lo - shift, hi - shift)
+    p, lse = masked_softmax(scores.flatten(2, 3), lo - shift, hi - shift)
     p = p.unflatten(2, (last - first, tokens))
     o = torch.zeros(batch, heads, head_dim, width)
-    for part in _page_chunks(pages, heads * tokens * head_dim):
+    for part in page_chunks(pages, heads * tokens * head_dim):
         codes, scales, zeros = _side(arena, pages[:, part], fmt, "v", base, heads)
         o += _contract(codes, scales, zeros, p[:, :, part]).sum(2)
-    return _rows(o, q.shape[1]), _rows(lse.unsqueeze(2), q.shape[1]).squeeze(3)
+    return rows_of(o, q.shape[1]), rows_of(lse.unsqueeze(2), q.shape[1]).squeeze(3)
 
 
 def merge(parts: list[Partial]) -> Tensor:
@@ -148,7 +148,7 @@ def _side(
     return unpack(planes[0], fmt.bits), planes[1].float(), planes[2].float()
 
 
-def _visible_pages(lo: Tensor, hi: Tensor, tokens: int) -> tuple[int, int]:
+def visible_pages(lo: Tensor, hi: Tensor, tokens: int) -> tuple[int, int]:
     """The range of page columns that some query sees; at least one page."""
     sees = hi > lo
     if not sees.any():
@@ -157,27 +157,27 @@ def _visible_pages(lo: Tensor, hi: Tensor, tokens: int) -> tuple[int, int]:
     return first, -(-int(hi[sees].max()) // tokens)
 
 
-def _page_chunks(pages: Tensor, page_elements: int) -> list[slice]:
+def page_chunks(pages: Tensor, page_elements: int) -> list[slice]:
     """Page columns in pieces of about CHUNK_ELEMENTS codes."""
     batch, count = pages.shape
     step = max(1, CHUNK_ELEMENTS // (batch * page_elements))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
-def _columns(q: Tensor, heads: int) -> Tensor:
+def columns_of(q: Tensor, heads: int) -> Tensor:
     """[B, M, Hq, D] -> [B, heads, D, M * G]: the queries that read a KV head, side by side."""
     batch, m, _, head_dim = q.shape
     grouped = q.view(batch, m, heads, -1, head_dim).permute(0, 2, 4, 1, 3)
     return grouped.reshape(batch, heads, head_dim, -1)
 
 
-def _rows(x: Tensor, m: int) -> Tensor:
-    """[B, heads, D, M * G] -> [B, M, Hq, D]: the inverse of `_columns`."""
+def rows_of(x: Tensor, m: int) -> Tensor:
+    """[B, heads, D, M * G] -> [B, M, Hq, D]: the inverse of `columns_of`."""
     batch, heads, head_dim, _ = x.shape
     return x.view(batch, heads, head_dim, m, -1).permute(0, 3, 1, 4, 2).flatten(2, 3).contiguous()
 
 
-def _softmax(scores: Tensor, lo: Tensor, hi: Tensor) -> Partial:
+def masked_softmax(scores: Tensor, lo: Tensor, hi: Tensor) -> Partial:
     """scores [B, heads, tokens, M * G] -> weights of the same shape, lse [B, heads, M * G]."""
     position = torch.arange(scores.shape[2], device=scores.device)[:, None]
     seen = (position >= lo[:, None, :]) & (position < hi[:, None, :])  # [B, tokens, M]
