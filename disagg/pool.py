@@ -146,7 +146,8 @@ class Pool:
     @property
     def used_bytes(self) -> int:
         """Bytes of the owned pages."""
-        return sum(self._slab_of(page).shape.nbytes for page in self._references)
+        slabs = self._slabs.values()
+        return sum((x.capacity - len(x.free)) * x.shape.nbytes for x in slabs)
 
     def check_integrity(self) -> None:
         """Raise LayoutError unless every page is owned or free, once, in a slab of its shape."""
@@ -171,9 +172,6 @@ class Pool:
 
     def _slab_index(self, page: int) -> int:
         return page * ARENA_UNIT // self.slab_bytes
-
-    def _slab_of(self, page: int) -> Slab:
-        return self._slabs[self._slab_index(page)]
 
     def _take(self, shape: RecordShape) -> int:
         slabs = self._open.setdefault(shape, {})

@@ -70,7 +70,7 @@ def test_a_shared_page_stays_until_its_last_owner_leaves() -> None:
 def test_integrity_check_sees_a_page_that_is_owned_and_free() -> None:
     pool = make_pool()
     (page,) = pool.allocate(SMALL, 1)
-    pool._slab_of(page).free.append(page)
+    pool._slabs[pool._slab_index(page)].free.append(page)
     with pytest.raises(LayoutError):
         pool.check_integrity()
 

@@ -1,0 +1,118 @@
+"""What goes into an engine and what comes out: plain data, one object per fact."""
+
+from dataclasses import dataclass
+
+from disagg.engine.sequence import Handoff, KVUsage, Request
+from disagg.errors import DisaggError
+from disagg.plan import GroupState
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Compute a prompt and its first token; offer its records; hold them until Release or Abort."""
+
+    request: Request
+    handoff: Handoff
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Decode a prompt whose KV is in this pool already; the records become the engine's.
+
+    emitted: tokens known so far, the first one from prefill; more are fed before new ones come
+    """
+
+    request: Request
+    groups: tuple[GroupState, ...]
+    emitted: tuple[int, ...]
+    encode_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Prefill here, feed the tokens emitted so far (none: a request served whole), go on."""
+
+    request: Request
+    emitted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Release:
+    """The hand-off of a held sequence is acknowledged: its records are no longer needed."""
+
+    rid: str
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Forget a request in whatever state; unknown ones are no error."""
+
+    rid: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Finish what is here; `Engine.run` returns when nothing is left."""
+
+
+Message = Prefill | Admit | Replay | Release | Abort | Drain
+
+
+@dataclass(frozen=True)
+class Token:
+    """Token `index` of an answer; the last one says why it ended and what the KV took.
+
+    After Admit and Replay the last token that was known comes once more.
+    """
+
+    rid: str
+    index: int
+    token: int
+    finish_reason: str | None = None
+    usage: KVUsage | None = None
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt is computed, its records are final and held. `finish_reason`: nothing to decode."""
+
+    rid: str
+    first_token: int
+    finish_reason: str | None
+    plan: str
+    usage: KVUsage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that cannot be served here; everything of it is freed."""
+
+    rid: str
+    error: DisaggError
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences by what they do, and bytes of the pool."""
+
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    used_bytes: int = 0
+    arena_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step brought."""
+
+    tokens: tuple[Token, ...] = ()
+    prefilled: tuple[Prefilled, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    preempted: tuple[str, ...] = ()
+    load: Load = Load()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing happened that anyone waits for."""
+        return not (self.tokens or self.prefilled or self.failed or self.preempted)

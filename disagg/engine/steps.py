@@ -1,0 +1,108 @@
+"""From shares to one forward pass: rows, chunks of prompts, and the step plans of layer groups.
+
+Everything a step needs is allocated before anything changes; then the plans of all groups are made
+before layer 0, and layers only follow them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.planning import codec_of
+from disagg.codecs.tables import Growth, demand, plan_step
+from disagg.engine.scheduler import Share
+from disagg.errors import CapacityError
+from disagg.model.attention import Batch, Chunk, Decode
+from disagg.plan import Allocator, LayerGroup, RecordShape
+
+
+@dataclass
+class Stash:
+    """Records taken from the pool for one step: the allocator that its plans are made with."""
+
+    pages: dict[RecordShape, list[int]] = field(default_factory=dict)
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """`count` of the pages taken; they were counted before."""
+        kept = self.pages.get(shape, [])
+        assert len(kept) >= count, f"the step counted {len(kept)} records, its plan wants {count}"
+        taken, self.pages[shape] = kept[:count], kept[count:]
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        raise AssertionError("a counted step has nothing to give back")
+
+
+def take_records(shares: Sequence[Share], allocator: Allocator) -> Stash:
+    """All records that decoding shares need; CapacityError and nothing taken if no room."""
+    wanted: dict[RecordShape, int] = {}
+    for group, growths in _buckets(shares, [0] * len(shares)):
+        counts = demand(group, growths)
+        for layout, count in zip((group.raw, group.page), counts, strict=True):
+            shape = group.record(layout)
+            wanted[shape] = wanted.get(shape, 0) + count
+    stash = Stash()
+    try:
+        for shape, count in wanted.items():
+            stash.pages[shape] = allocator.allocate(shape, count)
+    except CapacityError:
+        for pages in stash.pages.values():
+            allocator.release(pages)
+        raise
+    return stash
+
+
+def build_batch(
+    shares: Sequence[Share],
+    stash: Stash,
+    arena: Tensor,
+    make_chunk: Callable[[Share, int], Chunk],
+) -> Batch:
+    """One forward pass over the shares, in their order.
+
+    make_chunk: the chunk of a prompt, from its share and its first row
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    outputs: list[int] = []
+    for share in shares:
+        n = share.sequence.n
+        rows.append(len(tokens))
+        tokens += share.sequence.pending(share.count)
+        positions += range(n, n + share.count)
+        if share.completes:
+            outputs.append(len(tokens) - 1)
+    chunks = [make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes]
+    return Batch(
+        tokens=tokens,
+        positions=positions,
+        outputs=outputs,
+        arena=arena,
+        chunks=tuple(chunks),
+        decodes=tuple(_decodes(shares, rows, stash, arena.device)),
+    )
+
+
+def _decodes(
+    shares: Sequence[Share], rows: Sequence[int], stash: Stash, device: torch.device
+) -> list[Decode]:
+    return [
+        Decode(codec_of(group), plan_step(group, growths, stash, device))
+        for group, growths in _buckets(shares, rows)
+    ]
+
+
+def _buckets(shares: Sequence[Share], rows: Sequence[int]) -> list[tuple[LayerGroup, list[Growth]]]:
+    """Decoding shares by layer group; replayed blocks apart, so that nothing is padded to them."""
+    found: dict[tuple[str, bool], tuple[LayerGroup, list[Growth]]] = {}
+    for share, row in zip(shares, rows, strict=True):
+        if not share.decodes:
+            continue
+        for group, state in zip(share.sequence.plan.groups, share.sequence.groups, strict=True):
+            key = (group.fingerprint, share.count > 1)
+            growth = Growth(state, share.sequence.n, share.count, row)
+            found.setdefault(key, (group, []))[1].append(growth)
+    return list(found.values())

@@ -1,0 +1,153 @@
+"""What is counted and timed: the life of a sequence, and the Prometheus names of a worker.
+
+The life of a sequence in one engine:
+
+               room for it            its last chunk        acknowledged, or aborted
+    QUEUED ──────────────► PREFILL ───────────────► HELD ─────────────────────► DONE
+      ▲ │                     │  prefilled here for another worker
+      │ │ KV came from        │
+      │ │ another worker      │ prefilled for itself
+      │ ▼                     ▼
+      │ └─────────────────► DECODE ──────────────────► DONE
+      └──────────────────────┘    end of text, length, abort
+        preempted: its records are freed; it prefills and replays when there is room
+
+Every state can end in DONE. Times are seconds of whatever monotonic clock the caller reads; nothing
+here looks at a clock or at a sequence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Status(StrEnum):
+    """Where a sequence is in its life; the drawing above has the arrows."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    HELD = "held"
+    DECODE = "decode"
+    DONE = "done"
+
+
+ARROWS: Mapping[Status, tuple[Status, ...]] = {
+    Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
+    Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
+    Status.HELD: (Status.DONE,),
+    Status.DECODE: (Status.QUEUED, Status.DONE),
+    Status.DONE: (),
+}
+
+
+@dataclass
+class Life:
+    """The state of one sequence, and how long it was in each."""
+
+    since: float
+    status: Status = Status.QUEUED
+    spent: dict[Status, float] = field(default_factory=dict)
+
+    def enter(self, status: Status, now: float) -> None:
+        """Follow an arrow of the drawing at time `now`."""
+        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
+        self.spent[self.status] = self.spent.get(self.status, 0.0) + now - self.since
+        self.status, self.since = status, now
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """When things happened to one request, in seconds."""
+
+    arrived: float
+    first_token: float
+    ended: float
+    tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_token - self.arrived
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first; 0 for a single token."""
+        return (self.ended - self.first_token) / max(1, self.tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """From arrival to the last token."""
+        return self.ended - self.arrived
+
+
+class Metrics:
+    """The Prometheus series of one process: `disagg_` names, and vLLM's for dashboards."""
+
+    def __init__(self, model: str, role: str):
+        self.registry = CollectorRegistry()
+        self._model, self._role = model, role
+        counter, histogram = self._counter, self._histogram
+        self.transfer_bytes = counter("kv_transfer_bytes", "KV of hand-offs", "kind", "codec")
+        self.transfer_seconds = histogram("kv_transfer_seconds", "Hand-offs, by phase", "phase")
+        self.exposed_seconds = histogram("kv_exposed_seconds", "Hand-off time nothing hid")
+        self.transfer_failures = counter("kv_transfer_failures", "Failed hand-offs", "reason")
+        self.expired = counter("kv_expired", "Reservations whose lease ran out")
+        self.decisions = counter("route_decisions", "Where requests were sent", "decision")
+        self.engine = {
+            name: Gauge(name, text, ["model_name", "role"], registry=self.registry)
+            for name, text in {
+                "vllm:num_requests_running": "Sequences that compute",
+                "vllm:num_requests_waiting": "Sequences that wait",
+                "vllm:kv_cache_usage_perc": "Used part of the pool, 0 to 1",
+                "disagg_held_sequences": "Prefilled sequences that wait for their acknowledgement",
+            }.items()
+        }
+        self.preemptions = counter("vllm:num_preemptions", "Sequences that had to make room")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens prefilled")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens")
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
+        self.success = counter("vllm:request_success", "Finished requests", "finished_reason")
+
+    def load(self, running: int, waiting: int, held: int, usage: float) -> None:
+        """Set the gauges of an engine: sequences by what they do, and the used part of its pool."""
+        values = (running, waiting, usage, held)
+        for gauge, value in zip(self.engine.values(), values, strict=True):
+            gauge.labels(self._model, self._role).set(value)
+
+    def add(self, counter: Counter, amount: float = 1, **labels: str) -> None:
+        """Count up one of the counters of this object."""
+        counter.labels(model_name=self._model, role=self._role, **labels).inc(amount)
+
+    def observe(self, histogram: Histogram, seconds: float, **labels: str) -> None:
+        """Note a duration in one of the histograms of this object."""
+        histogram.labels(model_name=self._model, role=self._role, **labels).observe(seconds)
+
+    def finished(self, times: RequestTimes, reason: str) -> None:
+        """Note a finished request."""
+        self.observe(self.ttft, times.ttft_s)
+        self.observe(self.e2e, times.e2e_s)
+        if times.tokens > 1:
+            self.observe(self.itl, times.tpot_s)
+        self.add(self.success, finished_reason=reason)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        names = ["model_name", "role", *labels]
+        return Counter(_full(name), text, names, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        names = ["model_name", "role", *labels]
+        return Histogram(_full(name), text, names, buckets=SECONDS, registry=self.registry)
+
+
+def _full(name: str) -> str:
+    return name if ":" in name else f"disagg_{name}"

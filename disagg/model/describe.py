@@ -1,0 +1,219 @@
+"""What a model is, from its config alone: enough to refuse a request before anything heavy starts.
+
+Reads JSON files only. Imports neither torch nor transformers, except for a config that leaves its
+sizes to the defaults of its architecture. Never touches the network.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ModelError
+
+DEFAULT_MODEL = Path(__file__).parent / "default"
+
+# one thing, many names: what config.json files call it
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head",),
+    "hidden_size": ("n_embd",),
+    "max_position_embeddings": ("n_positions", "n_ctx"),
+}
+SIZES = (*ALIASES, "vocab_size")
+WHOLE_ATTENTION = ("llama", "gpt2", "opt")  # no windows; KV heads and head dim follow from the rest
+CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+GROWING_ROPE = ("dynamic", "longrope")  # frequencies change with the longest sequence of a batch
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The sizes of a decoder-only model.
+
+    heads:          KV heads
+    dtype:          what it computes in, "float32"
+    windows:        per layer, the tokens a query sees, itself included; None: all
+    context_length: tokens of prompt and answer
+    """
+
+    path: Path
+    architecture: str
+    num_layers: int
+    query_heads: int
+    heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int | None, ...]
+    context_length: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+def locate_model(ref: str | None = None) -> Path:
+    """The folder of a model: a path, a name in the Hugging Face cache, or the packaged one."""
+    if ref is None:
+        return DEFAULT_MODEL
+    folder = Path(ref).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model {ref!r} is a file; a folder with config.json is wanted")
+    cached = _cached_snapshot(ref)
+    if cached is None:
+        raise ModelError(
+            f"no model {ref!r}: no such folder, and not in the Hugging Face cache; "
+            f"`hf download {ref}` fetches one by name"
+        )
+    return cached
+
+
+def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> ModelInfo:
+    """The sizes of a model, by name or path.
+
+    dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    ModelError where there is none, or where its config says that we cannot serve it.
+    """
+    path = locate_model(ref)
+    config = read_config(path)
+    refuse_unsupported(config)
+    sizes = _complete(config, path)
+    layers, query_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    return ModelInfo(
+        path=path,
+        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+        num_layers=layers,
+        query_heads=query_heads,
+        heads=sizes.get("num_key_value_heads") or query_heads,
+        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
+        dtype=_dtype(dtype, device, config),
+        windows=_windows(sizes, layers),
+        context_length=_context_length(sizes),
+        vocab_size=sizes["vocab_size"],
+        eos_ids=_eos_ids(path, sizes),
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder; ModelError where it is missing or no JSON object."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no config.json, so it is no Hugging Face model")
+    try:
+        config = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds a {type(config).__name__}; an object is wanted")
+    return config
+
+
+def refuse_unsupported(config: dict[str, Any]) -> None:
+    """Raise ModelError for what a config tells of attention that pages cannot serve."""
+    text = config.get("text_config") or config
+    kind = config.get("model_type", "unknown")
+    names = config.get("architectures") or []
+    if names and not any(name.endswith(CAUSAL_HEADS) for name in names):
+        raise ModelError(f"{names[0]} is no language model that continues text")
+    if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
+        raise ModelError(f"{kind} is an encoder-decoder model; decoder-only ones can be served")
+    if text.get("attn_logit_softcapping"):
+        raise ModelError(f"{kind} caps attention scores (attn_logit_softcapping): not supported")
+    if text.get("num_kv_shared_layers"):
+        raise ModelError(f"{kind} shares KV between layers (num_kv_shared_layers): not supported")
+    strange = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise ModelError(f"{kind} has layers of type {', '.join(sorted(strange))}: not supported")
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    model = cache / f"models--{name.replace('/', '--')}"
+    main = model / "refs" / "main"
+    if not main.is_file():
+        return None
+    snapshot = model / "snapshots" / main.read_text().strip()
+    return snapshot if snapshot.is_dir() else None
+
+
+def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The text model's sizes under their usual names, defaults of its architecture filled in."""
+    sizes = _rename(config.get("text_config") or config)
+    if not _explicit(sizes):
+        # slow, seconds: only transformers knows the defaults of this architecture
+        from transformers import AutoConfig
+
+        try:
+            full = AutoConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"transformers cannot read {path / 'config.json'}: {error}") from error
+        sizes = _rename(full.get_text_config().to_dict())
+        refuse_unsupported(sizes)
+    missing = [name for name in SIZES if not isinstance(sizes.get(name), int)]
+    if missing:
+        raise ModelError(f"{path / 'config.json'} does not say {', '.join(missing)}")
+    return sizes
+
+
+def _rename(config: dict[str, Any]) -> dict[str, Any]:
+    renamed = dict(config)
+    for name, aliases in ALIASES.items():
+        for alias in aliases:
+            if alias in config:
+                renamed.setdefault(name, config[alias])
+    return renamed
+
+
+def _explicit(sizes: dict[str, Any]) -> bool:
+    """Whether nothing depends on defaults that only transformers knows."""
+    if any(name not in sizes for name in SIZES):
+        return False
+    if sizes.get("model_type") in WHOLE_ATTENTION:
+        return True
+    if "num_key_value_heads" not in sizes or "head_dim" not in sizes:
+        return False
+    patterned = "max_window_layers" in sizes or "sliding_window_pattern" in sizes
+    whole = "sliding_window" in sizes and sizes["sliding_window"] is None
+    return bool(sizes.get("layer_types")) or whole or ("sliding_window" in sizes and not patterned)
+
+
+def _windows(sizes: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = sizes.get("sliding_window")
+    if sizes.get("use_sliding_window") is False or sizes.get("model_type") in WHOLE_ATTENTION:
+        window = None
+    types = sizes.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
+
+
+def _context_length(sizes: dict[str, Any]) -> int:
+    """max_position_embeddings, or the length up to which rotary frequencies do not change."""
+    rope = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in GROWING_ROPE:
+        original = sizes.get("original_max_position_embeddings")
+        return (
+            rope.get("original_max_position_embeddings")
+            or original
+            or sizes["max_position_embeddings"]
+        )
+    return sizes["max_position_embeddings"]
+
+
+def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
+    known = ("float32", "bfloat16", "float16")
+    if dtype == "auto":
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return "float32" if device == "cpu" or stored not in known else stored
+    if dtype not in known:
+        raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(known)}")
+    return dtype
+
+
+def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens that end an answer: generation_config.json first, as transformers does."""
+    file = path / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    found = generation.get("eos_token_id", sizes.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (found,)

@@ -1,0 +1,84 @@
+"""Whether our pages can serve a model's attention: asked of the model itself, once, at load.
+
+A config says only so much. A short forward pass through our attention shows which layers call it
+and with what; comparing its logits with the model's own eager attention shows that nothing
+happens to attention that we do not see.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from disagg.errors import ModelError
+from disagg.model.attention import IMPLEMENTATION, attend_exact
+from disagg.model.cache import PassThrough
+from disagg.model.describe import ModelInfo
+
+LENGTHS = (9, 14)  # two prompts packed into one row: positions must come from position_ids
+UNSUPPORTED = {"softcap": "capped scores", "s_aux": "sinks", "position_bias": "a position bias"}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
+
+
+@dataclass
+class Probe:
+    """Answers attention calls exactly, and notes what every layer asked for."""
+
+    windows: tuple[int | None, ...]
+    seen: list[tuple[int, int, int, int]] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer >= len(self.windows):
+            raise ModelError(f"{type(module).__name__} calls attention as layer {layer}")
+        if v.shape != k.shape:
+            self.objections.append(f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels")
+        self.objections += [
+            what for name, what in UNSUPPORTED.items() if options.get(name) is not None
+        ]
+        window = self.windows[layer]
+        if options.get("sliding_window", window) != window:
+            asked = options["sliding_window"]
+            self.objections.append(f"a window of {asked} where its config says {window}")
+        self.seen.append((layer, q.shape[0], k.shape[0], k.shape[2]))
+        prompts = zip(*(x.split(LENGTHS, dim=1) for x in (q, k, v)), strict=True)
+        parts = [attend_exact(a, b, c, scale, window) for a, b, c in prompts]
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
+    """Raise ModelError unless pages can serve the attention of this model."""
+    name = info.architecture
+    prompts = torch.arange(sum(LENGTHS), device=model.device).mul(7919).remainder(info.vocab_size)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
+    probe = Probe(info.windows)
+    logits = model(
+        input_ids=prompts[None],
+        position_ids=positions[None],
+        past_key_values=PassThrough(),
+        use_cache=True,
+        disagg=probe,
+    ).logits[0]
+    expected = [
+        (layer, info.query_heads, info.heads, info.head_dim) for layer in range(info.num_layers)
+    ]
+    if probe.objections:
+        what = ", ".join(dict.fromkeys(probe.objections))
+        raise ModelError(f"{name} attends with {what}: not supported")
+    if probe.seen != expected:
+        raise ModelError(
+            f"{name} called our attention as (layer, heads, KV heads, head dim) {probe.seen}; "
+            f"its config says {expected}: not supported"
+        )
+    model.set_attn_implementation("eager")
+    exact = torch.cat([model(input_ids=x[None]).logits[0] for x in prompts.split(LENGTHS)])
+    model.set_attn_implementation(IMPLEMENTATION)
+    error = float((logits - exact).abs().max() / exact.abs().max())
+    if not error <= TOLERANCE[info.dtype]:
+        raise ModelError(
+            f"{name} gives other logits (by {error:.2g}) with plain attention: not supported"
+        )

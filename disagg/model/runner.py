@@ -1,0 +1,99 @@
+"""The runner: a Hugging Face decoder-only model that prefills exactly and decodes on pages.
+
+One forward pass is one packed row of tokens, whatever it is made of: chunks of prompts, single
+decoding tokens, blocks of a replay. Any model that calls transformers' AttentionInterface will do.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+from xxhash import xxh3_128
+
+from disagg.codecs.planning import KVShape
+from disagg.errors import ModelError
+from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
+from disagg.model.cache import PassThrough, Workspace
+from disagg.model.describe import ModelInfo, describe_model, read_config
+from disagg.model.probe import check_attention
+
+READ_BYTES = 16 << 20
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+class Runner:
+    """A loaded model. Not thread-safe: one thread runs forward passes."""
+
+    def __init__(self, model: PreTrainedModel, info: ModelInfo, fingerprint: str):
+        self.info = info
+        self.fingerprint = fingerprint
+        self.device = model.device
+        self.shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+        self._model = model
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def load(cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> "Runner":
+        """Load a model by name in the local cache, by path, or the packaged one.
+
+        dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16", "float16"
+        ModelError if there is none, or if its attention is not plain softmax attention.
+        """
+        info = describe_model(ref, dtype, device)
+        model = _load(info).eval().requires_grad_(False).to(device)
+        with torch.inference_mode():
+            check_attention(model, info)
+        return cls(model, info, fingerprint_model(info.path))
+
+    def workspace(self, total: int) -> Workspace:
+        """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
+        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Run one packed row; K and V go to sinks and pages. Logits [len(outputs), V] fp32."""
+        outputs = torch.tensor(batch.outputs, dtype=torch.int64, device=self.device)
+        selection = {"logits_to_keep": outputs} if self._selects else {}
+        logits = self._model(
+            input_ids=torch.tensor([batch.tokens], device=self.device),
+            position_ids=torch.tensor([batch.positions], device=self.device),
+            past_key_values=PassThrough(),
+            use_cache=True,
+            disagg=BatchAttention(batch, self.info.windows),
+            **selection,
+        ).logits[0]
+        return (logits if self._selects else logits[outputs]).float()
+
+
+def fingerprint_model(path: Path) -> str:
+    """32 hex digits that stand for a model's config and weights, wherever they lie."""
+    config = {k: v for k, v in read_config(path).items() if k not in VOLATILE}
+    state = xxh3_128(json.dumps(config, sort_keys=True).encode())
+    for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")):
+        state.update(file.name.encode())
+        with file.open("rb") as stream:
+            while data := stream.read(READ_BYTES):
+                state.update(data)
+    return state.hexdigest()
+
+
+def _load(info: ModelInfo) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            attn_implementation=IMPLEMENTATION,
+            dtype=getattr(torch, info.dtype),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"cannot load {info.architecture} from {info.path}: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        listed = ", ".join(missing[:3])
+        raise ModelError(f"{info.path} lacks {len(missing)} weights of its model, such as {listed}")
+    return model

@@ -1,0 +1,98 @@
+"""Text to token ids and back, also piece by piece while tokens still arrive.
+
+Imports `tokenizers` alone, so that a router starts fast; a model without tokenizer.json is left to
+transformers.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from disagg.errors import ModelError
+from disagg.model.describe import locate_model
+
+UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
+
+
+class Tokenizer:
+    """The tokenizer of a model."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self._backend = backend
+
+    @classmethod
+    def load(cls, ref: str | Path | None = None) -> "Tokenizer":
+        """The tokenizer of a model, found as `locate_model` does; ModelError if it has none."""
+        folder = locate_model(None if ref is None else str(ref))
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return cls(_from_transformers(folder))
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except Exception as error:  # tokenizers raises bare Exception, nothing narrower
+            raise ModelError(f"{file} is no tokenizer: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, added ones included."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model wants around it."""
+        return self._backend.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> "Detokenizer":
+        """A new incremental decoder for one stream of tokens."""
+        return Detokenizer(self)
+
+
+class Detokenizer:
+    """Turns a stream of tokens into text, piece by piece, never half a character.
+
+        emitted text │ context │ pending
+        ─────────────┴─────────┴────────  tokens
+
+    Each piece is decoded together with the tokens of the piece before it (the context), since
+    decoders treat the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._context = 0
+        self._pending = 0
+
+    def add(self, ids: Iterable[int]) -> str:
+        """The text that is now certain; empty while a character is incomplete."""
+        self._tokens.extend(ids)
+        text = self._unread()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._context, self._pending = self._pending, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """The rest: bytes that never became a character are shown as U+FFFD."""
+        text = self._unread()
+        self._pending = len(self._tokens)
+        return text
+
+    def _unread(self) -> str:
+        known = self._tokenizer.decode(self._tokens[self._context : self._pending])
+        return self._tokenizer.decode(self._tokens[self._context :])[len(known) :]
+
+
+def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    # slow, seconds: models of before tokenizer.json
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return tokenizer.backend_tokenizer
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{folder} has no tokenizer that can be read: {error}") from error
