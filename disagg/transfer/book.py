@@ -1,0 +1,129 @@
+"""Which hand-offs exist and who owns their records. The memory behind the ledger's rules.
+
+Every record is owned by exactly one of: a live hand-off, an ended one with an open write, the
+engine. A hand-off is remembered after its end, so that late messages are refused by name.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from disagg.errors import DisaggError, ReservationError
+from disagg.plan import Allocator, GroupState, allocate_group
+from disagg.transfer.handoff import Handoff
+from disagg.transfer.items import Checklist
+from disagg.transfer.messages import Request, State
+from disagg.transfer.terms import Terms
+from disagg.wire import Ticket
+
+MAX_TOMBSTONES = 1 << 16
+
+
+class Book:
+    """Hand-offs by nonce and by rid, and the tombstones of aborted attempts."""
+
+    def __init__(self, terms: Terms, allocator: Allocator, nonces: Callable[[], int]):
+        self.terms = terms
+        self.live: dict[str, Handoff] = {}  # by rid: waiting for pages
+        self.running: dict[str, Handoff] = {}  # by rid: the engine has it
+        self._allocator = allocator
+        self._nonces = nonces
+        self._by_nonce: dict[int, Handoff] = {}
+        self._ended: deque[Handoff] = deque()  # oldest first
+        self._tombstones: dict[str, tuple[int, float]] = {}
+
+    def find(self, ticket: Ticket, epoch: int) -> Handoff:
+        """The hand-off of a ticket; ReservationError for another epoch or an unknown nonce."""
+        if ticket.epoch != epoch:
+            raise ReservationError(f"epoch {ticket.epoch} is over; this worker is in {epoch}")
+        handoff = self._by_nonce.get(ticket.nonce)
+        if handoff is None:
+            raise ReservationError(f"no reservation {ticket.nonce:016x} is known here")
+        return handoff
+
+    def get(self, nonce: int) -> Handoff | None:
+        """The hand-off of a nonce, live or remembered."""
+        return self._by_nonce.get(nonce)
+
+    def hold(self, request: Request) -> Handoff:
+        """A new hand-off with records of its own; CapacityError and nothing taken if no room."""
+        groups: list[GroupState] = []
+        try:
+            for group in self.terms.plan.groups:
+                groups.append(allocate_group(group, request.tokens, self._allocator))
+        except DisaggError:
+            self._release(groups)
+            raise
+        checklist = Checklist(self.terms.plan, request.tokens)
+        return self._enter(Handoff(request, self._nonces(), checklist, groups))
+
+    def adopt(self, old: Handoff, request: Request, now: float) -> Handoff:
+        """A new hand-off that takes over records and verified items of a lower attempt."""
+        groups, offered = old.groups, old.have()
+        assert groups is not None
+        assert not old.writes
+        old.groups = None
+        self.end(old, State.SUPERSEDED, f"attempt {request.attempt} took over", now)
+        return self._enter(Handoff(request, self._nonces(), old.checklist, groups, offered))
+
+    def admit(self, handoff: Handoff, now: float) -> tuple[GroupState, ...]:
+        """Give the records of a complete hand-off away, to the engine."""
+        groups, handoff.groups = handoff.groups, None
+        assert groups is not None
+        self.end(handoff, State.ADMITTED, "", now)
+        self.running[handoff.request.rid] = handoff
+        return groups
+
+    def end(self, handoff: Handoff, state: State, reason: str, now: float) -> None:
+        """No longer live. Its records are freed now or when its last write closes."""
+        handoff.state, handoff.reason, handoff.ended_at = state, reason, now
+        for table in (self.live, self.running):
+            if table.get(handoff.request.rid) is handoff:
+                del table[handoff.request.rid]
+        self._ended.append(handoff)
+        self.free(handoff)
+
+    def free(self, handoff: Handoff) -> None:
+        """Release the records of a hand-off that is over and has no open write."""
+        if handoff.groups is not None and not handoff.state.live and not handoff.writes:
+            groups, handoff.groups = handoff.groups, None
+            self._release(list(groups))
+
+    def bury(self, rid: str, attempt: int, now: float) -> None:
+        """No attempt up to this one may reserve any more."""
+        if attempt < 0:
+            return
+        known, _ = self._tombstones.pop(rid, (attempt, now))
+        if len(self._tombstones) >= MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+        self._tombstones[rid] = (max(known, attempt), now)
+
+    def buried(self, rid: str) -> int:
+        """The highest attempt that was aborted or superseded; -1 if none."""
+        return self._tombstones.get(rid, (-1, 0.0))[0]
+
+    def forget(self, now: float) -> None:
+        """Drop what ended longer ago than `memory_s`; what still runs stays."""
+        before = now - self.terms.memory_s
+        while self._ended and self._ended[0].ended_at < before:
+            handoff = self._ended.popleft()
+            if handoff.state is State.ADMITTED or handoff.writes:
+                handoff.ended_at = now
+                self._ended.append(handoff)
+            else:
+                self._by_nonce.pop(handoff.nonce, None)
+        for rid, (_, since) in list(self._tombstones.items()):
+            if since >= before:
+                break
+            del self._tombstones[rid]
+
+    def __len__(self) -> int:
+        return len(self._by_nonce)
+
+    def _enter(self, handoff: Handoff) -> Handoff:
+        self._by_nonce[handoff.nonce] = handoff
+        self.live[handoff.request.rid] = handoff
+        return handoff
+
+    def _release(self, groups: list[GroupState]) -> None:
+        for state in groups:
+            self._allocator.release(list(state.ids()))

@@ -1,0 +1,134 @@
+"""One hand-off as its decode worker sees it: state, lease, records, and what has arrived.
+
+           reserve            attach             stream ends
+    room ───────────► HELD ───────────► ATTACHED ───────────► BROKEN
+                       │                 │  ▲ ▲                 │
+                       │                 │  │ └──── attach ─────┘
+                       │    frame, renew └──┘
+                       │                 │ commit, complete and verified
+                       │                 └──────────► ADMITTED ──► FINISHED
+                       └─► from HELD, ATTACHED and BROKEN:
+                           EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
+
+Records are freed when the state is terminal and no write is open. Knows no clock and no peer.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from disagg.errors import CorruptFrameError, LayoutError, ReservationError
+from disagg.plan import GroupState
+from disagg.transfer.items import Checklist, Records
+from disagg.transfer.messages import Ack, Placement, Request, State
+from disagg.wire import Commit, Item, PageFrame, Ticket
+
+
+class Handoff:
+    """The records of one reservation and the digests of what was verified into them."""
+
+    def __init__(
+        self,
+        request: Request,
+        nonce: int,
+        checklist: Checklist,
+        groups: Sequence[GroupState],
+        offered: Mapping[Item, int] | None = None,
+    ):
+        self.request = request
+        self.nonce = nonce
+        self.checklist = checklist
+        self.groups: tuple[GroupState, ...] | None = tuple(groups)  # None: given away or freed
+        self.offered = dict(offered or {})
+        self.marks: dict[Item, int] = {}
+        self.state = State.HELD
+        self.reason = ""
+        self.gen = 0
+        self.writes = 0
+        self.lease_until = 0.0
+        self.ended_at = 0.0
+        self.commit: Commit | None = None
+        self.ack: Ack | None = None
+        self.wire_bytes = 0
+        self.verify_ms = 0.0
+        self._records = Records(checklist.plan, groups)
+        self._writing: dict[Item, int] = {}
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"attempt {self.request.attempt} of {self.request.rid}"
+
+    def ended_error(self) -> ReservationError:
+        """The refusal of whatever comes after the end."""
+        return ReservationError(f"{self.name} is {self.state}: {self.reason}")
+
+    def require(self, ticket: Ticket) -> None:
+        """ReservationError unless this is live and the stream of the ticket is its last."""
+        if not self.state.live:
+            raise self.ended_error()
+        if ticket.gen != self.gen or self.state is not State.ATTACHED:
+            raise ReservationError(
+                f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
+            )
+
+    def begin_write(self, frame: PageFrame) -> list[Placement]:
+        """Open a write: where the new items of a frame go.
+
+        Items that are here with the same digest are left out. Raises LayoutError for items that
+        are not of this prompt, CorruptFrameError for one that came before with another digest.
+        """
+        self.checklist.check(frame)
+        placements = []
+        for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
+            known = self.marks.get(item, self._writing.get(item, expected))
+            if known != expected:
+                raise CorruptFrameError(
+                    f"{item.kind} {item.record} of layer {item.layer} came with digest "
+                    f"{known:016x} before and with {expected:016x} now"
+                )
+            if item not in self.marks and self.offered.get(item) != expected:
+                placements.append(Placement(self._records.start(item), data))
+        for item, expected in zip(frame.items(), frame.digests, strict=True):
+            if item not in self.marks and self.offered.get(item) != expected:
+                self.offered.pop(item, None)
+                self._writing[item] = expected
+        self.writes += 1
+        return placements
+
+    def end_write(self, frame: PageFrame, written: bool) -> None:
+        """Close a write; `written` only if the bytes matched their digests and are in place."""
+        self.writes -= 1
+        for item, expected in zip(frame.items(), frame.digests, strict=True):
+            self._writing.pop(item, None)
+            if written and self.state.live:
+                self.offered.pop(item, None)
+                self.marks[item] = expected
+
+    def have(self) -> dict[Item, int]:
+        """Items that are here, with their digests."""
+        return self.offered | self.marks
+
+    def missing(self, commit: Commit) -> tuple[Item, ...]:
+        """The items of a commit that are not here.
+
+        Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
+        here with another digest than the commit says.
+        """
+        items = self.checklist.items
+        plan = self.checklist.plan.fingerprint
+        if (commit.tokens, commit.plan) != (self.checklist.tokens, plan):
+            raise LayoutError(
+                f"a commit of {commit.tokens} tokens under plan {commit.plan}; reserved were "
+                f"{self.checklist.tokens} under {plan}"
+            )
+        if len(commit.digests) != len(items):
+            raise CorruptFrameError(f"{len(commit.digests)} digests for {len(items)} items")
+        absent = []
+        for item, expected in zip(items, commit.digests, strict=True):
+            if (seen := self.marks.get(item, expected)) != expected:
+                raise CorruptFrameError(
+                    f"{item.kind} {item.record} of layer {item.layer} arrived with digest "
+                    f"{seen:016x}, the commit says {expected:016x}"
+                )
+            if item not in self.marks and self.offered.get(item) != expected:
+                absent.append(item)
+        return tuple(absent)

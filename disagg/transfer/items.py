@@ -1,0 +1,130 @@
+"""Which items a prompt is made of, in which order, and where each lies. Arithmetic only.
+
+Sender and receiver derive the same list from the plan and the length of the prompt, so a manifest
+is a list of digests, and no peer ever names an address.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from disagg.errors import LayoutError
+from disagg.page import ARENA_UNIT, Kind
+from disagg.plan import GroupState, Plan
+from disagg.pool import Arena
+from disagg.wire import FRAME_BYTES, Item, PageFrame
+
+KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
+
+
+HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
+ITEM_HEADER_BYTES = 20  # layer, record and digest of each item
+
+
+def message_bytes(payload: int, items: int) -> int:
+    """An upper bound of the message that carries a payload."""
+    return HEADER_BYTES + items * ITEM_HEADER_BYTES + payload
+
+
+class Checklist:
+    """The items of a prompt of `tokens` tokens under a plan, in the order of a manifest."""
+
+    def __init__(self, plan: Plan, tokens: int):
+        self.plan = plan
+        self.tokens = tokens
+        self._counts = [group.inventory(tokens) for group in plan.groups]
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All items: layer by layer, segments, pages, side records, raw pages."""
+        return tuple(x for layer in range(len(self.plan.group_of)) for x in self.layer(layer))
+
+    def layer(self, layer: int) -> Iterator[Item]:
+        """The items of one model layer."""
+        group = self.plan.group_of[layer]
+        for kind in KIND_ORDER:
+            for record in range(self._counts[group].count(kind)):
+                yield Item(kind, group, layer, record)
+
+    def select(self, layer: int, kind: Kind, first: int, count: int) -> list[Item]:
+        """The items of records `first` .. `first + count - 1` of one layer."""
+        group = self.plan.group_of[layer]
+        return [Item(kind, group, layer, record) for record in range(first, first + count)]
+
+    def nbytes(self, item: Item) -> int:
+        """Size of an item: one block per KV head."""
+        group = self.plan.groups[item.group]
+        return group.layer_bytes(group.layout(item.kind))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all items together."""
+        return sum(map(self.nbytes, self.items))
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
+        return max(FRAME_BYTES, *(message_bytes(self.nbytes(item), 1) for item in self.items))
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be on the way in one stream: two frames."""
+        return 2 * self.frame_bytes
+
+    def check(self, frame: PageFrame) -> None:
+        """LayoutError unless every item of a frame is one of ours, of our layout and size."""
+        if frame.group >= len(self.plan.groups):
+            raise LayoutError(f"no layer group {frame.group}; there are {len(self.plan.groups)}")
+        group = self.plan.groups[frame.group]
+        layout = group.layout(frame.kind)
+        if frame.layout != layout.fingerprint:
+            raise LayoutError(
+                f"{frame.kind} frames of layout {frame.layout}; here they have "
+                f"{layout.fingerprint} ({layout.spec})"
+            )
+        count, nbytes = self._counts[frame.group].count(frame.kind), group.layer_bytes(layout)
+        for item, data in zip(frame.items(), frame.payload, strict=True):
+            if item.layer not in group.layers or item.record >= count or len(data) != nbytes:
+                raise LayoutError(
+                    f"{item.kind} {item.record} of layer {item.layer}, {len(data)} bytes; group "
+                    f"{item.group} has {count} of {nbytes} bytes in layers {group.layers}"
+                )
+
+
+class Records:
+    """Where the items of one sequence lie in an arena, from the page ids of its groups."""
+
+    def __init__(self, plan: Plan, states: Sequence[GroupState]):
+        self._plan = plan
+        self._ids = {
+            (index, kind): ids
+            for index, state in enumerate(states)
+            for kind, ids in _ids_by_kind(state).items()
+        }
+
+    def start(self, item: Item) -> int:
+        """Byte offset of an item in the arena."""
+        group = self._plan.groups[item.group]
+        page = self._ids[item.group, item.kind][item.record]
+        return page * ARENA_UNIT + group.layer_offset(group.layout(item.kind), item.layer)
+
+
+class ArenaSource:
+    """Reads items of a sequence out of an arena on the host, without a copy."""
+
+    def __init__(self, arena: Arena, checklist: Checklist, states: Sequence[GroupState]):
+        self._arena = arena
+        self._checklist = checklist
+        self._records = Records(checklist.plan, states)
+
+    def __call__(self, item: Item) -> memoryview:
+        return self._arena.read(self._records.start(item), self._checklist.nbytes(item))
+
+
+def _ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
+    segments = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
+    return {
+        Kind.PAGE: state.page_ids(),
+        Kind.SEGMENT: list(segments),
+        Kind.RAW: list(state.tail),
+        Kind.SIDE: [] if state.side is None else [state.side],
+    }

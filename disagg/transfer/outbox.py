@@ -1,0 +1,155 @@
+"""What a sender still has to send: items in, messages out as credit allows. No sockets, no clock.
+
+    offer ──► queue ──► frame ──► in flight ──► confirmed
+                ▲                     │ stream broke, or the receiver misses it
+                └─────────────────────┘
+
+Items leave in the order in which they were offered. Their bytes stay where they are, in the
+arena of the prefill worker, until the hand-off ends; a frame is views of them. What is in flight
+never exceeds two frames, nor what the receiver granted.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from disagg.errors import CorruptFrameError
+from disagg.transfer.convert import frame_message
+from disagg.transfer.items import Checklist, message_bytes
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame, Ticket, digest, pack
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One page frame as a message; `queued_since` is when its first item was offered."""
+
+    message: bytes
+    payload_bytes: int
+    queued_since: float
+
+
+class Outbox:
+    """The items of one hand-off on their way out."""
+
+    def __init__(
+        self,
+        checklist: Checklist,
+        read: Callable[[Item], memoryview],
+        frame_bytes: int = FRAME_BYTES,
+    ):
+        self.checklist = checklist
+        self.frame_bytes = frame_bytes
+        self.credit = 0
+        self.bytes_in_flight = 0
+        self.skipped_bytes = 0
+        self._read = read
+        self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
+        self._queue: deque[Item] = deque()
+        self._ready: Parcel | None = None  # packed, waiting for credit
+        self._flight: deque[Parcel] = deque()
+        self._digests: dict[Item, int] = {}
+        self._there: dict[Item, int] = {}  # what the receiver said it has
+
+    # -- what the engine says
+
+    def offer(self, items: Iterable[Item], now: float) -> None:
+        """The bytes of these items are final. Each item of the checklist is offered once."""
+        for item in items:
+            assert item not in self._given
+            self._given[item] = now
+            self._queue.append(item)
+
+    @property
+    def drained(self) -> bool:
+        """Every item of the checklist was offered, and none waits to be sent."""
+        whole = len(self._given) == len(self.checklist.items)
+        return whole and not self._queue and self._ready is None
+
+    def manifest(self) -> tuple[int, ...]:
+        """The digest of every item, in the order of the checklist; only once drained."""
+        return tuple(self._digests[item] for item in self.checklist.items)
+
+    # -- what the receiver says
+
+    def there(self, items: Mapping[Item, int]) -> None:
+        """Start over, on a new reservation or stream, with a receiver that has these items."""
+        self._there = dict(items)
+        self._flight.clear()
+        self._ready = None
+        self.credit = self.bytes_in_flight = 0
+        self._queue = deque(x for x in self._given if not self._is_there(x))
+
+    def grant(self, credit: int, frames: int) -> None:
+        """More credit, and `frames` more that arrived and were verified."""
+        self.credit += credit
+        for _ in range(frames):
+            if not self._flight:
+                raise CorruptFrameError(f"credit for {frames} frames that were not sent")
+            parcel = self._flight.popleft()
+            self.bytes_in_flight -= len(parcel.message)
+
+    def missing(self, items: Iterable[Item]) -> None:
+        """The receiver does not have these: they go out again."""
+        for item in items:
+            if item not in self._given:
+                raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
+            self._there.pop(item, None)
+            self._queue.append(item)
+
+    # -- what goes out
+
+    def next_parcel(self, ticket: Ticket) -> Parcel | None:
+        """The next message, if there is one and credit for it; it counts as in flight."""
+        while self._ready is None and self._queue:
+            self._ready = self._pack(ticket)
+        if self._ready is None:
+            return None
+        size = len(self._ready.message)
+        window = 2 * max(self.frame_bytes, size)
+        if size > self.credit or self.bytes_in_flight + size > window:
+            return None
+        parcel, self._ready = self._ready, None
+        self._flight.append(parcel)
+        self.credit -= size
+        self.bytes_in_flight += size
+        return parcel
+
+    def _pack(self, ticket: Ticket) -> Parcel | None:
+        """A frame of the items at the head of the queue that share kind and group."""
+        kind, group = self._queue[0][:2]
+        items: list[Item] = []
+        payload: list[memoryview] = []
+        size = 0
+        while self._queue and self._queue[0][:2] == (kind, group) and len(items) < MAX_ITEMS:
+            item = self._queue[0]
+            nbytes = self.checklist.nbytes(item)
+            if items and message_bytes(size + nbytes, len(items) + 1) > self.frame_bytes:
+                break
+            self._queue.popleft()
+            data = self._read(item)
+            if item not in self._digests:
+                self._digests[item] = digest(data)
+            if self._is_there(item):
+                self.skipped_bytes += nbytes
+                continue
+            items.append(item)
+            payload.append(data)
+            size += nbytes
+        if not items:
+            return None
+        frame = PageFrame(
+            ticket=ticket,
+            kind=kind,
+            group=group,
+            layout=self.checklist.plan.groups[group].layout(kind).fingerprint,
+            layers=tuple(item.layer for item in items),
+            records=tuple(item.record for item in items),
+            digests=tuple(self._digests[item] for item in items),
+            payload=tuple(payload),
+        )
+        message = frame_message(pack(frame))
+        return Parcel(message, size, self._given[items[0]])
+
+    def _is_there(self, item: Item) -> bool:
+        expected = self._digests.get(item)
+        return expected is not None and self._there.get(item) == expected

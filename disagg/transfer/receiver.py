@@ -1,0 +1,251 @@
+"""KvTransferService of a decode worker: the ledger's rules around a stream and a clock.
+
+Frames are verified and copied inline, at most 2 MiB at a time, so that nothing comes between a
+check and what follows from it. Every refusal reaches the sender with its name.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from disagg.errors import CorruptFrameError, DisaggError
+from disagg.plan import Allocator
+from disagg.pool import Arena
+from disagg.protos.v1 import kv_transfer_pb2 as pb
+from disagg.transfer import convert
+from disagg.transfer.intake import Intake
+from disagg.transfer.ledger import Ledger
+from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
+from disagg.transfer.service import parse, rpc_handlers
+from disagg.transfer.terms import Terms
+from disagg.wire import CommitFrame, unpack
+
+SERVICE = "disagg.v1.KvTransferService"
+ROOM_CHECK_S = 0.25  # while somebody waits for room
+LEAST_MS = 1e-6
+
+
+class Receiver:
+    """Takes prompts in and hands them to the engine. Lives on the io loop.
+
+    on_admit: called with every complete prompt; only enqueues. A DisaggError from it refuses the
+              prompt, whose records it has freed by then.
+    on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must
+              drop and free
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        allocator: Allocator,
+        arena: Arena,
+        on_admit: Callable[[Admission], None],
+        on_drop: Callable[[str, int, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.ledger = Ledger(terms, allocator, lambda: secrets.randbits(64))
+        self._arena = arena
+        self._on_admit = on_admit
+        self._on_drop = on_drop
+        self._clock = clock
+        self._settled: dict[int, asyncio.Event] = {}
+        self._changed = asyncio.Event()
+        self._ticker: asyncio.Task | None = None
+
+    # -- for the worker
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What `channel.start_server` serves."""
+        calls = {
+            "Reserve": self.reserve,
+            "Attach": self.attach,
+            "Commit": self.commit,
+            "Abort": self.abort_call,
+            "Release": self.release,
+        }
+        return rpc_handlers(SERVICE, calls, both_stream={"Push": self.push})
+
+    def abort(self, rid: str, attempt: int, reason: str) -> None:
+        """Give up an attempt and all before it, known or not."""
+        self.ledger.abort(rid, attempt, reason, self._clock())
+        self._act()
+
+    def finished(self, rid: str, attempt: int) -> None:
+        """The engine is done with a prompt and has freed it."""
+        self.ledger.finished(rid, attempt)
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Records were freed: serve who waits for room."""
+        self.ledger.make_room(self._clock())
+        self._act()
+
+    def fence(self, epoch: int) -> None:
+        """A new epoch; ReservationError if it is lower than the one of now."""
+        self.ledger.fence(epoch, self._clock())
+        self._act()
+
+    def drain(self) -> None:
+        """Take no new reservations; what is reserved may still complete."""
+        self.ledger.draining = True
+
+    def gauges(self) -> dict[str, int]:
+        """What is held; all zero when nothing goes on."""
+        return self.ledger.gauges()
+
+    def tick(self) -> None:
+        """End what is over by now; the ticker calls it when something is due."""
+        self.ledger.expire(self._clock())
+        self.make_room()
+
+    async def __aenter__(self) -> Self:
+        self._ticker = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._ticker is not None
+        self._ticker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._ticker
+
+    # -- the service: bytes of messages in and out
+
+    async def reserve(self, data: bytes) -> bytes:
+        """A ReserveResponse, when there is room."""
+        waiter = self.ledger.reserve(
+            convert.request_from(parse(pb.ReserveRequest, data)), self._clock()
+        )
+        settled = self._settled.setdefault(id(waiter), asyncio.Event())
+        try:
+            self._act()
+            if not waiter.settled:
+                await settled.wait()
+        finally:
+            self._settled.pop(id(waiter), None)
+            self.ledger.leave(waiter, self._clock())
+            self._act()
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.grant is not None
+        answer = convert.grant_to(waiter.grant).SerializeToString()
+        self._count(waiter.grant.nonce, data, answer)
+        return answer
+
+    async def attach(self, data: bytes) -> bytes:
+        """An AttachResponse."""
+        ticket = convert.ticket_from(parse(pb.AttachRequest, data).ticket)
+        attached = self.ledger.attach(ticket, self._clock())
+        self._act()
+        answer = convert.attached_to(attached).SerializeToString()
+        self._count(ticket.nonce, data, answer)
+        return answer
+
+    async def commit(self, data: bytes) -> bytes:
+        """A CommitResponse to a commit frame outside of a stream."""
+        frame = unpack(convert.message_frame(data))
+        if not isinstance(frame, CommitFrame):
+            raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
+        answer = self._admit(frame, len(data))
+        return convert.answer_to(answer, pb.CommitResponse).SerializeToString()
+
+    async def abort_call(self, data: bytes) -> bytes:
+        """An AbortResponse."""
+        message = parse(pb.AbortRequest, data)
+        self.abort(message.rid, message.attempt, message.reason)
+        return pb.AbortResponse().SerializeToString()
+
+    async def release(self, data: bytes) -> bytes:
+        """A ReleaseResponse."""
+        ticket = convert.ticket_from(parse(pb.ReleaseRequest, data).ticket)
+        self.ledger.release(ticket, self._clock())
+        self._act()
+        return pb.ReleaseResponse().SerializeToString()
+
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """PushResponses to the frames of one stream, until the commit is acknowledged."""
+        intake = Intake(self.ledger, self._arena, self._admit, self._clock)
+        try:
+            async for message in messages:
+                reply = intake.take(message)
+                self._act()
+                if reply is not None:
+                    yield reply
+                if intake.done:
+                    return
+        finally:
+            intake.end()
+            self._act()
+
+    # -- helpers
+
+    def _admit(self, frame: CommitFrame, nbytes: int) -> Ack | Nack:
+        """Commit; where that completes a prompt the engine has it before this returns."""
+        began = self._clock()
+        answer = self.ledger.commit(frame, began)
+        handoff = self.ledger.handoff(frame.ticket.nonce)
+        assert handoff is not None
+        if isinstance(answer, Ack) and not answer.admit_ms:
+            answer = replace(answer, admit_ms=LEAST_MS)  # its size counts before its value is known
+        handoff.wire_bytes += nbytes + convert.answer_to(answer, pb.PushResponse).ByteSize()
+        self._act()
+        if isinstance(answer, Ack):
+            admit_ms = max(answer.admit_ms, 1000 * (self._clock() - began))
+            handoff.ack = answer = replace(answer, admit_ms=admit_ms)
+        return answer
+
+    def _act(self) -> None:
+        """Carry out what the ledger decided; raises what the engine says to a prompt."""
+        self._changed.set()
+        refusal: DisaggError | None = None
+        for action in self.ledger.take_actions():
+            if isinstance(action, Settled):
+                if settled := self._settled.get(id(action.waiter)):
+                    settled.set()
+            elif isinstance(action, Drop):
+                self._on_drop(action.rid, action.attempt, action.reason)
+            else:
+                refusal = self._hand_over(action) or refusal
+        if refusal is not None:
+            raise refusal
+
+    def _hand_over(self, action: Admit) -> DisaggError | None:
+        handoff = self.ledger.handoff(action.nonce)
+        assert handoff is not None
+        admission = replace(
+            action.admission, wire_bytes=handoff.wire_bytes, verify_ms=handoff.verify_ms
+        )
+        try:
+            self._on_admit(admission)
+        except DisaggError as refusal:
+            self.ledger.reject(action.nonce, str(refusal), self._clock())
+            return refusal
+        return None
+
+    def _count(self, nonce: int, *messages: bytes) -> None:
+        if handoff := self.ledger.handoff(nonce):
+            handoff.wire_bytes += sum(map(len, messages))
+
+    async def _tick(self) -> None:
+        while True:
+            due = self.ledger.next_event()
+            wait_s = None if due is None else max(0.0, due - self._clock())
+            if self.gauges()["waiting"]:
+                wait_s = min(wait_s or 0.0, ROOM_CHECK_S)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            self.tick()
+            self._changed.clear()

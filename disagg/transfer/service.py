@@ -1,0 +1,65 @@
+"""A gRPC service from plain functions over bytes; typed errors become statuses with names.
+
+Requests and answers are not touched here: control messages are parsed by whoever handles them,
+and frames are never copied into a protobuf message.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from disagg.errors import DisaggError, RequestError
+from disagg.transfer.status import refuse
+
+Unary = Callable[[bytes], Awaitable[bytes]]
+ServerStream = Callable[[bytes], AsyncIterator[bytes]]
+BothStream = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
+Parsed = TypeVar("Parsed", bound=Message)
+
+
+def rpc_handlers(
+    service: str,
+    unary: Mapping[str, Unary],
+    server_stream: Mapping[str, ServerStream] | None = None,
+    both_stream: Mapping[str, BothStream] | None = None,
+) -> grpc.GenericRpcHandler:
+    """The handler of a service by method name, for `channel.start_server`."""
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(_guard_call(run)) for name, run in unary.items()
+    }
+    for name, stream in (server_stream or {}).items():
+        handlers[name] = grpc.unary_stream_rpc_method_handler(_guard_stream(stream))
+    for name, both in (both_stream or {}).items():
+        handlers[name] = grpc.stream_stream_rpc_method_handler(_guard_stream(both))
+    return grpc.method_handlers_generic_handler(service, handlers)
+
+
+def parse(message: type[Parsed], data: bytes) -> Parsed:
+    """A protobuf message from a peer; RequestError if the bytes are none."""
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
+
+
+def _guard_call(run: Unary) -> Callable:
+    async def call(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            return await run(request)
+        except DisaggError as error:
+            await refuse(context, error)
+
+    return call
+
+
+def _guard_stream(run: Callable) -> Callable:
+    async def stream(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        try:
+            async for reply in run(request):
+                yield reply
+        except DisaggError as error:
+            await refuse(context, error)
+
+    return stream

@@ -1,0 +1,274 @@
+"""Frames: how records cross between workers. Objects to bytes and back; nothing is sent here.
+
+    prelude, 32 bytes: magic · version · type · sizes · xxh3 │ header: msgpack │ payload: bytes
+
+The unit is an *item*, one layer page of one record, named (kind, group, layer, record) and never by
+an address. A page frame carries items of one layout, each with its digest; a renew frame keeps a
+reservation alive; the commit frame is the last of a stream and names the digest of every item.
+The prelude's checksum covers prelude and header, the header's digests cover the payload: every
+byte is checked, each once. Packing joins nothing and unpacking copies nothing.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgpack
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from disagg.errors import CorruptFrameError, VersionError
+from disagg.page import Kind
+
+MAGIC = b"dgKV"
+WIRE_VERSION = 1
+FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
+MAX_HEADER_BYTES = 256 << 10
+MAX_FRAME_BYTES = 64 << 20  # what a receiver accepts unless it knows better
+MAX_ITEMS = 4096  # in one frame
+
+_PRELUDE = struct.Struct("<4sHHQQ")
+_CHECKSUM = struct.Struct("<Q")
+PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
+
+Buffer = bytes | memoryview
+PlainValue = None | bool | int | float | str | bytes | list["PlainValue"] | dict[str, "PlainValue"]
+
+
+class Item(NamedTuple):
+    """One layer page of one record of a hand-off: what is sent, hashed and acknowledged."""
+
+    kind: Kind
+    group: int
+    layer: int
+    record: int
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which reservation a frame belongs to.
+
+    nonce: the reservation · epoch: the incarnation of the decode worker that made it
+    gen:   how often a stream attached to it; frames of an older stream are refused
+    """
+
+    nonce: int
+    epoch: int
+    gen: int
+
+
+@dataclass(frozen=True)
+class PageFrame:
+    """Items of one kind, group and layout; `payload` has the bytes of each, in the same order."""
+
+    ticket: Ticket
+    kind: Kind
+    group: int
+    layout: str
+    layers: tuple[int, ...]
+    records: tuple[int, ...]
+    digests: tuple[int, ...]
+    payload: tuple[Buffer, ...]
+
+    def items(self) -> list[Item]:
+        """The items, in the order of the payload."""
+        pairs = zip(self.layers, self.records, strict=True)
+        return [Item(self.kind, self.group, layer, record) for layer, record in pairs]
+
+    def verify(self) -> None:
+        """CorruptFrameError that names the first item whose bytes do not have its digest."""
+        for item, expected, data in zip(self.items(), self.digests, self.payload, strict=True):
+            if (seen := digest(data)) != expected:
+                raise CorruptFrameError(
+                    f"{item.kind} {item.record} of layer {item.layer} has digest {seen:016x}, "
+                    f"its frame says {expected:016x}"
+                )
+
+
+@dataclass(frozen=True)
+class RenewFrame:
+    """No items: the sender is alive and still computing. Also the first frame of a stream."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The end of a hand-off: what must have arrived, and what only prefill knows.
+
+    tokens:      length of the prompt
+    plan:        fingerprint of the plan that fixes the order of the items
+    digests:     one per item, in the order of `transfer.items.Checklist`
+    first_token: sampled by prefill; decode starts behind it
+    extras:      plain values for the decode worker (token ids, sampling, log-probabilities)
+    timings:     milliseconds by phase, as measured by prefill
+    """
+
+    tokens: int
+    plan: str
+    digests: tuple[int, ...]
+    first_token: int
+    extras: Mapping[str, PlainValue] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CommitFrame:
+    """The last frame of a stream. Only this completes a hand-off; the end of a stream does not."""
+
+    ticket: Ticket
+    commit: Commit
+
+
+Frame = PageFrame | RenewFrame | CommitFrame
+
+
+class FrameType(IntEnum):
+    """The number of a frame's type in its prelude."""
+
+    PAGES = 1
+    RENEW = 2
+    COMMIT = 3
+
+
+_HEADERS: dict[FrameType, dict[str, type]] = {
+    FrameType.RENEW: {"nonce": int, "epoch": int, "gen": int},
+    FrameType.COMMIT: {"nonce": int, "epoch": int, "gen": int, "digests": bytes},
+    FrameType.PAGES: {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
+    | {"kind": str, "group": int, "layout": str, "layers": list, "records": list},
+}
+_COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int}
+_COMMIT |= {"extras": dict, "timings": dict}
+
+
+def digest(data: Buffer) -> int:
+    """xxh3_64 of the bytes of an item."""
+    return xxh3_64_intdigest(data)
+
+
+def pack(frame: Frame) -> list[Buffer]:
+    """The buffers of a frame, to be joined by whoever sends them; payloads are not copied."""
+    header: dict[str, object] = dict(vars(frame.ticket))
+    payload: Sequence[Buffer] = ()
+    if isinstance(frame, PageFrame):
+        what, payload = FrameType.PAGES, frame.payload
+        header |= {"kind": frame.kind.value, "group": frame.group, "layout": frame.layout}
+        header |= {"layers": frame.layers, "records": frame.records}
+        header["digests"] = pack_digests(frame.digests)
+    elif isinstance(frame, CommitFrame):
+        commit = vars(frame.commit) | {"digests": pack_digests(frame.commit.digests)}
+        what, payload = FrameType.COMMIT, (msgpack.packb(commit),)
+        header["digests"] = pack_digests([digest(payload[0])])
+    else:
+        what = FrameType.RENEW
+    packed = msgpack.packb(header)
+    size = sum(memoryview(part).nbytes for part in payload)
+    prelude = _PRELUDE.pack(MAGIC, WIRE_VERSION, what, len(packed), size)
+    return [prelude + _CHECKSUM.pack(_checksum(prelude, packed)) + packed, *payload]
+
+
+def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
+    """The frame in a message; a page frame holds views of the message, not verified yet.
+
+    Raises VersionError for a frame of another version and CorruptFrameError for whatever else is
+    wrong with it: magic, sizes, checksum, fields, or more than `max_bytes`.
+    """
+    view = memoryview(message)
+    if len(view) > max_bytes:
+        raise CorruptFrameError(f"a frame of {len(view)} bytes; at most {max_bytes} are accepted")
+    what, head, payload = _split(view)
+    header = _read_map("frame header", head, _HEADERS[what])
+    ticket = Ticket(header["nonce"], header["epoch"], header["gen"])
+    if what is FrameType.PAGES:
+        return _page_frame(ticket, header, payload)
+    if what is FrameType.COMMIT:
+        if unpack_digests(header["digests"]) != (digest(payload),):
+            raise CorruptFrameError("the digest of a commit does not match")
+        return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
+    if payload:
+        raise CorruptFrameError(f"a renew frame with {len(payload)} bytes of payload")
+    return RenewFrame(ticket)
+
+
+def pack_digests(digests: Sequence[int]) -> bytes:
+    """Eight bytes each, little-endian."""
+    return struct.pack(f"<{len(digests)}Q", *digests)
+
+
+def unpack_digests(data: bytes) -> tuple[int, ...]:
+    """The digests in `data`; CorruptFrameError if its length is no multiple of 8."""
+    if len(data) % 8:
+        raise CorruptFrameError(f"{len(data)} bytes of digests; they come 8 bytes each")
+    return struct.unpack(f"<{len(data) // 8}Q", data)
+
+
+def _checksum(prelude: Buffer, header: Buffer) -> int:
+    state = xxh3_64(prelude)
+    state.update(header)
+    return state.intdigest()
+
+
+def _split(view: memoryview) -> tuple[FrameType, memoryview, memoryview]:
+    """Check the prelude of a frame and cut it into type, header and payload."""
+    if len(view) < PRELUDE_BYTES:
+        raise CorruptFrameError(f"a frame of {len(view)} bytes is shorter than its prelude")
+    prelude = view[: _PRELUDE.size]
+    magic, version, what, header_bytes, payload_bytes = _PRELUDE.unpack(prelude)
+    if magic != MAGIC:
+        raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
+    if version != WIRE_VERSION:
+        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
+    expected = PRELUDE_BYTES + header_bytes + payload_bytes
+    if header_bytes > MAX_HEADER_BYTES or len(view) != expected:
+        raise CorruptFrameError(
+            f"a frame of {len(view)} bytes says that it has {expected}, {header_bytes} of them "
+            f"header (at most {MAX_HEADER_BYTES})"
+        )
+    head, payload = view[PRELUDE_BYTES:][:header_bytes], view[PRELUDE_BYTES + header_bytes :]
+    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (_checksum(prelude, head),):
+        raise CorruptFrameError("the checksum of a frame header does not match")
+    if what not in list(FrameType):
+        raise CorruptFrameError(f"a frame of unknown type {what}")
+    return FrameType(what), head, payload
+
+
+def _read_map(what: str, data: Buffer, fields: Mapping[str, type]) -> dict[str, Any]:
+    """A msgpack map with exactly these fields of exactly these types; integers are >= 0."""
+    try:
+        found = msgpack.unpackb(data, ext_hook=_refuse_extension)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CorruptFrameError(f"{what} is not msgpack: {error}") from error
+    if not isinstance(found, dict) or found.keys() != fields.keys():
+        raise CorruptFrameError(f"{what} does not have the fields {', '.join(fields)}")
+    for name, wanted in fields.items():
+        value = found[name]
+        counts = value if wanted is list else [value] if wanted is int else []
+        if type(value) is not wanted or any(type(x) is not int or x < 0 for x in counts):
+            raise CorruptFrameError(f"{what}: {name} is no {wanted.__name__}, or below 0")
+    return found
+
+
+def _page_frame(ticket: Ticket, header: Mapping[str, Any], payload: memoryview) -> PageFrame:
+    layers, records = tuple(header["layers"]), tuple(header["records"])
+    digests, count = unpack_digests(header["digests"]), len(header["layers"])
+    if not 0 < count <= MAX_ITEMS or not count == len(records) == len(digests):
+        raise CorruptFrameError(
+            f"{count} layers, {len(records)} records, {len(digests)} digests in one frame"
+        )
+    size, rest = divmod(len(payload), count)
+    if rest or not size or header["kind"] not in list(Kind):
+        raise CorruptFrameError(f"{len(payload)} bytes for {count} items {header['kind']!r}")
+    views = tuple(payload[i * size : (i + 1) * size] for i in range(count))
+    kind, group, layout = Kind(header["kind"]), header["group"], header["layout"]
+    return PageFrame(ticket, kind, group, layout, layers, records, digests, views)
+
+
+def _commit(body: Mapping[str, Any]) -> Commit:
+    if any(type(value) not in (int, float) for value in body["timings"].values()):
+        raise CorruptFrameError("a commit has a timing that is no number")
+    return Commit(**{**body, "digests": unpack_digests(body["digests"])})
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise ValueError(f"extension type {code} is not used here")
