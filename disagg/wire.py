@@ -16,17 +16,15 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgpack
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from disagg.errors import CorruptFrameError, VersionError
 from disagg.page import Kind
 
-MAGIC = b"dgKV"
-WIRE_VERSION = 1
+MAGIC, WIRE_VERSION = b"dgKV", 1
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
-MAX_HEADER_BYTES = 256 << 10
+MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
 MAX_FRAME_BYTES = 64 << 20  # what a receiver accepts unless it knows better
-MAX_ITEMS = 4096  # in one frame
 
 _PRELUDE = struct.Struct("<4sHHQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -44,13 +42,16 @@ class Item(NamedTuple):
     layer: int
     record: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.record} of layer {self.layer}"
+
 
 @dataclass(frozen=True)
 class Ticket:
     """Which reservation a frame belongs to.
 
     nonce: the reservation · epoch: the incarnation of the decode worker that made it
-    gen:   how often a stream attached to it; frames of an older stream are refused
+    gen:   how often a stream attached; frames of an older stream are refused
     """
 
     nonce: int
@@ -73,17 +74,14 @@ class PageFrame:
 
     def items(self) -> list[Item]:
         """The items, in the order of the payload."""
-        pairs = zip(self.layers, self.records, strict=True)
-        return [Item(self.kind, self.group, layer, record) for layer, record in pairs]
+        places = zip(self.layers, self.records, strict=True)
+        return [Item(self.kind, self.group, *place) for place in places]
 
     def verify(self) -> None:
         """CorruptFrameError that names the first item whose bytes do not have its digest."""
         for item, expected, data in zip(self.items(), self.digests, self.payload, strict=True):
             if (seen := digest(data)) != expected:
-                raise CorruptFrameError(
-                    f"{item.kind} {item.record} of layer {item.layer} has digest {seen:016x}, "
-                    f"its frame says {expected:016x}"
-                )
+                raise CorruptFrameError(f"{item} has digest {seen:x}, its frame says {expected:x}")
 
 
 @dataclass(frozen=True)
@@ -124,20 +122,9 @@ class CommitFrame:
 Frame = PageFrame | RenewFrame | CommitFrame
 
 
-class FrameType(IntEnum):
-    """The number of a frame's type in its prelude."""
-
-    PAGES = 1
-    RENEW = 2
-    COMMIT = 3
-
-
-_HEADERS: dict[FrameType, dict[str, type]] = {
-    FrameType.RENEW: {"nonce": int, "epoch": int, "gen": int},
-    FrameType.COMMIT: {"nonce": int, "epoch": int, "gen": int, "digests": bytes},
-    FrameType.PAGES: {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
-    | {"kind": str, "group": int, "layout": str, "layers": list, "records": list},
-}
+FrameType = IntEnum("FrameType", ["PAGES", "RENEW", "COMMIT"])  # numbers in the prelude
+_FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
+_PAGES = {"kind": str, "group": int, "layout": str, "layers": list, "records": list}
 _COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int}
 _COMMIT |= {"extras": dict, "timings": dict}
 
@@ -149,7 +136,7 @@ def digest(data: Buffer) -> int:
 
 def pack(frame: Frame) -> list[Buffer]:
     """The buffers of a frame, to be joined by whoever sends them; payloads are not copied."""
-    header: dict[str, object] = dict(vars(frame.ticket))
+    header: dict[str, object] = vars(frame.ticket) | {"digests": b""}
     payload: Sequence[Buffer] = ()
     if isinstance(frame, PageFrame):
         what, payload = FrameType.PAGES, frame.payload
@@ -165,30 +152,28 @@ def pack(frame: Frame) -> list[Buffer]:
     packed = msgpack.packb(header)
     size = sum(memoryview(part).nbytes for part in payload)
     prelude = _PRELUDE.pack(MAGIC, WIRE_VERSION, what, len(packed), size)
-    return [prelude + _CHECKSUM.pack(_checksum(prelude, packed)) + packed, *payload]
+    return [prelude + _CHECKSUM.pack(digest(prelude + packed)) + packed, *payload]
 
 
 def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
     """The frame in a message; a page frame holds views of the message, not verified yet.
 
-    Raises VersionError for a frame of another version and CorruptFrameError for whatever else is
-    wrong with it: magic, sizes, checksum, fields, or more than `max_bytes`.
+    Raises VersionError for another version, CorruptFrameError for whatever else is wrong with it.
     """
     view = memoryview(message)
     if len(view) > max_bytes:
-        raise CorruptFrameError(f"a frame of {len(view)} bytes; at most {max_bytes} are accepted")
+        raise CorruptFrameError(f"a frame of {len(view)} bytes, where {max_bytes} are accepted")
     what, head, payload = _split(view)
-    header = _read_map("frame header", head, _HEADERS[what])
+    fields = _FIELDS | _PAGES if what is FrameType.PAGES else _FIELDS
+    header = _read_map("frame header", head, fields)
     ticket = Ticket(header["nonce"], header["epoch"], header["gen"])
     if what is FrameType.PAGES:
         return _page_frame(ticket, header, payload)
-    if what is FrameType.COMMIT:
-        if unpack_digests(header["digests"]) != (digest(payload),):
-            raise CorruptFrameError("the digest of a commit does not match")
-        return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
-    if payload:
-        raise CorruptFrameError(f"a renew frame with {len(payload)} bytes of payload")
-    return RenewFrame(ticket)
+    if what is FrameType.RENEW and not payload and not header["digests"]:
+        return RenewFrame(ticket)
+    if what is FrameType.RENEW or unpack_digests(header["digests"]) != (digest(payload),):
+        raise CorruptFrameError(f"the digest of a {what.name.lower()} frame does not match")
+    return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -203,12 +188,6 @@ def unpack_digests(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
-def _checksum(prelude: Buffer, header: Buffer) -> int:
-    state = xxh3_64(prelude)
-    state.update(header)
-    return state.intdigest()
-
-
 def _split(view: memoryview) -> tuple[FrameType, memoryview, memoryview]:
     """Check the prelude of a frame and cut it into type, header and payload."""
     if len(view) < PRELUDE_BYTES:
@@ -221,12 +200,9 @@ def _split(view: memoryview) -> tuple[FrameType, memoryview, memoryview]:
         raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
     expected = PRELUDE_BYTES + header_bytes + payload_bytes
     if header_bytes > MAX_HEADER_BYTES or len(view) != expected:
-        raise CorruptFrameError(
-            f"a frame of {len(view)} bytes says that it has {expected}, {header_bytes} of them "
-            f"header (at most {MAX_HEADER_BYTES})"
-        )
+        raise CorruptFrameError(f"a frame of {len(view)} bytes says {header_bytes} of {expected}")
     head, payload = view[PRELUDE_BYTES:][:header_bytes], view[PRELUDE_BYTES + header_bytes :]
-    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (_checksum(prelude, head),):
+    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (digest(bytes(prelude) + bytes(head)),):
         raise CorruptFrameError("the checksum of a frame header does not match")
     if what not in list(FrameType):
         raise CorruptFrameError(f"a frame of unknown type {what}")

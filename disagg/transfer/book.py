@@ -44,7 +44,17 @@ class Book:
         """The hand-off of a nonce, live or remembered."""
         return self._by_nonce.get(nonce)
 
-    def hold(self, request: Request) -> Handoff:
+    def check(self, request: Request) -> None:
+        """ReservationError for an attempt that was admitted, aborted or superseded."""
+        running = self.running.get(request.rid)
+        if running and running.request.attempt >= request.attempt:
+            raise ReservationError(f"{running.name} is admitted already")
+        if request.attempt <= self._tombstones.get(request.rid, (-1, 0.0))[0]:
+            raise ReservationError(
+                f"attempt {request.attempt} of {request.rid} was aborted or superseded"
+            )
+
+    def hold(self, request: Request, now: float) -> Handoff:
         """A new hand-off with records of its own; CapacityError and nothing taken if no room."""
         groups: list[GroupState] = []
         try:
@@ -54,7 +64,7 @@ class Book:
             self._release(groups)
             raise
         checklist = Checklist(self.terms.plan, request.tokens)
-        return self._enter(Handoff(request, self._nonces(), checklist, groups))
+        return self._enter(Handoff(request, self._nonces(), checklist, groups), now)
 
     def adopt(self, old: Handoff, request: Request, now: float) -> Handoff:
         """A new hand-off that takes over records and verified items of a lower attempt."""
@@ -63,7 +73,8 @@ class Book:
         assert not old.writes
         old.groups = None
         self.end(old, State.SUPERSEDED, f"attempt {request.attempt} took over", now)
-        return self._enter(Handoff(request, self._nonces(), old.checklist, groups, offered))
+        handoff = Handoff(request, self._nonces(), old.checklist, groups, offered)
+        return self._enter(handoff, now)
 
     def admit(self, handoff: Handoff, now: float) -> tuple[GroupState, ...]:
         """Give the records of a complete hand-off away, to the engine."""
@@ -72,6 +83,31 @@ class Book:
         self.end(handoff, State.ADMITTED, "", now)
         self.running[handoff.request.rid] = handoff
         return groups
+
+    def finish(self, rid: str, attempt: int) -> None:
+        """The engine has freed what it was given."""
+        handoff = self.running.get(rid)
+        if handoff and handoff.request.attempt == attempt:
+            handoff.state = State.FINISHED
+            del self.running[rid]
+
+    def renew(self, handoff: Handoff, now: float) -> None:
+        """A sign of life: the lease begins anew."""
+        handoff.lease_until = now + self.terms.lease_s
+
+    def leases(self) -> list[float]:
+        """When the leases of live hand-offs end."""
+        return [handoff.lease_until for handoff in self.live.values()]
+
+    def overdue(self, now: float) -> list[Handoff]:
+        """Live hand-offs whose lease is over."""
+        return [handoff for handoff in self.live.values() if handoff.lease_until <= now]
+
+    def gauges(self) -> dict[str, int]:
+        """How much is held."""
+        streams = sum(handoff.state is State.ATTACHED for handoff in self.live.values())
+        held = {"reservations": len(self.live), "streams": streams}
+        return held | {"running": len(self.running)}
 
     def end(self, handoff: Handoff, state: State, reason: str, now: float) -> None:
         """No longer live. Its records are freed now or when its last write closes."""
@@ -97,10 +133,6 @@ class Book:
             del self._tombstones[next(iter(self._tombstones))]
         self._tombstones[rid] = (max(known, attempt), now)
 
-    def buried(self, rid: str) -> int:
-        """The highest attempt that was aborted or superseded; -1 if none."""
-        return self._tombstones.get(rid, (-1, 0.0))[0]
-
     def forget(self, now: float) -> None:
         """Drop what ended longer ago than `memory_s`; what still runs stays."""
         before = now - self.terms.memory_s
@@ -116,12 +148,11 @@ class Book:
                 break
             del self._tombstones[rid]
 
-    def __len__(self) -> int:
-        return len(self._by_nonce)
-
-    def _enter(self, handoff: Handoff) -> Handoff:
+    def _enter(self, handoff: Handoff, now: float) -> Handoff:
+        assert handoff.request.rid not in self.live
         self._by_nonce[handoff.nonce] = handoff
         self.live[handoff.request.rid] = handoff
+        self.renew(handoff, now)
         return handoff
 
     def _release(self, groups: list[GroupState]) -> None:

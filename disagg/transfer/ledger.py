@@ -44,8 +44,6 @@ class Ledger:
         self._queue = Queue(terms.max_waiting)
         self._actions: list[Action] = []
 
-    # -- reserving
-
     def reserve(self, request: Request, now: float) -> Waiter:
         """Ask for room. The waiter is settled already, or will be by a later call.
 
@@ -56,9 +54,9 @@ class Ledger:
         self._check(request)
         old = self._book.live.get(request.rid)
         if old and old.request.attempt == request.attempt:
-            if old.request != request:
-                raise ReservationError(f"{old.name} is reserved with other terms already")
-            old.lease_until = now + self.terms.lease_s
+            if not old.request.same_work(request):
+                raise ReservationError(f"{old.name} is reserved for another prompt")
+            self._book.renew(old, now)
             return Waiter(request, now, grant=self._grant(old))
         if grant := self._supersede(request, now):
             return Waiter(request, now, grant=grant)
@@ -73,31 +71,22 @@ class Ledger:
 
     def make_room(self, now: float) -> None:
         """Serve the queue in order while there is room. Call it when records were freed."""
-
-        def hold(request: Request) -> Grant:
-            handoff = self._book.hold(request)
-            handoff.lease_until = now + self.terms.lease_s
-            return self._grant(handoff)
-
-        self._settled([*self._queue.serve(hold, now), *self._queue.late(now)])
-
-    # -- receiving
+        served = self._queue.serve(lambda request: self._grant(self._book.hold(request, now)), now)
+        self._settled([*served, *self._queue.late(now)])
 
     def attach(self, ticket: Ticket, now: float) -> Attached:
         """A stream takes over a hand-off; its gen is above those of all streams before."""
         self.expire(now)
         handoff = self._book.find(ticket, self.epoch)
-        if handoff.state.admitted:
-            return Attached(State.ADMITTED)
-        if handoff.state is State.EXPIRED:
-            return Attached(State.EXPIRED)
+        if handoff.state.admitted or handoff.state is State.EXPIRED:
+            return Attached(State.ADMITTED if handoff.state.admitted else State.EXPIRED)
         if not handoff.state.live:
             raise handoff.ended_error()
         if ticket.gen <= handoff.gen:
             raise ReservationError(f"stream {ticket.gen} attaches after stream {handoff.gen} did")
         handoff.gen = ticket.gen
         handoff.state = State.ATTACHED
-        handoff.lease_until = now + self.terms.lease_s
+        self._book.renew(handoff, now)
         return Attached(State.ATTACHED, handoff.have(), self.terms.lease_s)
 
     def renew(self, ticket: Ticket, now: float) -> None:
@@ -146,8 +135,6 @@ class Ledger:
         )
         return handoff.ack
 
-    # -- ending
-
     def abort(self, rid: str, attempt: int, reason: str, now: float) -> None:
         """No attempt up to this one goes on, whether it is known yet or not."""
         check_rid(rid)
@@ -169,10 +156,7 @@ class Ledger:
 
     def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a sequence and has freed it."""
-        handoff = self._book.running.get(rid)
-        if handoff and handoff.request.attempt == attempt:
-            handoff.state = State.FINISHED
-            del self._book.running[rid]
+        self._book.finish(rid, attempt)
 
     def reject(self, nonce: int, reason: str, now: float) -> None:
         """The engine did not take what was admitted, and freed it: the commit is refused."""
@@ -197,11 +181,9 @@ class Ledger:
         """A hand-off, live or remembered."""
         return self._book.get(nonce)
 
-    # -- time
-
     def expire(self, now: float) -> None:
         """End what is over by now: leases, waits, memories. Every event begins with it."""
-        over = [x for x in self._book.live.values() if x.lease_until <= now]
+        over = self._book.overdue(now)
         for handoff in over:
             self._stop(handoff, State.EXPIRED, f"no sign of life for {self.terms.lease_s} s", now)
         self._settled(self._queue.late(now))
@@ -211,8 +193,7 @@ class Ledger:
 
     def next_event(self) -> float | None:
         """When `expire` next has something to do, if nothing else happens."""
-        leases = [x.lease_until for x in self._book.live.values()]
-        return min([*leases, *self._queue.deadlines()], default=None)
+        return min([*self._book.leases(), *self._queue.deadlines()], default=None)
 
     def take_actions(self) -> list[Action]:
         """What the worker must do now, in order."""
@@ -221,15 +202,7 @@ class Ledger:
 
     def gauges(self) -> dict[str, int]:
         """What is held; all zero when nothing goes on."""
-        live = list(self._book.live.values())
-        return {
-            "reservations": len(live),
-            "streams": sum(x.state is State.ATTACHED for x in live),
-            "waiting": len(self._queue),
-            "running": len(self._book.running),
-        }
-
-    # -- helpers
+        return self._book.gauges() | {"waiting": len(self._queue)}
 
     def _check(self, request: Request) -> None:
         self.terms.check(request)
@@ -237,19 +210,13 @@ class Ledger:
             raise ReservationError(f"epoch {request.epoch} is not {self.epoch}, the one of now")
         if self.draining:
             raise CapacityError("this worker is stopping and takes no new work")
-        running = self._book.running.get(request.rid)
-        if running and running.request.attempt >= request.attempt:
-            raise ReservationError(f"{running.name} is admitted already")
-        if request.attempt <= self._book.buried(request.rid):
-            raise ReservationError(
-                f"attempt {request.attempt} of {request.rid} was aborted or superseded"
-            )
+        self._book.check(request)
 
     def _attached(self, ticket: Ticket, now: float) -> Handoff:
         self.expire(now)
         handoff = self._book.find(ticket, self.epoch)
         handoff.require(ticket)
-        handoff.lease_until = now + self.terms.lease_s
+        self._book.renew(handoff, now)
         return handoff
 
     def _grant(self, handoff: Handoff) -> Grant:
@@ -268,9 +235,7 @@ class Ledger:
             self._stop(running, State.SUPERSEDED, reason, now)
         old = self._book.live.get(rid)
         if old and old.request.same_work(request) and not old.writes:
-            adopted = self._book.adopt(old, request, now)
-            adopted.lease_until = now + self.terms.lease_s
-            return self._grant(adopted)
+            return self._grant(self._book.adopt(old, request, now))
         if old:
             self._stop(old, State.SUPERSEDED, reason, now)
         return None

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from disagg.errors import CapacityError, DisaggError
+from disagg.errors import CapacityError, DisaggError, ReservationError
 from disagg.transfer.messages import Grant, Request, Waiter
 
 
@@ -15,9 +15,15 @@ class Queue:
         self._waiters: deque[Waiter] = deque()
 
     def join(self, request: Request, now: float) -> Waiter:
-        """A place at the end; the same request again shares the place it has."""
+        """A place at the end; the same request again shares the place it has.
+
+        Raises ReservationError if that was for another prompt, CapacityError if the queue is full.
+        """
         for waiter in self._waiters:
-            if waiter.request == request:
+            known = waiter.request
+            if (known.rid, known.attempt) == (request.rid, request.attempt):
+                if not known.same_work(request):
+                    raise ReservationError(f"{request.rid} waits with another prompt already")
                 waiter.callers += 1
                 return waiter
         if len(self._waiters) >= self._limit:

@@ -188,8 +188,6 @@ class Receiver:
             intake.end()
             self._act()
 
-    # -- helpers
-
     def _admit(self, frame: CommitFrame, nbytes: int) -> Ack | Nack:
         """Commit; where that completes a prompt the engine has it before this returns."""
         began = self._clock()

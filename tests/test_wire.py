@@ -1,0 +1,211 @@
+"""Frames: what is packed is unpacked, and every byte of a frame is covered by something."""
+
+import struct
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.errors import CorruptFrameError, VersionError, WireError
+from disagg.page import Kind
+from disagg.wire import (
+    MAX_ITEMS,
+    PRELUDE_BYTES,
+    Commit,
+    CommitFrame,
+    Frame,
+    PageFrame,
+    RenewFrame,
+    Ticket,
+    digest,
+    pack,
+    unpack,
+)
+
+TICKET = Ticket(nonce=2**64 - 3, epoch=7, gen=2)
+
+
+def page_frame(parts: list[bytes]) -> PageFrame:
+    return PageFrame(
+        ticket=TICKET,
+        kind=Kind.PAGE,
+        group=1,
+        layout="0123456789abcdef",
+        layers=tuple(range(len(parts))),
+        records=tuple(range(5, 5 + len(parts))),
+        digests=tuple(map(digest, parts)),
+        payload=tuple(map(memoryview, parts)),
+    )
+
+
+PAGES = page_frame([b"\x01" * 63, b"\x02" * 63, bytes(range(63))])
+COMMIT = CommitFrame(
+    TICKET,
+    Commit(
+        tokens=77,
+        plan="fedcba9876543210",
+        digests=(1, 2**64 - 1, 3),
+        first_token=11,
+        extras={"ids": [1, 2, 3], "logprob": -0.5, "name": "x", "none": None},
+        timings={"encode": 1.5},
+    ),
+)
+FRAMES = {"pages": PAGES, "commit": COMMIT, "renew": RenewFrame(TICKET)}
+
+
+def joined(frame: Frame) -> bytes:
+    return b"".join(pack(frame))
+
+
+def resealed(header: dict, payload: bytes, what: int = 1) -> bytes:
+    """A frame with a right checksum around whatever header."""
+    packed = msgpack.packb(header)
+    prelude = struct.pack("<4sHHQQ", b"dgKV", 1, what, len(packed), len(payload))
+    return prelude + struct.pack("<Q", digest(prelude + packed)) + packed + payload
+
+
+def page_header() -> dict:
+    message = joined(PAGES)
+    size = struct.unpack_from("<Q", message, 8)[0]
+    return msgpack.unpackb(message[PRELUDE_BYTES : PRELUDE_BYTES + size])
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
+def test_a_frame_survives_the_wire(frame):
+    assert unpack(joined(frame)) == frame
+
+
+def test_packing_and_unpacking_copy_no_payload():
+    buffer = bytearray(b"\x05" * 63)
+    frame = page_frame([memoryview(buffer)])
+    message = bytearray(joined(frame))
+    assert pack(frame)[1].obj is buffer
+    assert unpack(message).payload[0].obj is message
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_every_corrupted_byte_is_noticed(name):
+    message = bytearray(joined(FRAMES[name]))
+    for place in range(len(message)):
+        for flip in (1, 0x80, 0xFF):
+            message[place] ^= flip
+            with pytest.raises(WireError):
+                check(unpack(message))
+            message[place] ^= flip
+    check(unpack(message))
+
+
+def check(frame: Frame) -> None:
+    if isinstance(frame, PageFrame):
+        frame.verify()
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_every_truncated_frame_is_refused(name):
+    message = joined(FRAMES[name])
+    for size in range(len(message)):
+        with pytest.raises(CorruptFrameError):
+            unpack(message[:size])
+    with pytest.raises(CorruptFrameError):
+        unpack(message + b"\0")
+
+
+def test_verify_names_the_item_that_is_corrupt():
+    message = bytearray(joined(PAGES))
+    message[-1] ^= 1
+    with pytest.raises(CorruptFrameError, match="page 7 of layer 2"):
+        unpack(message).verify()
+
+
+def test_a_frame_of_another_version_is_a_version_error():
+    message = bytearray(joined(PAGES))
+    message[4] += 1
+    with pytest.raises(VersionError, match="version 2"):
+        unpack(message)
+
+
+def test_a_frame_above_the_limit_is_refused_before_it_is_read():
+    with pytest.raises(CorruptFrameError, match="accepted"):
+        unpack(b"\0" * 101, max_bytes=100)
+
+
+WRONG_HEADERS = {
+    "a missing field": {"layout": None},
+    "an unknown field": {"surprise": 1},
+    "a negative count": {"epoch": -1},
+    "a boolean count": {"epoch": True},
+    "a kind nobody knows": {"kind": "sausage"},
+    "fewer records than layers": {"records": [5, 6]},
+    "a record that is no number": {"records": [5, 6, "7"]},
+    "fewer digests than items": {"digests": b"\0" * 16},
+    "half a digest": {"digests": b"\0" * 20},
+    "no items": {"layers": [], "records": [], "digests": b""},
+    "a payload that does not divide": {
+        "layers": [0, 1],
+        "records": [5, 6],
+        "digests": b"\0" * 16,
+    },
+    "more items than allowed": {
+        "layers": [0] * (MAX_ITEMS + 1),
+        "records": [0] * (MAX_ITEMS + 1),
+        "digests": bytes(8 * (MAX_ITEMS + 1)),
+    },
+    "a layer that is a list": {"layers": [[0], 1, 2]},
+    "an extension": {"group": msgpack.ExtType(4, b"x")},
+    "a time": {"group": msgpack.Timestamp(0, 0)},
+}
+
+
+@pytest.mark.parametrize("change", WRONG_HEADERS.values(), ids=WRONG_HEADERS)
+def test_a_header_with_a_right_checksum_and_wrong_fields_is_refused(change):
+    header = page_header() | change
+    if header["layout"] is None:
+        del header["layout"]
+    with pytest.raises(CorruptFrameError):
+        unpack(resealed(header, b"\x01" * 189))
+
+
+def test_a_header_that_is_no_map_is_refused():
+    with pytest.raises(CorruptFrameError):
+        unpack(resealed([1, 2], b""))
+
+
+def test_a_frame_of_an_unknown_type_is_refused():
+    with pytest.raises(CorruptFrameError, match="type 9"):
+        unpack(resealed(page_header(), b"\x01" * 189, what=9))
+
+
+def test_a_commit_with_a_timing_that_is_no_number_is_refused():
+    body = vars(COMMIT.commit) | {"digests": b"", "timings": {"encode": "long"}}
+    payload = msgpack.packb(body)
+    header = vars(TICKET) | {"digests": struct.pack("<Q", digest(payload))}
+    with pytest.raises(CorruptFrameError, match="timing"):
+        unpack(resealed(header, payload, what=3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_bytes_of_nobody_end_in_a_typed_error(data):
+    for message in (data, joined(PAGES)[:PRELUDE_BYTES] + data):
+        with pytest.raises(WireError):
+            unpack(message)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=9),
+        max_leaves=12,
+    ),
+    st.binary(max_size=64),
+    st.sampled_from([1, 2, 3]),
+)
+def test_any_header_under_a_right_checksum_ends_in_a_frame_or_a_typed_error(header, payload, what):
+    if isinstance(header, dict):
+        header = page_header() | header
+    try:
+        check(unpack(resealed(header, payload, what)))
+    except WireError:
+        return
