@@ -8,7 +8,6 @@ It blocks on an empty inbox and on nothing else: never on a peer, a socket or a 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import lru_cache
 from queue import Empty, SimpleQueue
 
@@ -16,13 +15,14 @@ from torch import Tensor
 
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
+from disagg.config import EngineConfig
 from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.engine.intake import Intake
 from disagg.engine.messages import Failed, Load, Message, Prefilled, StepOutput, Token
 from disagg.engine.sampler import sample
 from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Sequence
-from disagg.engine.steps import Stash, build_batch, take_records
+from disagg.engine.steps import Stash, build_batch, take_stash
 from disagg.errors import CapacityError, ConfigError, PromptTooLongError
 from disagg.metrics import Status
 from disagg.model.attention import Chunk
@@ -30,28 +30,6 @@ from disagg.model.runner import Runner
 from disagg.wire import Item
 
 WAIT_S = 0.05  # how often a sequence without room looks again
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How much an engine does at once, and how much it holds.
-
-    max_batch_tokens: tokens of a step; long prompts are cut into chunks of what is left of it
-    max_sequences:    sequences that compute at once
-    arena_bytes:      of the pool
-    watermark:        part of the pool that new prompts leave free for those that decode
-    """
-
-    max_batch_tokens: int = 512
-    max_sequences: int = 64
-    arena_bytes: int = 256 << 20
-    watermark: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.max_batch_tokens < 1 or self.max_sequences < 1:
-            raise ConfigError("max_batch_tokens and max_sequences must be at least 1")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark is {self.watermark}; a part of 1 is wanted, such as 0.02")
 
 
 class Engine:
@@ -64,6 +42,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         config = config or EngineConfig()
+        if config.max_batch_tokens < 1 or config.max_sequences < 1:
+            raise ConfigError("max_batch_tokens and max_sequences must be at least 1")
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         self.pool, self.arena = make_pool(config.arena_bytes, slab_bytes, runner.device)
@@ -144,7 +124,7 @@ class Engine:
         while True:
             shares = self._scheduler.decode_shares()
             try:
-                return shares, take_records(shares, self.pool)
+                return shares, take_stash(shares, self.pool)
             except CapacityError as error:
                 victim = self._scheduler.preempt()
                 assert victim is not None, "decoding sequences can always be preempted"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.planning import codec_of
-from disagg.codecs.tables import Growth, demand, plan_step
+from disagg.codecs.seals import Growth, take_records
+from disagg.codecs.tables import plan_step
 from disagg.engine.scheduler import Share
 from disagg.errors import CapacityError
 from disagg.model.attention import Batch, Chunk, Decode
@@ -35,17 +36,28 @@ class Stash:
         raise AssertionError("a counted step has nothing to give back")
 
 
-def take_records(shares: Sequence[Share], allocator: Allocator) -> Stash:
+@dataclass
+class Tally:
+    """An allocator that only counts what is asked of it."""
+
+    wanted: dict[RecordShape, int] = field(default_factory=dict)
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """Count `count` records; the ids mean nothing."""
+        self.wanted[shape] = self.wanted.get(shape, 0) + count
+        return [0] * count
+
+    def release(self, pages: Sequence[int]) -> None:
+        raise AssertionError("counting takes nothing, so there is nothing to give back")
+
+
+def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
     """All records that decoding shares need; CapacityError and nothing taken if no room."""
-    wanted: dict[RecordShape, int] = {}
+    tally, stash = Tally(), Stash()
     for group, growths in _buckets(shares, [0] * len(shares)):
-        counts = demand(group, growths)
-        for layout, count in zip((group.raw, group.page), counts, strict=True):
-            shape = group.record(layout)
-            wanted[shape] = wanted.get(shape, 0) + count
-    stash = Stash()
+        take_records(group, growths, tally)
     try:
-        for shape, count in wanted.items():
+        for shape, count in tally.wanted.items():
             stash.pages[shape] = allocator.allocate(shape, count)
     except CapacityError:
         for pages in stash.pages.values():

@@ -92,7 +92,10 @@ def _load(info: ModelInfo) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(f"cannot load {info.architecture} from {info.path}: {error}") from error
+        reason = f"cannot load {info.architecture} from {info.path}: {error}"
+        if error.args == (IMPLEMENTATION,):  # the architecture has a list of its own to choose from
+            reason = f"{info.architecture} takes no attention function from outside: not supported"
+        raise ModelError(reason) from error
     if missing := sorted(report["missing_keys"]):
         listed = ", ".join(missing[:3])
         raise ModelError(f"{info.path} lacks {len(missing)} weights of its model, such as {listed}")

@@ -1,0 +1,154 @@
+"""Does the whole path give, token for token, what transformers gives? With exact KV it must.
+
+    python -m disagg.bench.exactness --json
+
+Greedy continuations of prompts of 5 to 1500 tokens, one by one and all in one ragged batch, under
+the `raw` codec in the model's dtype, against unbatched `generate` of transformers in fp32.
+A differing token where the reference's two best logits were closer than 1e-4 is a tie; the tokens
+behind any difference are not compared, since they continue another text.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Replay
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.describe import describe_model
+from disagg.model.reference import Reference, ReferenceModel
+from disagg.model.runner import Runner
+from disagg.model.tokenizer import Tokenizer
+
+TIE = 1e-4  # logits
+SHORTEST, LONGEST = 5, 1500  # tokens of a prompt
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one way of serving compares with the reference.
+
+    compared: tokens up to the first difference of each prompt, that one included
+    """
+
+    prompts: int
+    tokens: int
+    compared: int
+    mismatches: int
+    ties: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """The whole result; `smallest_margin` is the closest call among the reference's tokens."""
+
+    model: str
+    codec: str
+    lengths: tuple[int, ...]
+    max_tokens: int
+    smallest_margin: float
+    one_by_one: Comparison
+    ragged: Comparison
+
+
+def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -> Exactness:
+    """Compare `prompts` continuations of a model, both ways."""
+    codec = "raw:dtype=model"
+    inputs = make_prompts(ref, text, prompts)
+    reference = ReferenceModel(ref)
+    expected = [reference.generate(prompt, max_tokens) for prompt in inputs]
+    engine = Engine(Runner.load(ref), EngineConfig(arena_bytes=1 << 30))
+
+    started = time.perf_counter()
+    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in inputs]
+    middle = time.perf_counter()
+    together = serve(engine, inputs, codec, max_tokens)
+    ended = time.perf_counter()
+    return Exactness(
+        model=describe_model(ref).architecture,
+        codec=codec,
+        lengths=tuple(len(prompt) for prompt in inputs),
+        max_tokens=max_tokens,
+        smallest_margin=min(min(x.margins) for x in expected),
+        one_by_one=compare(alone, expected, middle - started),
+        ragged=compare(together, expected, ended - middle),
+    )
+
+
+def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[int]]:
+    """Prompts of 5 to 1500 tokens: passages of a text, or random tokens without one."""
+    vocab, longest = describe_model(ref).vocab_size, LONGEST
+    source = random.Random(0)
+    lengths = [SHORTEST + (longest - SHORTEST) * i // max(1, count - 1) for i in range(count)]
+    if text is None:
+        return [[source.randrange(vocab) for _ in range(n)] for n in lengths]
+    tokens = Tokenizer.load(ref).encode(text.read_text())
+    starts = [source.randrange(len(tokens) - n) for n in lengths]
+    return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+def serve(
+    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int
+) -> list[list[int]]:
+    """Greedy continuations of prompts that arrive together."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Replay(Request(str(index), tuple(prompt), params, codec)))
+    answers: list[list[int]] = [[] for _ in prompts]
+    while not engine.idle:
+        output = engine.step()
+        for failed in output.failed:
+            raise failed.error
+        for token in output.tokens:
+            answers[int(token.rid)].append(token.token)
+    engine.pool.check_integrity()
+    return answers
+
+
+def compare(
+    answers: Sequence[Sequence[int]], expected: Sequence[Reference], seconds: float
+) -> Comparison:
+    """Count the first difference of each answer: a mismatch, or a tie of the reference."""
+    compared = mismatches = ties = 0
+    for answer, truth in zip(answers, expected, strict=True):
+        assert len(answer) == len(truth.tokens)
+        for token, right, margin in zip(answer, truth.tokens, truth.margins, strict=True):
+            compared += 1
+            if token != right:
+                mismatches += margin >= TIE
+                ties += margin < TIE
+                break
+    total = sum(map(len, answers))
+    return Comparison(len(answers), total, compared, mismatches, ties, round(seconds, 2))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or cached name; the packaged model unless given")
+    parser.add_argument("--text", type=Path, help="prompts are passages of this file")
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+        return
+    print(f"{result.model}, {result.codec}, prompts of {result.lengths} tokens")
+    for name, part in (("one by one", result.one_by_one), ("one ragged batch", result.ragged)):
+        print(f"{name}: {part.mismatches} mismatches, {part.ties} ties in {part.compared} tokens")
+
+
+if __name__ == "__main__":
+    main()

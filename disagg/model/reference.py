@@ -1,0 +1,43 @@
+"""What transformers alone answers: unbatched greedy generation, our yardstick."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from disagg.model.describe import describe_model
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A greedy continuation, and how far ahead each token was of the second choice, in logits."""
+
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+class ReferenceModel:
+    """A model as transformers runs it, with attention of its own."""
+
+    def __init__(self, ref: str | None = None):
+        info = describe_model(ref, "float32")
+        self._model = AutoModelForCausalLM.from_pretrained(
+            info.path, dtype=torch.float32, local_files_only=True
+        )
+
+    def generate(self, prompt: list[int], max_tokens: int) -> Reference:
+        """Exactly `max_tokens` greedy tokens behind a prompt, whatever ends a text."""
+        result = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.cat(result.logits).float().topk(2).values
+        margins = (best[:, 0] - best[:, 1]).tolist()
+        return Reference(tuple(result.sequences[0, len(prompt) :].tolist()), tuple(margins))

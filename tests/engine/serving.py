@@ -1,0 +1,53 @@
+"""Serve prompts with an engine, and look at what happened."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from disagg.config import EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Replay, StepOutput
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.runner import Runner
+
+MAX_STEPS = 5000
+
+
+def make_engine(runner: Runner, **config: Any) -> Engine:
+    return Engine(runner, EngineConfig(**({"arena_bytes": 32 << 20} | config)))
+
+
+def request(rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how: Any) -> Request:
+    return Request(rid, tuple(prompt), SamplingParams(max_tokens=max_tokens, **how), codec)
+
+
+def run_until_idle(engine: Engine) -> list[StepOutput]:
+    """Step until nothing is left; the pool must be whole and empty then."""
+    outputs = []
+    while not engine.idle:
+        assert len(outputs) < MAX_STEPS
+        outputs.append(engine.step())
+    engine.pool.check_integrity()
+    assert not engine.pool.referenced_pages
+    return outputs
+
+
+def answers(outputs: Sequence[StepOutput]) -> dict[str, list[int]]:
+    """Tokens by request; every index must come once and in order."""
+    found: dict[str, list[int]] = {}
+    for output in outputs:
+        assert not output.failed, output.failed
+        for token in output.tokens:
+            answer = found.setdefault(token.rid, [])
+            assert token.index == len(answer)
+            answer.append(token.token)
+    return found
+
+
+def serve(
+    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int
+) -> list[list[int]]:
+    """Greedy continuations of prompts that arrive together."""
+    for index, prompt in enumerate(prompts):
+        engine.submit(Replay(request(str(index), prompt, codec, max_tokens)))
+    found = answers(run_until_idle(engine))
+    return [found[str(index)] for index in range(len(prompts))]

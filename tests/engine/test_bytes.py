@@ -1,0 +1,87 @@
+"""The bytes of a prompt depend on its K and V alone: not on chunks, not on other prompts."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Prefill, Release
+from disagg.model.attention import Batch
+from disagg.model.cache import Workspace
+from disagg.model.runner import Runner
+from disagg.page import Kind
+from disagg.plan import record_id
+from tests.engine.serving import make_engine, request, run_until_idle
+from tests.model.tiny import VOCAB, random_prompt
+
+CODECS = ["raw", "kivi:bits=2,group=64,residual=64", "0:raw;1-:kivi:bits=4,group=32,residual=16"]
+
+
+@dataclass
+class ExactRunner:
+    """In place of a model: K and V are a fixed function of token, position and layer."""
+
+    runner: Runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def workspace(self, total: int) -> Workspace:
+        return self.runner.workspace(total)
+
+    def forward(self, batch: Batch) -> Tensor:
+        for layer in range(self.runner.info.num_layers):
+            for chunk in batch.chunks:
+                rows = slice(chunk.row, chunk.row + chunk.count)
+                k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
+                chunk.sink(layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk.before)
+        return torch.zeros(len(batch.outputs), VOCAB)
+
+    def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:
+        shape = self.runner.shape
+        columns = torch.arange(2 * shape.heads * shape.head_dim).view(2, shape.heads, 1, -1)
+        phases = torch.tensor(tokens) * 31 + torch.tensor(positions) * 17 + layer
+        k, v = torch.sin(phases[:, None] * 0.37 + columns * 1.7)
+        return k, v
+
+
+class Digests:
+    """A hand-off that hashes every record when the prompt is complete."""
+
+    def begin(self, plan: Any, groups: Any) -> None:
+        self.plan, self.groups = plan, groups
+
+    def offer(self, items: Any) -> None:
+        pass
+
+    def digest(self, engine: Engine, n: int) -> str:
+        state = hashlib.blake2b()
+        for group, records in zip(self.plan.groups, self.groups, strict=True):
+            for kind in Kind:
+                for index in range(group.inventory(n).count(kind)):
+                    nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
+                    state.update(engine.pool.read(record_id(records, kind, index), 0, nbytes))
+        return state.hexdigest()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner: Runner, codec: str) -> None:
+    n, seen = 301, set()
+    for size, others in ((512, 0), (1, 0), (17, 0), (64, 0), (100, 3), (512, 3)):
+        engine = make_engine(ExactRunner(runner), max_batch_tokens=size)  # type: ignore[arg-type]
+        handoffs = {str(i): Digests() for i in range(others + 1)}
+        for rid, handoff in handoffs.items():
+            prompt = random_prompt(n if rid == "0" else 90 + 7 * int(rid), int(rid))
+            engine.submit(Prefill(request(rid, prompt, codec, 4), handoff))
+        done = 0
+        while done < len(handoffs):
+            done += len(engine.step().prefilled)
+        seen.add(handoffs["0"].digest(engine, n))
+        for rid in handoffs:
+            engine.submit(Release(rid))
+        run_until_idle(engine)
+    assert len(seen) == 1

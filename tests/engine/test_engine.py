@@ -1,0 +1,265 @@
+"""The loop: what it answers, whatever it was fed together and in whatever pieces."""
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Abort, Admit, Drain, Prefill, Release, Replay, StepOutput
+from disagg.engine.sequence import KVUsage
+from disagg.errors import (
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    PromptTooLongError,
+    RequestError,
+    UnknownNameError,
+)
+from disagg.model.reference import ReferenceModel
+from disagg.model.runner import Runner
+from disagg.page import Kind
+from disagg.plan import Inventory
+from disagg.wire import Item
+from tests.engine.serving import answers, make_engine, request, run_until_idle, serve
+from tests.model.tiny import CONTEXT, VOCAB, random_prompt
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
+LENGTHS = (1, 63, 64, 130, 300)
+
+
+class Recorder:
+    """A hand-off that goes nowhere."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def begin(self, plan: Any, groups: Any) -> None:
+        self.plan, self.groups = plan, groups
+        self.events.append("begin")
+
+    def offer(self, items: list[Item]) -> None:
+        self.events.append(items)
+
+
+def steps_until_prefilled(engine: Engine) -> list[StepOutput]:
+    outputs = [engine.step()]
+    while not outputs[-1].prefilled:
+        outputs.append(engine.step())
+    return outputs
+
+
+def test_a_ragged_batch_answers_as_unbatched_generate_does(runner: Runner) -> None:
+    prompts = [random_prompt(n) for n in LENGTHS]
+    reference = ReferenceModel(str(runner.info.path))
+    expected = [list(reference.generate(prompt, 40).tokens) for prompt in prompts]
+    assert serve(make_engine(runner), prompts, "raw", 40) == expected
+    alone = make_engine(runner)
+    assert [serve(alone, [prompt], "raw", 40)[0] for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("codec", [KIVI, MIXED])
+def test_lossy_answers_do_not_depend_on_batch_or_chunks(runner: Runner, codec: str) -> None:
+    prompts = [random_prompt(n) for n in LENGTHS]
+    alone = make_engine(runner)
+    expected = [serve(alone, [prompt], codec, 40)[0] for prompt in prompts]
+    assert serve(make_engine(runner, max_batch_tokens=37), prompts, codec, 40) == expected
+
+
+def test_codecs_of_one_batch_do_not_disturb_each_other(runner: Runner) -> None:
+    codecs = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"]
+    prompt, alone, together = random_prompt(150), make_engine(runner), make_engine(runner)
+    expected = {codec: serve(alone, [prompt], codec, 40)[0] for codec in codecs}
+    for codec in codecs:
+        together.submit(Replay(request(codec, prompt, codec, 40)))
+    assert answers(run_until_idle(together)) == expected
+    assert len({tuple(answer) for answer in expected.values()}) > 2
+
+
+@pytest.mark.parametrize("codec", [KIVI, MIXED, "raw"])
+@pytest.mark.parametrize("known", [1, 90])
+def test_a_replay_goes_on_as_if_nothing_had_happened(
+    runner: Runner, codec: str, known: int
+) -> None:
+    prompt, engine = random_prompt(100), make_engine(runner)
+    whole = serve(engine, [prompt], codec, 140)[0]
+    engine.submit(Replay(request("again", prompt, codec, 140), tuple(whole[:known])))
+    tokens = [token for output in run_until_idle(engine) for token in output.tokens]
+    assert [token.index for token in tokens] == list(range(known - 1, 140))
+    assert [token.token for token in tokens] == whole[known - 1 :]
+
+
+@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,group=64,residual=128"])
+def test_preempted_sequences_lose_nothing(runner: Runner, codec: str) -> None:
+    prompts = [random_prompt(n) for n in (100, 120, 90, 110)]
+    expected = serve(make_engine(runner), prompts, codec, 90)
+    tight = make_engine(runner, arena_bytes=2 << 20, watermark=0.0)
+    for index, prompt in enumerate(prompts):
+        tight.submit(Replay(request(str(index), prompt, codec, 90)))
+    outputs = run_until_idle(tight)
+    found = answers(outputs)
+    assert sum(len(output.preempted) for output in outputs) > 0
+    assert [found[str(index)] for index in range(4)] == expected
+    assert "0" not in {rid for output in outputs for rid in output.preempted}
+
+
+def test_a_sequence_that_outgrows_an_empty_pool_fails_by_name(runner: Runner) -> None:
+    engine = make_engine(runner, arena_bytes=1 << 20)
+    engine.submit(Replay(request("big", random_prompt(200), "raw", 300, ignore_eos=True)))
+    outputs = run_until_idle(engine)
+    (failed,) = [failed for output in outputs for failed in output.failed]
+    assert failed.error.reason == "capacity"
+
+
+def test_prefill_offers_every_item_once_and_holds_the_records(runner: Runner) -> None:
+    engine, handoff, n = make_engine(runner, max_batch_tokens=50), Recorder(), 200
+    engine.submit(Prefill(request("a", random_prompt(n), MIXED, 10), handoff))
+    outputs = steps_until_prefilled(engine)
+    (done,) = outputs[-1].prefilled
+    plan = engine.plan(MIXED)
+    expected = [
+        Item(kind, index, layer, record)
+        for layer, index in enumerate(plan.group_of)
+        for kind, count in counts(plan.groups[index].inventory(n)).items()
+        for record in range(count)
+    ]
+    assert handoff.events[0] == "begin"
+    assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)
+    assert done.plan == plan.fingerprint
+    assert done.usage.resident_bytes == plan.nbytes(n) == engine.pool.used_bytes
+    assert done.usage.fp16_bytes == 2 * done.usage.fp8_bytes == n * 3 * 2 * 2 * 64 * 2
+    assert done.usage.encode_ms > 0
+    engine.submit(Release("a"))
+    run_until_idle(engine)
+
+
+def counts(inventory: Inventory) -> dict[Kind, int]:
+    return {kind: inventory.count(kind) for kind in Kind}
+
+
+def test_items_of_early_layers_are_offered_before_the_last_layer_computes(runner: Runner) -> None:
+    engine, handoff = make_engine(runner), Recorder()
+    engine.submit(Prefill(request("a", random_prompt(100), KIVI, 10), handoff))
+    engine.step()
+    assert [items[0].layer for items in handoff.events[1:]] == [0, 1, 2]
+    engine.submit(Abort("a"))
+    run_until_idle(engine)
+
+
+@pytest.mark.parametrize("codec", ["raw", KIVI, MIXED])
+def test_an_admitted_prompt_goes_on_as_a_local_one(runner: Runner, codec: str) -> None:
+    prompt = random_prompt(200)
+    whole = serve(make_engine(runner), [prompt], codec, 60)[0]
+    engine, handoff = make_engine(runner), Recorder()
+    work = request("p", prompt, codec, 60)
+    engine.submit(Prefill(work, handoff))
+    (done,) = steps_until_prefilled(engine)[-1].prefilled
+    assert done.first_token == whole[0]
+    engine.pool.retain([page for state in handoff.groups for page in state.ids()])
+    engine.submit(Release("p"))
+    engine.submit(Admit(request("d", prompt, codec, 60), handoff.groups, (done.first_token,)))
+    assert answers(run_until_idle(engine)) == {"d": whole}
+
+
+def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner: Runner) -> None:
+    engine, handoff = make_engine(runner), Recorder()
+    engine.submit(Prefill(request("p", random_prompt(20), KIVI, 1), handoff))
+    (done,) = steps_until_prefilled(engine)[-1].prefilled
+    assert done.finish_reason == "length"
+    engine.pool.retain([page for state in handoff.groups for page in state.ids()])
+    engine.submit(Release("p"))
+    engine.submit(
+        Admit(request("d", random_prompt(20), KIVI, 1), handoff.groups, (done.first_token,))
+    )
+    (token,) = [token for output in run_until_idle(engine) for token in output.tokens]
+    assert (token.index, token.token, token.finish_reason) == (0, done.first_token, "length")
+
+
+def test_an_end_of_text_stops_unless_it_is_ignored(runner: Runner) -> None:
+    prompt, engine = random_prompt(30), make_engine(runner)
+    whole = serve(engine, [prompt], "raw", 20)[0]
+    stop = whole[6]
+    ends = make_engine(with_eos(runner, stop))
+    ends.submit(Replay(request("stop", prompt, "raw", 20)))
+    ends.submit(Replay(request("on", prompt, "raw", 20, ignore_eos=True)))
+    outputs = run_until_idle(ends)
+    last = {t.rid: t for output in outputs for t in output.tokens if t.finish_reason}
+    assert last["stop"].index == whole.index(stop)
+    assert (last["stop"].finish_reason, last["on"].finish_reason) == ("stop", "length")
+    assert isinstance(last["stop"].usage, KVUsage)
+    assert answers(outputs)["on"] == whole
+
+
+def with_eos(runner: Runner, token: int) -> Runner:
+    changed = copy(runner)
+    changed.info = replace(runner.info, eos_ids=(token,))
+    return changed
+
+
+def test_an_answer_ends_where_the_context_does(runner: Runner) -> None:
+    prompt = random_prompt(CONTEXT - 3)
+    assert len(serve(make_engine(runner), [prompt], KIVI, 100)[0]) == 3
+
+
+def test_an_aborted_request_leaves_nothing_and_says_no_more(runner: Runner) -> None:
+    engine = make_engine(runner, max_batch_tokens=40, max_sequences=3)
+    for rid in ("decodes", "stays"):
+        engine.submit(Replay(request(rid, random_prompt(15), KIVI, 50)))
+    engine.submit(Prefill(request("prefills", random_prompt(200), KIVI, 50), Recorder()))
+    engine.submit(Replay(request("waits", random_prompt(200), KIVI, 50)))
+    load = engine.step().load
+    assert (load.running, load.waiting) == (3, 1)
+    for rid in ("waits", "prefills", "decodes", "nobody"):
+        engine.submit(Abort(rid))
+    outputs = run_until_idle(engine)
+    assert {token.rid for output in outputs for token in output.tokens} == {"stays"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "codec", "error"),
+    [
+        (random_prompt(CONTEXT), KIVI, PromptTooLongError),
+        ([0, VOCAB], KIVI, RequestError),
+        ([1], "gzip", UnknownNameError),
+        ([1], "kivi:bits=3", ConfigError),
+    ],
+)
+def test_requests_that_can_never_be_served_fail_at_once(
+    runner: Runner, prompt: list[int], codec: str, error: type[DisaggError]
+) -> None:
+    engine = make_engine(runner)
+    engine.submit(Replay(request("a", prompt, codec, 4)))
+    (failed,) = engine.step().failed
+    assert isinstance(failed.error, error)
+    assert engine.idle
+
+
+def test_a_prompt_larger_than_the_pool_is_refused(runner: Runner) -> None:
+    engine = make_engine(runner, arena_bytes=1 << 20)
+    engine.submit(Replay(request("a", random_prompt(CONTEXT - 1), "raw", 4)))
+    (failed,) = engine.step().failed
+    assert isinstance(failed.error, PromptTooLongError)
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner: Runner) -> None:
+    engine = make_engine(runner)
+    for _ in range(2):
+        engine.submit(Replay(request("a", [1, 2, 3], KIVI, 4)))
+    outputs = run_until_idle(engine)
+    assert [failed.error.reason for output in outputs for failed in output.failed] == ["request"]
+    assert len([token for output in outputs for token in output.tokens]) == 4
+
+
+def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner: Runner) -> None:
+    engine = make_engine(runner)
+    engine.submit(Replay(request("old", [1, 2, 3], KIVI, 4)))
+    engine.submit(Drain())
+    engine.submit(Replay(request("new", [1, 2, 3], KIVI, 4)))
+    outputs: list[StepOutput] = []
+    engine.run(outputs.append)
+    (failed,) = [failed for output in outputs for failed in output.failed]
+    assert (failed.rid, type(failed.error)) == ("new", PeerLostError)
+    assert len([token for output in outputs for token in output.tokens]) == 4
+    assert outputs[-1].load.used_bytes == 0

@@ -1,0 +1,45 @@
+"""Every architecture that calls our attention answers as transformers does; others are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ModelError
+from disagg.model.reference import ReferenceModel
+from disagg.model.runner import Runner
+from tests.engine.serving import make_engine, serve
+from tests.model.tiny import random_prompt, save_tiny
+
+SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma3_text"]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": ({}, "no attention function"),
+    "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "gpt_oss": ({}, "sinks"),
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_raw_pages_give_the_tokens_that_transformers_gives(kind: str, tmp_path: Path) -> None:
+    path = str(save_tiny(kind, tmp_path))
+    prompts = [random_prompt(n) for n in (5, 37, 70)]
+    reference = ReferenceModel(path)
+    expected = [list(reference.generate(prompt, 24).tokens) for prompt in prompts]
+    assert len({token for answer in expected for token in answer}) > 5
+    engine = make_engine(Runner.load(path), max_batch_tokens=29)
+    assert serve(engine, prompts, "raw", 24) == expected
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_attention_that_pages_cannot_serve_is_refused_at_load(kind: str, tmp_path: Path) -> None:
+    changes, reason = REFUSED[kind]
+    path = save_tiny(kind, tmp_path, **changes)
+    with pytest.raises(ModelError, match=reason):
+        Runner.load(str(path))
+
+
+def test_a_gemma2_without_caps_is_served(tmp_path: Path) -> None:
+    path = str(save_tiny("gemma2", tmp_path, attn_logit_softcapping=None))
+    prompt = random_prompt(50)
+    expected = list(ReferenceModel(path).generate(prompt, 12).tokens)
+    assert serve(make_engine(Runner.load(path)), [prompt], "raw", 12) == [expected]

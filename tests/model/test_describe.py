@@ -1,0 +1,136 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ModelError
+from disagg.model.describe import describe_model
+from tests.model.tiny import CONTEXT, VOCAB, save_tiny
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    config = {k: v for k, v in (PLAIN | changes).items() if v != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path: Path) -> None:
+    info = describe_model(write(tmp_path, eos_token_id=[7, 9]))
+    assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (3, 4, 2, 32)
+    assert (info.context_length, info.vocab_size, info.eos_ids) == (2048, 100, (7, 9))
+    assert info.windows == (None, None, None)
+
+
+def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path: Path) -> None:
+    assert describe_model(write(tmp_path, num_key_value_heads="absent")).heads == 4
+
+
+def test_the_generation_config_says_which_tokens_end_a_text(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float16", "cpu", "float16")],
+)
+def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_elsewhere(
+    asked: str, device: str, expected: str, tmp_path: Path
+) -> None:
+    assert describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype == expected
+
+
+def test_windows_follow_the_layer_types(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    path = write(tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64)
+    assert describe_model(path).windows == (64, None, 64)
+
+
+def test_a_window_without_layer_types_holds_for_every_layer(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="mistral", head_dim=32, sliding_window=64)
+    assert describe_model(path).windows == (64, 64, 64)
+
+
+def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="mistral", num_key_value_heads=2)  # no window, no head dim
+    info = describe_model(path)
+    assert info.windows == (4096, 4096, 4096)
+    assert info.head_dim == 32
+
+
+def test_contexts_end_where_rotary_frequencies_would_change(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    assert describe_model(write(tmp_path, rope_parameters=rope)).context_length == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"attn_logit_softcapping": 30.0}, "softcapping"),
+        ({"num_kv_shared_layers": 2}, "shares KV"),
+        ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        ({"vocab_size": "absent", "model_type": "no-such-type"}, "no-such-type"),
+    ],
+)
+def test_what_pages_cannot_serve_is_refused_by_its_config(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        describe_model(write(tmp_path, **changes))
+
+
+def test_a_missing_model_is_named_together_with_the_way_to_get_it() -> None:
+    with pytest.raises(ModelError, match="hf download nobody/nothing"):
+        describe_model("nobody/nothing")
+
+
+def test_folders_without_a_readable_config_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        describe_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="no JSON"):
+        describe_model(str(tmp_path))
+    with pytest.raises(ModelError, match="is a file"):
+        describe_model(str(tmp_path / "config.json"))
+
+
+def test_a_name_is_found_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models--some--model"
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    write(snapshot)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert describe_model("some/model").path == snapshot
+
+
+def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path)
+    code = (
+        "import sys; from disagg.model.describe import describe_model;"
+        "from disagg.model.tokenizer import Tokenizer;"
+        f"info = describe_model({str(path)!r}); ids = Tokenizer.load({str(path)!r}).encode('hi');"
+        "print(info.vocab_size, info.context_length, len(ids),"
+        " [x for x in ('torch', 'transformers') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{VOCAB} {CONTEXT} 2 []"

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ModelError
+from disagg.model.tokenizer import Tokenizer
+from tests.model.tiny import byte_tokenizer
+
+TEXT = "Grüße aus 東京 🎉, naïve “quotes”."
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer())
+
+
+def test_decode_gives_back_what_was_encoded(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_pieces_never_split_a_character_and_add_up(tokenizer: Tokenizer, size: int) -> None:
+    ids, stream = tokenizer.encode(TEXT), tokenizer.detokenizer()
+    pieces = [stream.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) + stream.finish() == TEXT
+    assert len([piece for piece in pieces if piece]) > len(TEXT) / (2 * size)
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    ids, stream = tokenizer.encode("ab🎉")[:-1], tokenizer.detokenizer()
+    assert stream.add(ids) == ""
+    assert stream.finish().startswith("ab\ufffd")
+    assert stream.finish() == ""
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="is no tokenizer"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,67 @@
+"""Tiny random models of several architectures, saved as real checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 260
+CONTEXT = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,  # attention matters, and best tokens are well ahead
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OWN_NAMES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
+    "opt": {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 3}
+    | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "init_std": 0.2},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 20},
+    "qwen3": {"use_sliding_window": False},
+    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}
+    | {"tie_word_embeddings": False},
+    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "tie_word_embeddings": False},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
+}
+GENERAL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Build a random model of an architecture, and a tokenizer of bytes, and save both."""
+    sizes = SIZES
+    if kind in OWN_NAMES:
+        sizes = {name: SIZES[name] for name in GENERAL} | OWN_NAMES[kind]
+    config = transformers.CONFIG_MAPPING[kind](**(sizes | EXTRA.get(kind, {}) | changes))
+    torch.manual_seed(seed)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer without merges: one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def random_prompt(n: int, seed: int = 0) -> list[int]:
+    """Token ids that any tiny model knows."""
+    generator = torch.Generator().manual_seed(1000 * seed + n)
+    return torch.randint(0, VOCAB - 4, (n,), generator=generator).tolist()
