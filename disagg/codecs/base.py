@@ -4,6 +4,7 @@ A codec is a frozen dataclass of its options; its spec string `name:option=value
 It is stateless over one layer:
 
     encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
+    flush     the same for one page sealed while decoding, where that differs
     attend    queries over those bytes         ->  partial attention (o, log-sum-exp)
     decode    those bytes                      ->  the K' and V' that attention sees, for tests
 
@@ -33,13 +34,15 @@ class Encoded:
     """The bytes of consecutive sealed tokens of one layer.
 
     blocks:   [P, H, block_bytes] u8 - pages in token order
-    segments: [S, H, segment block_bytes] u8, or None - one for each segment begun by these pages
+    segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
     side:     [H, side block_bytes] u8, or None - the side record after these tokens
+    flush:    the pages were sealed while decoding, so they have the flush layouts of their group
     """
 
     blocks: Tensor
     segments: Tensor | None = None
     side: Tensor | None = None
+    flush: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,14 @@ class Codec(ABC):
         """The planes of a sequence's mutable state, or None."""
         return None
 
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        """The planes of a page sealed while decoding; None: as any other page."""
+        return None
+
+    def flush_segment_layout(self, head_dim: int) -> Layout | None:
+        """The segment of each page sealed while decoding; None: such a page joins the last one."""
+        return None
+
     def layer_group(
         self,
         layers: tuple[int, ...],
@@ -98,16 +109,26 @@ class Codec(ABC):
             raw=make_raw_layout(self.raw_dtype(model_dtype), head_dim),
             segment=self.segment_layout(head_dim),
             side=self.side_layout(head_dim),
+            flush_page=self.flush_page_layout(head_dim),
+            flush_segment=self.flush_segment_layout(head_dim),
         )
 
     @abstractmethod
-    def encode(self, k: Tensor, v: Tensor, first: int) -> Encoded:
-        """The pages of tokens first .. first+n-1 of one layer.
+    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
+        """The pages of tokens first .. first+n-1 of a prompt, in one layer.
 
         k, v:  [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
-        first: position of the first token; a multiple of T
+        first: position of the first token; the start of a segment, or of a page
+        layer: of the model
         error: see the codec's own docstring
         """
+
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        """One page sealed while decoding: k, v [H, T, D].
+
+        before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one
+        """
+        return self.encode(k, v, first, layer)
 
     @abstractmethod
     def attend(
@@ -131,14 +152,15 @@ class Codec(ABC):
     def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
         """The (k', v') [H, n, D] fp32 that these bytes stand for; for tests and reports."""
 
-    def compress(self, k: Tensor, v: Tensor) -> "CompressedKV":
+    def compress(self, k: Tensor, v: Tensor, layer: int = 0) -> "CompressedKV":
         """Compress one layer of one sequence: the codec alone, without a service.
 
-        k, v: [H, n, D], any float dtype - keys after RoPE
+        k, v:  [H, n, D], any float dtype - keys after RoPE
+        layer: of the model; it matters to codecs that treat the first layers differently
         """
         from disagg.codecs.cache import CompressedKV
 
-        return CompressedKV.from_prompt(self, k, v)
+        return CompressedKV.from_prompt(self, k, v, layer)
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from disagg.codecs.base import Codec, Encoded
 from disagg.codecs.layer import attend_tables, read_blocks, read_tail, write_prompt, write_step
+from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import Growth, block_size, build_tables, plan_step
 from disagg.errors import RequestError
-from disagg.page import ARENA_UNIT, Kind
+from disagg.page import ARENA_UNIT
 from disagg.plan import GroupState, LayerGroup, RecordShape, allocate_group
-
-LAYER = 0
 
 
 class GrowingArena:
@@ -62,15 +61,15 @@ class CompressedKV:
         self._arena = arena
 
     @classmethod
-    def from_prompt(cls, codec: Codec, k: Tensor, v: Tensor) -> "CompressedKV":
+    def from_prompt(cls, codec: Codec, k: Tensor, v: Tensor, layer: int = 0) -> "CompressedKV":
         """Compress k, v [H, n, D] as prefill does."""
         _check_pair(k, v)
         heads, n, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
-        group = codec.layer_group((LAYER,), heads, head_dim, dtype)
+        group = codec.layer_group((layer,), heads, head_dim, dtype)
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
-        write_prompt(codec, group, cache._state, LAYER, arena.bytes, k, v, 0, n)
+        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n)
         cache.num_tokens = n
         return cache
 
@@ -89,7 +88,7 @@ class CompressedKV:
             step = plan_step(self.group, [growth], self._arena, k.device)
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
-            write_step(self.codec, step, LAYER, self._arena.bytes, new_k, new_v)
+            write_step(self.codec, step, self.layer, self._arena.bytes, new_k, new_v)
             self._arena.release(step.freed)
             self.num_tokens += m
             done += m
@@ -111,29 +110,37 @@ class CompressedKV:
         sealed, tail = build_tables(self.group, [now], 1, q.device)
         scale = self.group.head_dim**-0.5 if scale is None else scale
         rows = q.float()[None, None]
-        arena = self._arena.bytes
-        return attend_tables(self.codec, self.group, LAYER, arena, rows, sealed, tail, scale)[0, 0]
+        codec, group, arena = self.codec, self.group, self._arena.bytes
+        return attend_tables(codec, group, self.layer, arena, rows, sealed, tail, scale)[0, 0]
 
     def reconstruct(self) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] fp32: what attention sees, in token order."""
         group, arena = self.group, self._arena.bytes
         tokens = len(self._state.page_ids()) * group.page.tokens
-        k, v = read_tail(group, self._state, LAYER, arena, self.num_tokens - tokens)
+        k, v = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
         k, v = k.float(), v.float()
-        if tokens:
-            sealed_k, sealed_v = self.codec.decode(self.encoded(), group)
-            k, v = torch.cat([sealed_k, k], 1), torch.cat([sealed_v, v], 1)
-        return k, v
+        sealed = [self.codec.decode(encoded, group) for encoded in self.runs()]
+        parts_k, parts_v = [x for x, _ in sealed], [x for _, x in sealed]
+        return torch.cat([*parts_k, k], 1), torch.cat([*parts_v, v], 1)
 
-    def encoded(self) -> Encoded:
-        """The sealed bytes, in page order."""
-        group, arena, state = self.group, self._arena.bytes, self._state
-        blocks = read_blocks(group, group.page, LAYER, arena, state.page_ids())
-        segments = None
-        if group.segment is not None:
-            ids = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
-            segments = read_blocks(group, group.layout(Kind.SEGMENT), LAYER, arena, list(ids))
-        return Encoded(blocks, segments)
+    @property
+    def layer(self) -> int:
+        """The model layer that this is."""
+        return self.group.layers[0]
+
+    def runs(self) -> list[Encoded]:
+        """The sealed bytes, run by run in token order."""
+        group, arena, found = self.group, self._arena.bytes, []
+        for run in self._state.runs:
+            blocks = read_blocks(group, run.layout, self.layer, arena, run.pages)
+            flushed = run.layout == group.flush_page
+            segments = None
+            if run.segment is not None:
+                layout = segment_layout(group, run.layout)
+                assert layout is not None
+                segments = read_blocks(group, layout, self.layer, arena, [run.segment])
+            found.append(Encoded(blocks, segments, flush=flushed))
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -141,9 +148,8 @@ class CompressedKV:
         group, state = self.group, self._state
         total = len(state.tail) * group.layer_bytes(group.raw)
         total += sum(len(run.pages) * group.layer_bytes(run.layout) for run in state.runs)
-        if group.segment is not None:
-            segments = {run.segment for run in state.runs}
-            total += len(segments) * group.layer_bytes(group.segment)
+        segments = {run.segment: segment_layout(group, run.layout) for run in state.runs}
+        total += sum(group.layer_bytes(layout) for layout in segments.values() if layout)
         if group.side is not None:
             total += group.layer_bytes(group.side)
         return total

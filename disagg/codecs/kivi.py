@@ -21,8 +21,8 @@ class Kivi(Codec):
     bits:     2 or 4
     group:    32 or 64 - tokens that share a scale of K, and channels that share a scale of V
     residual: R, exact tokens always kept; the tail holds R .. R+63
-    error:    |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) per group, where s is its fp16 scale
-              fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
+    error:    |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
+              scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
     source:   KIVI, arXiv:2402.02750, Algorithm 1, with one fill level for K and V: a page is sealed
               when R + 64 exact tokens are there, so both keep at least R
     """
@@ -59,7 +59,7 @@ class Kivi(Codec):
         ]
         return make_layout(self.spec, Kind.PAGE, tokens, planes)
 
-    def encode(self, k: Tensor, v: Tensor, first: int) -> Encoded:
+    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return Encoded(encode_quantized(k, v, quant_format(self, k.shape[2])))
 
     def attend(

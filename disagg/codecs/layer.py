@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Partial
+from disagg.codecs.base import Codec, Encoded, Partial
 from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
-from disagg.codecs.tables import GroupStep, PageTable
+from disagg.codecs.seals import flush_layout
+from disagg.codecs.tables import GroupStep, PageTable, Seal
 from disagg.kernels.ops import append_raw, gather_raw, load_blocks, merge, store_blocks
 from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import GroupState, LayerGroup
@@ -60,7 +61,8 @@ def write_prompt(
     written: list[Written] = []
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
-        encoded = codec.encode(k[:, start:end].to(dtype), v[:, start:end].to(dtype), start)
+        new_k, new_v = k[:, start:end].to(dtype), v[:, start:end].to(dtype)
+        encoded = codec.encode(new_k, new_v, start, layer)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
         _store(group, group.page, layer, arena, encoded.blocks, pages)
@@ -91,9 +93,14 @@ def write_step(
     append_raw(arena, k.to(dtype), v.to(dtype), step.pages, step.slots, raw, base)
     for seal in step.seals:
         tail_k, tail_v = gather_raw(arena, seal.tail, raw, base, group.heads)
-        encoded = codec.encode(tail_k[0], tail_v[0], seal.first)
-        offset = group.layer_offset(group.page, layer)
-        store_blocks(arena, encoded.blocks, seal.page, offset)
+        before = _before(group, seal, layer, arena)
+        encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
+        page = flush_layout(group)
+        store_blocks(arena, encoded.blocks, seal.page, group.layer_offset(page, layer))
+        if seal.fresh and encoded.segments is not None and seal.segment is not None:
+            layout = group.flush_segment or group.layout(Kind.SEGMENT)
+            offset = group.layer_offset(layout, layer)
+            store_blocks(arena, encoded.segments, seal.segment, offset)
 
 
 def attend_step(
@@ -123,8 +130,9 @@ def attend_tables(
 ) -> Tensor:
     """Merge the attention over pages and over the tail: [B, M, Hq, D] fp32."""
     parts: list[Partial] = []
-    if sealed is not None:
+    while sealed is not None:
         parts.append(codec.attend(q, arena, sealed, group, layer, scale))
+        sealed = sealed.following
     if tail is not None:
         parts.append(attend_raw_pages(q, arena, tail, group, layer, scale))
     return parts[0][0] if len(parts) == 1 else merge(parts)
@@ -147,6 +155,16 @@ def read_blocks(
     ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
     base = group.layer_offset(layout, layer)
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
+
+
+def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:
+    """What a flush may look at: the segment that its page joins."""
+    nothing = arena.new_zeros(0)
+    if seal.segment is None or seal.fresh or group.segment is None:
+        return Encoded(nothing)
+    base = group.layer_offset(group.segment, layer)
+    size = group.segment.block_bytes
+    return Encoded(nothing, load_blocks(arena, seal.segment, base, group.heads, size))
 
 
 def _store(

@@ -51,7 +51,7 @@ class Raw(Codec):
         fixed = Raw(next(k for k, v in DTYPES.items() if v == self.raw_dtype(model_dtype)))
         return super(Raw, fixed).layer_group(layers, heads, head_dim, model_dtype, window)
 
-    def encode(self, k: Tensor, v: Tensor, first: int) -> Encoded:
+    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return Encoded(raw_blocks(k, v))
 
     def attend(

@@ -10,52 +10,37 @@ the last layer is done. Layers only follow it; no bookkeeping happens between th
     sealed, tail          page tables after the seals, and which of their tokens each query sees
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disagg.errors import CapacityError
-from disagg.page import RAW_TOKENS
-from disagg.plan import Allocator, GroupState, LayerGroup, Run
+from disagg.codecs.seals import Growth, Seal, append_tokens, seal_tails, take_records
+from disagg.page import Layout
+from disagg.plan import Allocator, LayerGroup, Run
+
+__all__ = ["Growth", "GroupStep", "PageTable", "Seal", "block_size", "build_tables", "plan_step"]
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Pages of B sequences, and the tokens that each of M queries sees of them.
+    """Pages of one layout of B sequences, and the tokens that each of M queries sees of them.
 
-    pages:  [B, P] int32 - page ids in token order, short rows padded with their first page
-    lo, hi: [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]
+    pages:     [B, P] int32 - page ids in token order, short rows padded with pages they do not see
+    lo, hi:    [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]
+    segments:  [B, S] int32 - the segments of each sequence, in order; None: the layout has none
+    owner:     [B, P] int32 - the index in `segments` of each page's
+    following: the pages of the same sequences in another layout, sealed while decoding
     """
 
     pages: Tensor
     lo: Tensor
     hi: Tensor
-
-
-@dataclass(frozen=True)
-class Growth:
-    """One sequence of a step: `n` tokens so far, `m` more; its new rows begin at `row`."""
-
-    state: GroupState
-    n: int
-    m: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Seal:
-    """T tokens of a tail become a page.
-
-    tail:  [1, T/16] int32 - the raw pages read; page: [1] int32 - the page written
-    first: position of the first token sealed
-    """
-
-    state: GroupState
-    tail: Tensor
-    page: Tensor
-    first: int
+    layout: Layout
+    segments: Tensor | None = None
+    owner: Tensor | None = None
+    following: "PageTable | None" = None
 
 
 @dataclass(frozen=True)
@@ -96,26 +81,15 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
     return min(m, max(1, next_seal - 1 - n))
 
 
-def demand(group: LayerGroup, growths: Sequence[Growth]) -> tuple[int, int]:
-    """(raw pages, pages) that `plan_step` will allocate for these growths."""
-    raws = pages = 0
-    for growth in growths:
-        assert growth.m == block_size(group, growth.n, growth.m)
-        sealed = len(growth.state.page_ids()) * group.page.tokens
-        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
-        if group.page != group.raw:
-            pages += group.sealed(growth.n + growth.m) > sealed
-    return raws, pages
-
-
 def plan_step(
     group: LayerGroup, growths: Sequence[Growth], allocator: Allocator, device: torch.device
 ) -> GroupStep:
     """Grow every sequence by its m tokens; CapacityError and nothing changed if no room."""
+    assert all(growth.m == block_size(group, growth.n, growth.m) for growth in growths)
     longest = max(growth.m for growth in growths)
-    fresh = _allocate(group, growths, allocator)
-    pages, slots = _append(group, growths, fresh[0])
-    seals, freed = _seal(group, growths, fresh[1], device)
+    fresh = take_records(group, growths, allocator)
+    pages, slots = append_tokens(group, growths, fresh)
+    done = seal_tails(group, growths, fresh, device)
     starts = [sum(g.m for g in growths[:i]) for i in range(len(growths))]
     queries = [
         [start + min(j, growth.m - 1) for j in range(longest)]
@@ -127,12 +101,12 @@ def plan_step(
         rows=torch.tensor([g.row + j for g in growths for j in range(g.m)], device=device),
         pages=torch.tensor(pages, dtype=torch.int32, device=device),
         slots=torch.tensor(slots, dtype=torch.int32, device=device),
-        seals=tuple(seals),
+        seals=tuple(done.seals),
         queries=torch.tensor(queries, device=device),
         valid=torch.tensor([[j < g.m for j in range(longest)] for g in growths], device=device),
         sealed=sealed,
         tail=tail,
-        freed=tuple(freed),
+        freed=tuple(done.freed),
     )
 
 
@@ -143,99 +117,76 @@ def build_tables(
 
     The raw codec's pages and tail are the same kind, so they form one table, the tail's.
     """
-    sealed_rows, tail_rows = [], []
-    for growth in growths:
-        pages = growth.state.page_ids()
-        tokens = len(pages) * group.page.tokens
-        if group.page == group.raw:
-            tail_rows.append((pages + growth.state.tail, 0, growth.n + growth.m))
-        else:
-            sealed_rows.append((pages, 0, tokens))
-            tail_rows.append((growth.state.tail, tokens, growth.n + growth.m))
-    return (
-        _table(sealed_rows, growths, group.window, longest, device),
-        _table(tail_rows, growths, group.window, longest, device),
-    )
+    tails = [_tail_run(group, growth) for growth in growths]
+    tail = _table(group, group.raw, [[run] for run in tails], growths, longest, device)
+    if group.page == group.raw:
+        return None, tail
+    sealed = None
+    for layout in (group.flush_page, group.page):  # the last one built comes first
+        if layout is None:
+            continue
+        runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
+        sealed = _table(group, layout, runs, growths, longest, device, sealed) or sealed
+    return sealed, tail
+
+
+def _tail_run(group: LayerGroup, growth: Growth) -> Run:
+    """The exact tokens of a sequence as a run."""
+    pages = growth.state.page_ids()
+    if group.page == group.raw:
+        return Run(group.raw, None, 0, pages + growth.state.tail)
+    return Run(group.raw, None, len(pages) * group.page.tokens, growth.state.tail)
 
 
 def _table(
-    rows: list[tuple[list[int], int, int]],
+    group: LayerGroup,
+    layout: Layout,
+    runs: list[list[Run]],
     growths: Sequence[Growth],
-    window: int | None,
     longest: int,
     device: torch.device,
+    following: PageTable | None = None,
 ) -> PageTable | None:
-    """rows: (pages, position of their first token, position after their last token)."""
-    width = max((len(pages) for pages, _, _ in rows), default=0)
-    if not width:
+    """The table of consecutive runs of each sequence; None where nobody has a page."""
+    pages = [[page for run in row for page in run.pages] for row in runs]
+    if not any(pages):
         return None
-    ids, lo, hi = [], [], []
-    for (pages, start, end), growth in zip(rows, growths, strict=True):
-        ids.append(pages + [pages[0] if pages else 0] * (width - len(pages)))
-        seen = [min(end, growth.n + min(j, growth.m - 1) + 1) - start for j in range(longest)]
-        first = [0] * longest
-        if window is not None:
-            first = [max(0, growth.n + j + 1 - window - start) for j in range(longest)]
-        hi.append([max(0, count) for count in seen])
-        lo.append(first)
+    owners = [[run.segment for run in row for _ in run.pages] for row in runs]
+    segments = [[s for s in dict.fromkeys(row) if s is not None] for row in owners]
+    places = [
+        [0 if s is None else own.index(s) for s in row]
+        for own, row in zip(segments, owners, strict=True)
+    ]
+    lo, hi = [], []
+    for row, own, growth in zip(runs, pages, growths, strict=True):
+        start = row[0].first if row else 0
+        end = min(start + len(own) * layout.tokens, growth.n + growth.m)
+        positions = [growth.n + min(j, growth.m - 1) for j in range(longest)]
+        hi.append([max(0, min(end, position + 1) - start) for position in positions])
+        window = group.window
+        lo.append([max(0, p + 1 - window - start) if window else 0 for p in positions])
 
     def as_ints(values: list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return PageTable(as_ints(ids), as_ints(lo), as_ints(hi))
+    shared = any(segments)
+    return PageTable(
+        pages=as_ints(_rectangle(pages)),
+        lo=as_ints(lo),
+        hi=as_ints(hi),
+        layout=layout,
+        segments=as_ints(_rectangle(segments)) if shared else None,
+        owner=as_ints(_rectangle(places, 0)) if shared else None,
+        following=following,
+    )
 
 
-def _allocate(
-    group: LayerGroup, growths: Sequence[Growth], allocator: Allocator
-) -> tuple[Iterator[int], Iterator[int]]:
-    """(raw pages, pages) for the whole step, taken before any state changes."""
-    raws, pages = demand(group, growths)
-    taken = allocator.allocate(group.record(group.raw), raws)
-    try:
-        return iter(taken), iter(allocator.allocate(group.record(group.page), pages))
-    except CapacityError:
-        allocator.release(taken)
-        raise
-
-
-def _append(
-    group: LayerGroup, growths: Sequence[Growth], fresh: Iterator[int]
-) -> tuple[list[int], list[int]]:
-    """The raw page and slot of every new token; the tails grow."""
-    pages, slots = [], []
-    for growth in growths:
-        tail = growth.state.tail
-        sealed = len(growth.state.page_ids()) * group.page.tokens
-        while len(tail) * RAW_TOKENS < growth.n + growth.m - sealed:
-            tail.append(next(fresh))
-        for position in range(growth.n - sealed, growth.n - sealed + growth.m):
-            pages.append(tail[position // RAW_TOKENS])
-            slots.append(position % RAW_TOKENS)
-    return pages, slots
-
-
-def _seal(
-    group: LayerGroup, growths: Sequence[Growth], fresh: Iterator[int], device: torch.device
-) -> tuple[list[Seal], list[int]]:
-    """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
-    seals: list[Seal] = []
-    freed: list[int] = []
-    raws = group.page.tokens // RAW_TOKENS
-    for growth in growths:
-        state = growth.state
-        first = len(state.page_ids()) * group.page.tokens
-        while group.sealed(growth.n + growth.m) > first:
-            tail, state.tail[:raws] = state.tail[:raws], []
-            if group.page == group.raw:
-                page = tail[0]
-            else:
-                page = next(fresh)
-                source = torch.tensor([tail], dtype=torch.int32, device=device)
-                target = torch.tensor([page], dtype=torch.int32, device=device)
-                seals.append(Seal(state, source, target, first))
-                freed.extend(tail)
-            if not state.runs:
-                state.runs.append(Run(group.page, None, 0))
-            state.runs[-1].pages.append(page)
-            first += group.page.tokens
-    return seals, freed
+def _rectangle(rows: list[list[int]], padding: int | None = None) -> list[list[int]]:
+    """Rows of equal length: padded with their first entry, or some other row's: always finite."""
+    width = max(map(len, rows))
+    other = next(row[0] for row in rows if row)
+    filled = []
+    for row in rows:
+        first = row[0] if row else other
+        filled.append(row + [first if padding is None else padding] * (width - len(row)))
+    return filled

@@ -7,6 +7,9 @@ from disagg.codecs.describe import describe, describe_all
 AT_MOST = {  # percent of fp16 at 8192 and 2048 tokens, tail included, head dim 128
     "kivi:bits=2,group=64,residual=64": (16.3, 18.3),
     "kivi:bits=4,group=64,residual=64": (28.7, 30.4),
+    "int8": (50.8, 50.8),
+    "fp8": (50.1, 50.1),
+    "pertoken:bits=4,group=64": (28.2, 28.2),
     "raw": (100.0, 100.0),
 }
 

@@ -1,0 +1,27 @@
+"""int8: the plain baseline that every serving system has, symmetric per token and KV head."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from disagg.codecs.base import require
+from disagg.codecs.paged import PagedCodec, Planes, code_planes
+
+
+@dataclass(frozen=True)
+class Int8(PagedCodec):
+    """Symmetric round-to-nearest to -127 .. 127, one scale for each token and KV head.
+
+    error:  |x' - x| <= s/2 + 2**-11 max|x| + 2**-17, where s = fp16(max|x| / 127) of the token
+    source: the int8 caches of serving systems; codecs of the papers are measured against it
+    """
+
+    name: ClassVar[str] = "int8"
+    k_by: ClassVar[str] = "row"
+
+    def page_planes(self, head_dim: int) -> Planes:
+        require(head_dim % 16 == 0, f"int8 packs 16 channels; the head dim {head_dim} is odd")
+        return [
+            *code_planes(8, self.page_tokens, head_dim),
+            ("k_scale", "float16", (1, self.page_tokens)),
+            ("v_scale", "float16", (1, self.page_tokens)),
+        ]

@@ -1,0 +1,179 @@
+"""Growing sequences by m tokens: raw slots for the new ones, pages and segments for what is full.
+
+    tail before   │ raw │ raw │ raw │ raw │ raw │          the oldest T tokens of a full tail become
+    tail after                            │ raw │ raw +    a page; the raw pages read are freed last
+
+Pages sealed while decoding have the layouts `flush_page` and `flush_segment` where the group has
+them. A group with segments gives each such page a segment of its own if `flush_segment` is set;
+else the page joins the last segment of the sequence, and only the first page of all begins one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from disagg.errors import CapacityError
+from disagg.page import RAW_TOKENS, Layout
+from disagg.plan import Allocator, GroupState, LayerGroup, RecordShape, Run
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One sequence of a step: `n` tokens so far, `m` more; its new rows begin at `row`."""
+
+    state: GroupState
+    n: int
+    m: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Seal:
+    """T tokens of a tail become a page.
+
+    tail:    [1, T/16] int32 - the raw pages read; page: [1] int32 - the page written
+    first:   position of the first token sealed
+    segment: [1] int32, or None - the page's segment; `fresh`: it begins with this page
+    """
+
+    state: GroupState
+    tail: Tensor
+    page: Tensor
+    first: int
+    segment: Tensor | None = None
+    fresh: bool = False
+
+
+@dataclass
+class Fresh:
+    """Records taken for a whole step, handed out in turn."""
+
+    raws: Iterator[int]
+    pages: Iterator[int]
+    segments: Iterator[int]
+
+
+@dataclass
+class Sealed:
+    """What a step seals, and the raw pages that nobody needs after its last layer."""
+
+    seals: list[Seal] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+
+
+def flush_layout(group: LayerGroup) -> Layout:
+    """The layout of pages sealed while decoding."""
+    return group.flush_page or group.page
+
+
+def segment_layout(group: LayerGroup, page: Layout) -> Layout | None:
+    """The layout of the segments that pages of a layout belong to."""
+    return group.flush_segment if page == group.flush_page else group.segment
+
+
+def begun_segment(group: LayerGroup, state: GroupState) -> Layout | None:
+    """The layout of the segment that the next page sealed while decoding begins; None: it joins."""
+    if group.segment is None or group.flush_segment is not None:
+        return group.flush_segment
+    return None if state.runs else group.segment
+
+
+def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Allocator) -> Fresh:
+    """Records for a whole step, before any state changes; CapacityError and nothing taken."""
+    raws = pages = segments = 0
+    segment = group.flush_segment or group.segment
+    for growth in growths:
+        sealed = len(growth.state.page_ids()) * group.page.tokens
+        raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
+        if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
+            pages += 1
+            segments += begun_segment(group, growth.state) is not None
+    wanted: list[tuple[RecordShape | None, int]] = [
+        (group.record(group.raw), raws),
+        (group.record(flush_layout(group)), pages),
+        (group.record(segment) if segment else None, segments),
+    ]
+    taken: list[list[int]] = []
+    try:
+        for shape, count in wanted:
+            taken.append(allocator.allocate(shape, count) if shape and count else [])
+    except CapacityError:
+        for ids in taken:
+            allocator.release(ids)
+        raise
+    return Fresh(*map(iter, taken))
+
+
+def append_tokens(
+    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh
+) -> tuple[list[int], list[int]]:
+    """The raw page and slot of every new token; the tails grow."""
+    pages, slots = [], []
+    for growth in growths:
+        tail = growth.state.tail
+        sealed = len(growth.state.page_ids()) * group.page.tokens
+        while len(tail) * RAW_TOKENS < growth.n + growth.m - sealed:
+            tail.append(next(fresh.raws))
+        for position in range(growth.n - sealed, growth.n - sealed + growth.m):
+            pages.append(tail[position // RAW_TOKENS])
+            slots.append(position % RAW_TOKENS)
+    return pages, slots
+
+
+def seal_tails(
+    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh, device: torch.device
+) -> Sealed:
+    """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
+    found = Sealed()
+    raws = group.page.tokens // RAW_TOKENS
+    for growth in growths:
+        state = growth.state
+        first = len(state.page_ids()) * group.page.tokens
+        while group.sealed(growth.n + growth.m) > first:
+            tail, state.tail[:raws] = state.tail[:raws], []
+            if group.page == group.raw:
+                _extend(state, group.raw, None, first, tail[0])
+            else:
+                found.seals.append(_seal_one(group, state, tail, first, fresh, device))
+                found.freed.extend(tail)
+            first += group.page.tokens
+    return found
+
+
+def _seal_one(
+    group: LayerGroup,
+    state: GroupState,
+    tail: list[int],
+    first: int,
+    fresh: Fresh,
+    device: torch.device,
+) -> Seal:
+    begins = begun_segment(group, state) is not None
+    segment = next(fresh.segments) if begins else None
+    if segment is None and group.segment is not None:
+        segment = state.runs[-1].segment
+    page = next(fresh.pages)
+    _extend(state, flush_layout(group), segment, first, page)
+
+    def as_ints(values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Seal(
+        state=state,
+        tail=as_ints([tail]),
+        page=as_ints([page]),
+        first=first,
+        segment=None if segment is None else as_ints([segment]),
+        fresh=begins,
+    )
+
+
+def _extend(state: GroupState, layout: Layout, segment: int | None, first: int, page: int) -> None:
+    """Put a page behind the last one: into its run, or into a new one."""
+    last = state.runs[-1] if state.runs else None
+    if last is None or last.layout != layout or last.segment != segment:
+        last = Run(layout, segment, first)
+        state.runs.append(last)
+    last.pages.append(page)

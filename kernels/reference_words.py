@@ -1,0 +1,47 @@
+"""Codes in int16 words, at any width: the word of formats.py, and its form for 8 bits.
+
+    2 bit   4 planes of rows, 2 halves of columns        8 bit   2 planes of rows
+    4 bit   4 planes of rows
+"""
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 16
+
+
+def word_shape(bits: int, rows: int, columns: int) -> tuple[int, int]:
+    """Words that hold [rows, columns] codes."""
+    planes, halves = _split(bits)
+    return rows // planes, columns // halves
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., rows, columns] of whole numbers -> int16 words. Inverse of `unpack_words`."""
+    planes, halves = _split(bits)
+    fields = codes.unflatten(-2, (planes, -1)).unflatten(-1, (halves, -1))
+    words = torch.zeros_like(fields[..., 0, :, 0, :])
+    for plane in range(planes):
+        for half in range(halves):
+            shift = float(1 << (plane * bits + 8 * half))
+            words.add_(fields[..., plane, :, half, :], alpha=shift)
+    return words.int().short()  # at most 65535, which wraps to the int16 of the same bits
+
+
+def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The codes of words [..., rows/planes, columns/halves]: [..., rows, columns] of dtype."""
+    planes, halves = _split(bits)
+    rows, columns = words.shape[-2:]
+    shape = (*words.shape[:-2], planes, rows, halves, columns)
+    codes = torch.empty(shape, dtype=dtype, device=words.device)
+    field = torch.empty_like(words)
+    for plane in range(planes):
+        for half in range(halves):
+            torch.bitwise_right_shift(words, plane * bits + 8 * half, out=field)
+            codes[..., plane, :, half, :] = field.bitwise_and_((1 << bits) - 1)
+    return codes.flatten(-2).flatten(-3, -2)
+
+
+def _split(bits: int) -> tuple[int, int]:
+    planes = min(4, WORD_BITS // bits)
+    return planes, WORD_BITS // (planes * bits)
