@@ -93,9 +93,9 @@ def _encode_codes(
         return None
     index = choose_outliers(x, side.sparse) if side.sparse else None
     codes, scales, zeros = quantize_side(x if index is None else with_means(x, index), side)
-    pages.plane(
-        torch.int16, side.codes, word_shape(side.bits, side.rows, side.columns)
-    ).copy_(pack_words(codes, side.bits))
+    pages.plane(torch.int16, side.codes, word_shape(side.bits, side.rows, side.columns)).copy_(
+        pack_words(codes, side.bits)
+    )
     there = shared if side.scale.shared and shared is not None else pages
     _write_scales(there, side, scales, zeros)
     if side.sparse is None and side.low_rank is None:

@@ -1,8 +1,10 @@
-"""The quantisers of pages made of pieces; plain torch. Rounding is to nearest, ties to even.
+"""The quantisers of pages made of pieces, in plain torch.
 
     asymmetric   as in reference_encode.py: scale and zero of a group, constant groups exact
     symmetric    scale = fp16(max|x| / (2**(bits-1) - 1)), code = round(x / scale) + 2**(bits-1)
     float8       scale = max|x| / 448, code = e4m3(x / scale), saturated
+
+Rounding is to nearest, ties to even.
 """
 
 import torch

@@ -1,7 +1,10 @@
 """Codes in int16 words, at any width: the word of formats.py, and its form for 8 bits.
 
-    2 bit   4 planes of rows, 2 halves of columns        8 bit   2 planes of rows
+    2 bit   4 planes of rows, 2 halves of columns
     4 bit   4 planes of rows
+    8 bit   2 planes of rows
+
+A plane or half that is not named is one.
 """
 
 import torch

@@ -76,6 +76,18 @@ class PagedCodec(Codec):
             segments.append(shared)
         return Encoded(torch.cat(blocks), torch.stack(segments))
 
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        head_dim = k.shape[2]
+        page = self.flush_page_layout(head_dim) or self.page_layout(head_dim)
+        segment = self.flush_segment_layout(head_dim) or self.segment_layout(head_dim)
+        if segment is None:
+            return self.encode(k, v, first, layer)
+        frozen = None if before.segments is None else before.segments[0]
+        fmt = self.format_of(page, segment, head_dim)
+        blocks, shared = encode_paged(k, v, fmt, seed_of(layer, first), frozen)
+        assert shared is not None
+        return Encoded(blocks, shared[None], flush=True)
+
     def attend(
         self,
         q: Tensor,
@@ -108,7 +120,7 @@ class PagedCodec(Codec):
         if encoded.segments is not None:
             per_segment = SEGMENT_TOKENS // page.tokens
             owner = torch.arange(encoded.blocks.shape[0]) // per_segment
-            segments = encoded.segments[owner]
+            segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
         k, v = decode_paged(encoded.blocks, segments, fmt)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 

@@ -4,13 +4,17 @@ from dataclasses import fields
 
 from disagg.codecs.base import Codec
 from disagg.codecs.fp8 import Fp8
+from disagg.codecs.gear import Gear, GearL
 from disagg.codecs.int8 import Int8
+from disagg.codecs.kcvt import Kcvt
 from disagg.codecs.kivi import Kivi
 from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Fp8, Int8, Kivi, PerToken, Raw)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (Fp8, Gear, GearL, Int8, Kcvt, Kivi, PerToken, Raw)
+}
 
 
 def codec_names() -> list[str]:

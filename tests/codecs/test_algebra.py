@@ -9,7 +9,15 @@ from disagg.codecs.paged import PagedCodec
 from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged
 from disagg.kernels.reference_pages import store_blocks
 
-SPECS = ["pertoken:bits=2,group=32", "pertoken:bits=8,group=64", "int8", "fp8"]
+SPECS = [
+    "pertoken:bits=2,group=32",
+    "pertoken:bits=8,group=64",
+    "int8",
+    "fp8",
+    "kcvt:bits=2",
+    "gear:bits=4",
+    "gear:bits=2,backbone=kivi,sparsity=0.05",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -1,6 +1,7 @@
 """The error that each codec's docstring promises, number by number."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,16 @@ from torch import Tensor
 
 from disagg.bench.synthetic import realistic
 from disagg.codecs import get_codec
+from disagg.codecs.paged import PagedCodec
+from disagg.kernels.ops_paged import decode_paged, encode_paged
 
 Bound = Callable[[Tensor], Tensor]  # exact [H, n, D] -> the largest error allowed, same shape
 TOKENS, CHANNELS = 1, 2
 
 
 def grouped(x: Tensor, axis: int, size: int, reduce: str) -> Tensor:
-    """max or min of groups of `size` along an axis, for every number."""
-    groups = x.unflatten(axis, (-1, size))
+    """max or min of groups of `size` (0: all) along an axis, for every number."""
+    groups = x.unflatten(axis, (-1, size or x.shape[axis]))
     return getattr(groups, reduce)(axis + 1, keepdim=True).expand_as(groups).flatten(axis, axis + 1)
 
 
@@ -26,6 +29,15 @@ def asymmetric(bits: int, axis: int, size: int) -> Bound:
         step = torch.maximum((high - low) / (2**bits - 1), largest / 1024).clamp_min(2**-24)
         step = step * (1 + 2**-11) + 2**-25
         return step / 2 + 2**-11 * (x.abs() + step * 2**bits) + 2 ** (bits - 25)
+
+    return bound
+
+
+def by_segment(bits: int) -> Bound:
+    """Per channel over each stretch of 2,048 tokens."""
+
+    def bound(x: Tensor) -> Tensor:
+        return torch.cat([asymmetric(bits, TOKENS, 0)(part) for part in x.split(2048, TOKENS)], 1)
 
     return bound
 
@@ -52,6 +64,8 @@ BOUNDS: dict[str, tuple[Bound, Bound]] = {
     "pertoken:bits=2,group=32": (asymmetric(2, CHANNELS, 32), asymmetric(2, CHANNELS, 32)),
     "pertoken:bits=4,group=64": (asymmetric(4, CHANNELS, 64), asymmetric(4, CHANNELS, 64)),
     "pertoken:bits=8,group=64": (asymmetric(8, CHANNELS, 64), asymmetric(8, CHANNELS, 64)),
+    "kcvt:bits=4": (by_segment(4), asymmetric(4, CHANNELS, 0)),
+    "kcvt:bits=8": (by_segment(8), asymmetric(8, CHANNELS, 0)),
     "int8": (int8, int8),
     "fp8": (fp8, fp8),
 }
@@ -71,7 +85,43 @@ def test_no_number_is_further_off_than_the_docstring_says(
         assert ((seen - exact.float()).abs() <= bound(exact.float())).all()
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2,group=32,residual=0", "kivi:bits=4,residual=0"])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("backbone", ["kcvt", "kivi"])
+@pytest.mark.parametrize("method", ["gear-l", "gear"])
+@pytest.mark.parametrize("factor", [1.0, 3000.0])
+def test_low_rank_never_adds_to_the_error_of_a_segment(
+    method: str, backbone: str, bits: int, factor: float
+) -> None:
+    codec = get_codec(f"{method}:bits={bits},backbone={backbone}")
+    assert isinstance(codec, PagedCodec)
+    x = [(y * factor).half() for y in realistic(2, 2048, 64)]
+    segment = codec.segment_layout(64)
+    fmt = codec.format_of(codec.page_layout(64), segment, 64)
+    blocks, shared = encode_paged(*x, fmt)
+    assert shared is not None
+    without = replace(fmt, k=replace(fmt.k, low_rank=None), v=replace(fmt.v, low_rank=None))
+    whole, plain = (
+        [
+            y.transpose(0, 1).flatten(1, 2)
+            for y in decode_paged(blocks, shared.expand(32, -1, -1), f)
+        ]
+        for f in (fmt, without)
+    )
+    for exact, seen, backbone_alone in zip(x, whole, plain, strict=True):
+        missing = (backbone_alone - exact.float()).norm(dim=(1, 2))
+        assert ((seen - exact.float()).norm(dim=(1, 2)) <= (1 + 2**-9) * missing).all()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi:bits=2,group=32,residual=0",
+        "kivi:bits=4,residual=0",
+        "kcvt:bits=4",
+        "gear:bits=4",
+        "gear-l:bits=4",
+    ],
+)
 def test_a_constant_channel_of_k_stays_exact(spec: str) -> None:
     k, v = realistic(2, 256, 64)
     k[0, :, 3], k[1, :, 4] = 7.0, 0.0
@@ -81,7 +131,8 @@ def test_a_constant_channel_of_k_stays_exact(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["kivi:bits=2,residual=0", "pertoken:bits=2", "pertoken:bits=8,group=32"]
+    "spec",
+    ["kivi:bits=2,residual=0", "pertoken:bits=2", "pertoken:bits=8,group=32", "kcvt", "gear"],
 )
 def test_a_constant_token_of_v_stays_exact(spec: str) -> None:
     k, v = realistic(2, 256, 64)

@@ -24,6 +24,11 @@ CODECS = [
     "pertoken:bits=8,group=16",
     "int8",
     "fp8",
+    "kcvt:bits=4",
+    "gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2",
+    "gear-l:bits=2,backbone=kivi,group=64",
+    "gear:bits=4,backbone=kcvt",
+    "gear:bits=2,backbone=kivi,group=32,rank=4,decode_rank=4",
 ]
 SIZES = [  # tokens, query heads for each KV head, head dim: every value with some other
     (1, 1, 64),
@@ -54,7 +59,7 @@ def fits(codec: Codec, head_dim: int) -> bool:
 
 def codec_group(codec: Codec) -> int:
     """Channels that share a scale, where they do not have to be all of them."""
-    return int(getattr(codec, "group", 1))
+    return 1 if getattr(codec, "backbone", "") == "kcvt" else int(getattr(codec, "group", 1))
 
 
 def stored(cache: CompressedKV) -> bytes:

@@ -1,0 +1,134 @@
+"""GEAR: a quantised backbone, a low-rank matrix for what it misses, outliers (arXiv:2403.05527)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from disagg.codecs.base import require
+from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.page import FinalAt, Kind, Layout, make_layout
+
+BACKBONES = ("kcvt", "kivi")
+KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
+
+
+@dataclass(frozen=True)
+class GearL(PagedCodec):
+    """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
+
+    A lies in the pages, B in the segment. A page sealed while decoding is a segment of its own,
+    with a smaller rank.
+
+    bits:        2, 4 or 8
+    backbone:    "kcvt" or "kivi"; both as the codecs of that name
+    group:       of the kivi backbone; kcvt has no groups
+    rank:        of a prompt's segments; decode_rank: of a page sealed while decoding
+    error:       over a segment and head, |X' - X| <= (1 + 2**-9) |D - X| in the Frobenius norm,
+                 where D is what the backbone alone makes of X: A B^T is a projection of X - D
+    source:      GEAR, arXiv:2403.05527, Algorithms 1 and 2; three rounds of power iteration
+    """
+
+    name: ClassVar[str] = "gear-l"
+    final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
+
+    bits: int = 4
+    backbone: str = "kcvt"
+    group: int = 64
+    rank: int = 4
+    decode_rank: int = 2
+
+    def __post_init__(self) -> None:
+        name = self.name
+        require(self.bits in (2, 4, 8), f"{name}:bits is {self.bits}; 2, 4 and 8 are known")
+        known = ", ".join(BACKBONES)
+        require(self.backbone in BACKBONES, f"{name}:backbone is {self.backbone!r}; known: {known}")
+        require(self.group in (32, 64), f"{name}:group is {self.group}; 32 and 64 are known")
+        for option, rank in (("rank", self.rank), ("decode_rank", self.decode_rank)):
+            require(1 <= rank <= 16, f"{name}:{option} is {rank}; 1 to 16 is wanted")
+
+    @property
+    def tail_tokens(self) -> int:
+        return KIVI_TAIL if self.backbone == "kivi" else 0
+
+    def page_planes(self, head_dim: int) -> Planes:
+        return self._page(head_dim, self.rank)
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        return self._segment(head_dim, self.rank)
+
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        if self.decode_rank == self.rank:
+            return None
+        planes = self._page(head_dim, self.decode_rank)
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
+
+    def flush_segment_layout(self, head_dim: int) -> Layout | None:
+        if self.decode_rank == self.rank:
+            return self.segment_layout(head_dim)
+        planes = self._segment(head_dim, self.decode_rank)
+        return make_layout(self.spec, Kind.SEGMENT, self.page_tokens, planes)
+
+    def outlier_planes(self, head_dim: int) -> Planes:
+        """The sparse slots of a page; GEAR-L has none."""
+        return []
+
+    def _page(self, head_dim: int, rank: int) -> Planes:
+        tokens, scales = self.page_tokens, self._scales(head_dim)
+        return [
+            *code_planes(self.bits, tokens, head_dim),
+            *(plane for plane in scales if self.backbone == "kivi" or plane[0][0] == "v"),
+            ("k_low", "float16", (tokens, rank)),
+            ("v_low", "float16", (tokens, rank)),
+            *self.outlier_planes(head_dim),
+        ]
+
+    def _segment(self, head_dim: int, rank: int) -> Planes:
+        scales = [plane for plane in self._scales(head_dim) if plane[0][0] == "k"]
+        return [
+            *(scales if self.backbone == "kcvt" else []),
+            ("k_basis", "float16", (head_dim, rank)),
+            ("v_basis", "float16", (head_dim, rank)),
+        ]
+
+    def _scales(self, head_dim: int) -> Planes:
+        """Scales and zeros of the backbone, wherever they are stored."""
+        require(head_dim % 16 == 0, f"{self.name} packs 16 channels; the head dim is {head_dim}")
+        k, v = (1, head_dim), (1, self.page_tokens)
+        if self.backbone == "kivi":
+            message = f"{self.name}:group={self.group} does not divide the head dim {head_dim}"
+            require(head_dim % self.group == 0, message)
+            k = (self.page_tokens // self.group, head_dim)
+            v = (head_dim // self.group, self.page_tokens)
+        names = [("k_scale", k), ("k_zero", k), ("v_scale", v), ("v_zero", v)]
+        return [(name, "float16", shape) for name, shape in names]
+
+
+@dataclass(frozen=True)
+class Gear(GearL):
+    """GEAR: GEAR-L whose outliers are set aside before quantising.
+
+    sparsity: of the numbers of a page that are kept as deltas to their dequantised value: K those
+              farthest from the mean of their channel, V the largest and the smallest of a token; at
+              least one for each channel of K, one a side for each token of V
+    error:    as GEAR-L, with X - D set to 0 where an outlier is kept
+    source:   GEAR, arXiv:2403.05527, Algorithm 1; outliers of each page and head by itself
+    """
+
+    name: ClassVar[str] = "gear"
+
+    sparsity: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        valid = 0 < self.sparsity <= 0.25
+        require(valid, f"gear:sparsity is {self.sparsity}; more than 0, at most 0.25 is wanted")
+
+    def outlier_planes(self, head_dim: int) -> Planes:
+        require(head_dim <= 256, f"gear counts 256 channels; the head dim is {head_dim}")
+        in_k = max(1, round(self.page_tokens * self.sparsity))
+        in_v = 2 * max(1, round(head_dim * self.sparsity / 2))
+        return [
+            ("k_index", "uint8", (head_dim, in_k)),
+            ("k_delta", "float16", (head_dim, in_k)),
+            ("v_index", "uint8", (self.page_tokens, in_v)),
+            ("v_delta", "float16", (self.page_tokens, in_v)),
+        ]

@@ -1,0 +1,46 @@
+"""KCVT: keys quantised per channel over a whole segment, values per token (arXiv:2403.05527)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from disagg.codecs.base import require
+from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.page import FinalAt, Layout
+
+
+@dataclass(frozen=True)
+class Kcvt(PagedCodec):
+    """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
+
+    K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
+    A page sealed while decoding is a segment of its own.
+
+    bits:   2, 4 or 8
+    error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
+            scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
+    source: the backbone KCVT of GEAR, arXiv:2403.05527, section 3; V per token and head instead of
+            per token, so that heads can be split; 64 tokens instead of 20 while decoding
+    """
+
+    name: ClassVar[str] = "kcvt"
+    final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        require(self.bits in (2, 4, 8), f"kcvt:bits is {self.bits}; 2, 4 and 8 are known")
+
+    def page_planes(self, head_dim: int) -> Planes:
+        require(head_dim % 16 == 0, f"kcvt packs 16 channels; the head dim is {head_dim}")
+        scales = (1, self.page_tokens)
+        return [
+            *code_planes(self.bits, self.page_tokens, head_dim),
+            ("v_scale", "float16", scales),
+            ("v_zero", "float16", scales),
+        ]
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        return [("k_scale", "float16", (1, head_dim)), ("k_zero", "float16", (1, head_dim))]
+
+    def flush_segment_layout(self, head_dim: int) -> Layout | None:
+        return self.segment_layout(head_dim)
