@@ -56,14 +56,15 @@ class Book:
 
     def hold(self, request: Request, now: float) -> Handoff:
         """A new hand-off with records of its own; CapacityError and nothing taken if no room."""
+        plan = self.terms.plan_for(request)
         groups: list[GroupState] = []
         try:
-            for group in self.terms.plan.groups:
+            for group in plan.groups:
                 groups.append(allocate_group(group, request.tokens, self._allocator))
         except DisaggError:
             self._release(groups)
             raise
-        checklist = Checklist(self.terms.plan, request.tokens)
+        checklist = Checklist(plan, request.tokens)
         return self._enter(Handoff(request, self._nonces(), checklist, groups), now)
 
     def adopt(self, old: Handoff, request: Request, now: float) -> Handoff:

@@ -84,6 +84,7 @@ def request_from(message: pb.ReserveRequest) -> Request:
         model=message.model,
         plan=message.plan,
         wait_s=message.wait_s,
+        spec=message.spec,
         keys=tuple(message.keys),
     )
 

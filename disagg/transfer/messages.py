@@ -44,6 +44,7 @@ class Request:
     tokens:        length of the prompt
     model, plan:   fingerprints; both sides must have the same
     wait_s:        how long the caller waits for room
+    spec:          codec spec or plan of the request; empty: the one of the worker
     keys:          content keys of the units of the prompt, in order, for dedup; may be empty
     """
 
@@ -54,6 +55,7 @@ class Request:
     model: str
     plan: str
     wait_s: float = 0.0
+    spec: str = ""
     keys: tuple[bytes, ...] = ()
 
     def same_work(self, other: "Request") -> bool:
@@ -129,7 +131,7 @@ class Placement:
     data: Buffer
 
 
-@dataclass
+@dataclass(eq=False)
 class Waiter:
     """A request in the queue for room; settled when it has a grant or an error."""
 

@@ -1,5 +1,6 @@
 """What a decode worker promises and accepts, and which requests are outside of that."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.errors import LayoutError, PromptTooLongError, RequestError
@@ -7,6 +8,7 @@ from disagg.plan import Plan
 from disagg.transfer.messages import Request
 
 MAX_RID_CHARS = 256
+MAX_SPEC_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Terms:
     lease_s:        a reservation ends this long after the last sign of life
     memory_s:       how long ended hand-offs and aborts are remembered; more than any deadline
     max_waiting:    requests that may wait for room
+    plan_of:        plans of requests that name a spec of their own; None: there is one plan
     """
 
     model: str
@@ -29,17 +32,27 @@ class Terms:
     lease_s: float = 10.0
     memory_s: float = 900.0
     max_waiting: int = 1024
+    plan_of: Callable[[str], Plan] | None = None
+
+    def plan_for(self, request: Request) -> Plan:
+        """The plan of a request: of its own spec, if it has one; ConfigError if nobody knows it."""
+        if request.spec and self.plan_of is not None:
+            return self.plan_of(request.spec)
+        return self.plan
 
     def check(self, request: Request) -> None:
         """LayoutError for another model or plan, RequestError for what can never be served."""
         check_rid(request.rid)
+        if len(request.spec) > MAX_SPEC_CHARS:
+            raise RequestError(f"a spec has at most {MAX_SPEC_CHARS} characters")
+        plan = self.plan_for(request)
         for what, ours, theirs in (
             ("model", self.model, request.model),
-            ("plan", self.plan.fingerprint, request.plan),
+            ("plan", plan.fingerprint, request.plan),
         ):
             if ours != theirs:
                 raise LayoutError(f"{what} {theirs} is not the one served here, {ours}")
-        if request.tokens < 1 or self.plan.nbytes(request.tokens) > self.capacity_bytes:
+        if request.tokens < 1 or plan.nbytes(request.tokens) > self.capacity_bytes:
             raise PromptTooLongError(
                 f"a prompt of {request.tokens} tokens for a pool of {self.capacity_bytes} bytes"
             )

@@ -34,6 +34,7 @@ class Submit:
     epoch:          the incarnation of the worker that this is meant for
     prompt:         token ids
     emitted:        tokens that the client has already
+    codec:          codec spec or plan; empty: the one of the worker
     sampling:       parameters by the names of the engine
     decode_address: "host:port" of the decode worker, with its `decode_epoch`; empty if local
     deadline_s:     seconds until the request is given up
@@ -45,6 +46,7 @@ class Submit:
     epoch: int
     prompt: tuple[int, ...]
     emitted: tuple[int, ...] = ()
+    codec: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     decode_address: str = ""
     decode_epoch: int = 0
@@ -67,6 +69,7 @@ class Submit:
             epoch=message.epoch,
             prompt=tuple(message.prompt),
             emitted=tuple(message.emitted),
+            codec=message.codec,
             sampling=_load(message.sampling, "sampling"),
             decode_address=message.decode_address,
             decode_epoch=message.decode_epoch,

@@ -56,7 +56,7 @@ class Ticket(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., gen: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("rid", "attempt", "epoch", "tokens", "model", "plan", "wait_s", "keys")
+    __slots__ = ("rid", "attempt", "epoch", "tokens", "model", "plan", "wait_s", "keys", "spec")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class ReserveRequest(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     epoch: int
@@ -73,7 +74,8 @@ class ReserveRequest(_message.Message):
     plan: str
     wait_s: float
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., wait_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    spec: str
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., wait_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ..., spec: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("nonce", "epoch", "lease_s", "offered")

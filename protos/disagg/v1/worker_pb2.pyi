@@ -19,7 +19,7 @@ WORK_REPLAY: Work
 WORK_LOCAL: Work
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("rid", "attempt", "work", "prompt", "emitted", "sampling", "decode_address", "decode_epoch", "deadline_s", "epoch")
+    __slots__ = ("rid", "attempt", "work", "prompt", "emitted", "sampling", "decode_address", "decode_epoch", "deadline_s", "epoch", "codec")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class SubmitRequest(_message.Message):
     DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     work: Work
@@ -40,7 +41,8 @@ class SubmitRequest(_message.Message):
     decode_epoch: int
     deadline_s: float
     epoch: int
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[_Union[Work, str]] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., deadline_s: _Optional[float] = ..., epoch: _Optional[int] = ...) -> None: ...
+    codec: str
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[_Union[Work, str]] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., deadline_s: _Optional[float] = ..., epoch: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ()
