@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from disagg.codecs.base import Codec
+from disagg.codecs.decoquant import DecoQuant
 from disagg.codecs.fp8 import Fp8
 from disagg.codecs.gear import Gear, GearL
 from disagg.codecs.int8 import Int8
@@ -13,7 +14,7 @@ from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Fp8, Gear, GearL, Int8, Kcvt, Kivi, PerToken, Raw)
+    codec.name: codec for codec in (DecoQuant, Fp8, Gear, GearL, Int8, Kcvt, Kivi, PerToken, Raw)
 }
 
 

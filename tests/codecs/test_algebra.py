@@ -15,6 +15,7 @@ SPECS = [
     "int8",
     "fp8",
     "kcvt:bits=2",
+    "decoquant",
     "gear:bits=4",
     "gear:bits=2,backbone=kivi,sparsity=0.05",
 ]

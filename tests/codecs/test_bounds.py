@@ -140,3 +140,42 @@ def test_a_constant_token_of_v_stays_exact(spec: str) -> None:
     _, seen = get_codec(spec).compress(k.half(), v.half()).reconstruct()
     assert torch.equal(seen[0, 3], v[0, 3])
     assert torch.equal(seen[1, 70], v[1, 70])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("factor", [1.0, 3000.0])
+def test_a_rotation_spreads_the_error_no_further_than_its_columns(
+    bits: int, block: int, factor: float
+) -> None:
+    codec = get_codec(f"decoquant:bits={bits},block={block}")
+    assert isinstance(codec, PagedCodec)
+    k, v = ((y * factor).half() for y in realistic(2, 1024, 128))
+    encoded = codec.encode(k, v, 0)
+    assert encoded.segments is not None
+    group = codec.layer_group((0,), 2, 128, "float16")
+    for exact, seen, name in zip((k, v), codec.decode(encoded, group), "kv", strict=True):
+        assert group.segment is not None
+        offset = group.segment.plane(f"{name}_rotation").offset
+        stored = encoded.segments[0, :, offset : offset + 2 * block * block].contiguous()
+        matrix = stored.view(torch.float16).view(2, block, block).float()
+        turned = (
+            exact.float().unflatten(2, (-1, block)) @ matrix.double().inverse()[:, None].float()
+        )
+        largest = turned.flatten(2).abs().amax(2, keepdim=True)
+        step = largest / (2 ** (bits - 1) - 1)
+        allowed = step / 2 + 2**-11 * largest + 2**-17
+        spread = matrix.abs().sum(1).repeat(1, 128 // block).unsqueeze(1)
+        assert ((seen - exact.float()).abs() <= 1.001 * allowed * spread).all()
+
+
+def test_decoded_tokens_keep_the_rotation_of_the_prompt() -> None:
+    k, v = realistic(2, 500, 64)
+    cache = get_codec("decoquant").compress(k[:, :300], v[:, :300])
+    before = cache.runs()[0].segments
+    cache.append(k[:, 300:], v[:, 300:])
+    (run,) = cache.runs()
+    assert before is not None
+    assert run.segments is not None
+    assert torch.equal(run.segments, before)
+    assert run.blocks.shape[0] == 7

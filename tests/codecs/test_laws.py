@@ -25,6 +25,8 @@ CODECS = [
     "int8",
     "fp8",
     "kcvt:bits=4",
+    "decoquant:bits=4,block=16",
+    "decoquant:bits=8,block=32",
     "gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2",
     "gear-l:bits=2,backbone=kivi,group=64",
     "gear:bits=4,backbone=kcvt",
@@ -59,7 +61,9 @@ def fits(codec: Codec, head_dim: int) -> bool:
 
 def codec_group(codec: Codec) -> int:
     """Channels that share a scale, where they do not have to be all of them."""
-    return 1 if getattr(codec, "backbone", "") == "kcvt" else int(getattr(codec, "group", 1))
+    if getattr(codec, "backbone", "") == "kcvt":
+        return 1
+    return int(getattr(codec, "group", getattr(codec, "block", 1)))
 
 
 def stored(cache: CompressedKV) -> bytes:

@@ -1,0 +1,50 @@
+"""DecoQuant: channels mixed so that large ones shrink, then quantised (arXiv:2405.12591)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from disagg.codecs.base import require
+from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.page import FinalAt
+
+
+@dataclass(frozen=True)
+class DecoQuant(PagedCodec):
+    """K = T_L T_S for every block of channels; T_L symmetric in `bits`, T_S in 16 bits.
+
+    T_S comes from the singular value decomposition of a segment of 2,048 tokens, for each KV head,
+    K and V by themselves; tokens decoded later use the last segment's. Attention multiplies the
+    query and the output by T_S instead of building K and V.
+
+    bits:   2 (that is -1, 0, 1), 4 or 8
+    block:  channels that T_S mixes; it divides the head dim
+    error:  |x' - x| <= (s/2 + 2**-11 max|t| + 2**-17) * sum_r |T_S[r, c]| for a channel c of its
+            block, where t is the token in T_L and s = fp16(max|t| / (2**(bits-1) - 1))
+    source: DecoQuant, arXiv:2405.12591, with n = 2 local tensors, as its in-context-learning code
+            has it (a longer chain is the same with a larger block); T_S and scales per KV head
+    """
+
+    name: ClassVar[str] = "decoquant"
+    final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
+    k_by: ClassVar[str] = "row"
+
+    bits: int = 4
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.bits in (2, 4, 8), f"decoquant:bits is {self.bits}; 2, 4 and 8 are known")
+        require(self.block > 1, f"decoquant:block is {self.block}; 2 channels or more are wanted")
+
+    def page_planes(self, head_dim: int) -> Planes:
+        divides = head_dim % self.block == 0 and head_dim % 16 == 0
+        require(divides, f"decoquant:block={self.block} does not divide the head dim {head_dim}")
+        scales = (1, self.page_tokens)
+        return [
+            *code_planes(self.bits, self.page_tokens, head_dim),
+            ("k_scale", "float16", scales),
+            ("v_scale", "float16", scales),
+        ]
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        shape = (self.block, self.block)
+        return [("k_rotation", "float16", shape), ("v_rotation", "float16", shape)]
