@@ -1,0 +1,156 @@
+"""`LLM`: the whole path in one process. For notebooks, for tests, for people with one GPU.
+
+    prompt ─► prefill engine ─► frames ─► decode engine ─► text
+              pool of its own   packed, checked, unpacked   pool of its own
+
+Two engines with two pools share one model. Between them stand the frames and the hand-off rules of
+the service; only sockets, processes and Ray are missing.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from disagg.config import DEFAULT_CODEC, EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Abort, Prefill, Token
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.runner import Runner
+from disagg.model.tokenizer import Tokenizer
+from disagg.transfer.ledger import Ledger
+from disagg.transfer.terms import Terms
+from disagg.workers.loopback import HandoffReport, Loopback
+
+__all__ = ["LLM", "Completion", "HandoffReport", "SamplingParams"]
+
+EPOCH = 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. `finish_reason`: "stop" (end of text) or "length"."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    kv: HandoffReport
+
+
+class LLM:
+    """A model that answers prompts through compressed KV."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        codec: str = DEFAULT_CODEC,
+        dtype: str = "auto",
+        device: str = "cpu",
+        config: EngineConfig | None = None,
+    ):
+        """Load a model, by name or path; the packaged one unless given.
+
+        codec: a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
+        Raises ModelError, UnknownNameError and ConfigError for what cannot be used.
+        """
+        self._runner = Runner.load(model, dtype, device)
+        self._tokenizer = Tokenizer.load(model)
+        self._codec = codec
+        self._prefill = Engine(self._runner, config)
+        self._decode = Engine(self._runner, config)
+        self._rids = count()
+        self._ledger = Ledger(
+            Terms(
+                model=self._runner.fingerprint,
+                plan=self._decode.plan(codec),
+                epoch=EPOCH,
+                capacity_bytes=self._decode.pool.arena.nbytes,
+                lease_s=math.inf,
+                plan_of=self._decode.plan,
+            ),
+            self._decode.pool,
+            count(1).__next__,
+        )
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        codec: str | None = None,
+    ) -> list[Completion]:
+        """Answer prompts, all in one batch; one completion for each, in order.
+
+        prompts: texts, or sequences of token ids · codec: instead of the one of this object
+        Raises RequestError for a prompt that cannot be answered; then none is.
+        """
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        work = [
+            self._prepare(text, params or SamplingParams(), codec or self._codec) for text in texts
+        ]
+        for x in work:
+            self._prefill.submit(Prefill(x.request, x.link))
+        try:
+            while not all(x.finish_reason for x in work):
+                self._step({x.request.rid: x for x in work})
+        except BaseException:
+            self._abandon(work)
+            raise
+        return [x.completion(self._tokenizer) for x in work]
+
+    def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":
+        tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request = Request(str(next(self._rids)), tuple(tokens), params, codec)
+        link = Loopback(request, self._ledger, self._prefill, self._decode)
+        return _Work(request, link)
+
+    def _step(self, work: dict[str, "_Work"]) -> None:
+        """One step of each engine, and what the hand-offs between them can do now."""
+        output = self._prefill.step()
+        for prefilled in output.prefilled:
+            work[prefilled.rid].link.finish(prefilled)
+        self._ledger.make_room(time.monotonic())
+        for x in work.values():
+            x.link.move()
+        following = self._decode.step()
+        for failed in (*output.failed, *following.failed):
+            raise failed.error
+        for token in following.tokens:
+            work[token.rid].take(token)
+            if token.finish_reason:
+                self._ledger.finished(token.rid, 0)
+
+    def _abandon(self, work: Sequence["_Work"]) -> None:
+        """Leave nothing behind of a call that failed."""
+        for x in work:
+            self._ledger.abort(x.request.rid, 0, "the call failed", time.monotonic())
+            for engine in (self._prefill, self._decode):
+                engine.submit(Abort(x.request.rid))
+        self._ledger.take_actions()
+        self._prefill.step()
+        self._decode.step()
+
+
+@dataclass
+class _Work:
+    """A prompt on its way."""
+
+    request: Request
+    link: Loopback
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def take(self, token: Token) -> None:
+        assert token.index == len(self.tokens)
+        self.tokens.append(token.token)
+        self.finish_reason = token.finish_reason or ""
+
+    def completion(self, tokenizer: Tokenizer) -> Completion:
+        return Completion(
+            text=tokenizer.decode(self.tokens),
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.request.tokens),
+            kv=self.link.report(),
+        )

@@ -1,0 +1,97 @@
+"""The whole path in one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from disagg.config import EngineConfig
+from disagg.errors import ConfigError, ModelError, PromptTooLongError, RequestError
+from disagg.llm import LLM, SamplingParams
+from disagg.model.reference import ReferenceModel
+from tests.model.tiny import CONTEXT, random_prompt, save_tiny
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+LENGTHS = (1, 64, 130, 300)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64))
+
+
+@pytest.fixture(scope="module")
+def llm(path: str) -> Iterator[LLM]:
+    llm = LLM(path, KIVI, config=EngineConfig(arena_bytes=16 << 20))
+    yield llm
+    assert_empty(llm)
+
+
+def assert_empty(llm: LLM) -> None:
+    for engine in (llm._prefill, llm._decode):
+        engine.pool.check_integrity()
+        assert engine.idle
+        assert not engine.pool.referenced_pages
+    assert not any(llm._ledger.gauges().values())
+
+
+def test_exact_kv_gives_the_tokens_that_transformers_gives(llm: LLM, path: str) -> None:
+    prompts = [random_prompt(n) for n in LENGTHS]
+    reference = ReferenceModel(path)
+    expected = [reference.generate(prompt, 20).tokens for prompt in prompts]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=20), codec="raw")
+    assert [answer.tokens for answer in answers] == expected
+    assert [answer.prompt_tokens for answer in answers] == list(LENGTHS)
+    assert_empty(llm)
+
+
+def test_text_goes_in_and_comes_out(llm: LLM) -> None:
+    (answer,) = llm.generate("Call me Ishmael.", SamplingParams(max_tokens=9))
+    assert answer.prompt_tokens == len("Call me Ishmael.")
+    assert answer.text == llm._tokenizer.decode(answer.tokens)
+    assert (len(answer.tokens), answer.finish_reason) == (9, "length")
+
+
+def test_an_answer_says_what_its_handoff_took(llm: LLM) -> None:
+    n, plan = 300, llm._decode.plan(KIVI)
+    (answer,) = llm.generate([random_prompt(n)], SamplingParams(max_tokens=2))
+    kv = answer.kv
+    numbers = n * 3 * 2 * 2 * 64  # layers, K and V, heads, head dim
+    assert (kv.codec, kv.tokens) == (KIVI, n)
+    assert (kv.fp16_bytes, kv.fp8_bytes) == (2 * numbers, numbers)
+    assert kv.resident_bytes == plan.nbytes(n)
+    assert kv.resident_bytes < kv.wire_bytes < 1.05 * kv.resident_bytes
+    assert min(kv.encode_ms, kv.wire_ms, kv.exposed_ms, kv.admit_ms) > 0
+    assert kv.exposed_ms <= kv.wire_ms
+
+
+def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(path: str) -> None:
+    prompts = [random_prompt(n) for n in (100, 120, 90, 110, 130)]
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=5)
+    roomy = LLM(path, "raw", config=EngineConfig(arena_bytes=16 << 20))
+    expected = [roomy.generate([prompt], params)[0].tokens for prompt in prompts]
+    tight = LLM(
+        path, "raw", config=EngineConfig(arena_bytes=2 << 20, watermark=0.0, max_batch_tokens=64)
+    )
+    assert [answer.tokens for answer in tight.generate(prompts, params)] == expected
+    assert_empty(tight)
+
+
+def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm: LLM) -> None:
+    good, long = random_prompt(30), random_prompt(CONTEXT)
+    with pytest.raises(PromptTooLongError):
+        llm.generate([good, long])
+    with pytest.raises(RequestError):
+        llm.generate([good, []])
+    with pytest.raises(ConfigError):
+        llm.generate([good], codec="kivi:bits=3")
+    assert_empty(llm)
+    assert len(llm.generate([good], SamplingParams(max_tokens=3))[0].tokens) == 3
+
+
+def test_unusable_models_and_codecs_are_refused_by_name(path: str) -> None:
+    with pytest.raises(ModelError, match="nobody/nothing"):
+        LLM("nobody/nothing")
+    with pytest.raises(ConfigError, match="gzip"):
+        LLM(path, "gzip", config=EngineConfig(arena_bytes=4 << 20))

@@ -1,0 +1,128 @@
+"""One prompt from its K and V to the bytes that attention reads: the same bytes all the way."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.codecs.layer import read_blocks
+from disagg.codecs.planning import codec_of
+from disagg.config import EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Abort, Prefill
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.attention import Batch, Chunk
+from disagg.model.runner import Runner
+from disagg.page import Kind
+from disagg.transfer.convert import message_frame
+from disagg.transfer.items import ArenaSource, Checklist
+from disagg.transfer.ledger import Ledger
+from disagg.transfer.terms import Terms
+from disagg.wire import Item, PageFrame, digest, unpack
+from disagg.workers.loopback import Loopback
+from tests.model.tiny import random_prompt, save_tiny
+
+SPEC = "kivi:bits=2,group=64,residual=64"
+PROMPT = tuple(random_prompt(200))
+
+
+class Tapped(Loopback):
+    """Writes down the page frames that cross, and which of them were out after each offer."""
+
+    frames: list[PageFrame]
+    layers_out: list[tuple[int, int]]  # layer that was just offered, frames out by then
+
+    def offer(self, items: Sequence[Item]) -> None:
+        super().offer(items)
+        self.layers_out.append((items[0].layer, len(self.frames)))
+
+    def _exchange(self, message: bytes) -> None:
+        frame = unpack(message_frame(message))
+        if isinstance(frame, PageFrame):
+            self.frames.append(frame)
+        super()._exchange(message)
+
+
+class Walk:
+    """Two engines, one prompt handed over and not yet decoded."""
+
+    def __init__(self, runner: Runner):
+        config = EngineConfig(arena_bytes=8 << 20)
+        self.sender, self.receiver = Engine(runner, config), Engine(runner, config)
+        self.plan = self.receiver.plan(SPEC)
+        terms = Terms(runner.fingerprint, self.plan, 1, config.arena_bytes, lease_s=1e9)
+        ledger = Ledger(terms, self.receiver.pool, iter(range(1, 9)).__next__)
+        request = Request("a", PROMPT, SamplingParams(max_tokens=4), SPEC)
+        self.link = Tapped(request, ledger, self.sender, self.receiver)
+        self.link.frames, self.link.layers_out = [], []
+        self.sender.submit(Prefill(request, self.link))
+        (prefilled,) = self.sender.step().prefilled
+        self.groups = self.receiver_groups(ledger)
+        self.link.finish(prefilled)
+
+    def receiver_groups(self, ledger: Ledger) -> tuple:
+        handoff = ledger.handoff(1)
+        assert handoff is not None
+        assert handoff.groups is not None
+        return handoff.groups
+
+    def close(self) -> None:
+        for engine in (self.sender, self.receiver):
+            engine.submit(Abort("a"))
+            engine.step()
+            engine.pool.check_integrity()
+            assert not engine.pool.referenced_pages
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    torch.set_num_threads(1)
+    return Runner.load(str(save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)))
+
+
+def exact_kv(runner: Runner) -> dict[int, tuple[Tensor, Tensor]]:
+    """K and V of the prompt in every layer, as the model computes them."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
+        found[layer] = (k, v)
+
+    n = len(PROMPT)
+    chunk = Chunk(0, n, 0, runner.workspace(n), sink)
+    runner.forward(Batch(PROMPT, range(n), [n - 1], torch.empty(0), (chunk,)))
+    return found
+
+
+def test_encoder_wire_pool_and_kernel_have_the_same_bytes(runner: Runner) -> None:
+    walk = Walk(runner)
+    (group,), (state,) = walk.plan.groups, walk.groups
+    checklist = Checklist(walk.plan, len(PROMPT))
+    stored = ArenaSource(walk.receiver.pool.arena, checklist, walk.groups)
+    sent = {
+        item: (named, digest(data))
+        for frame in walk.link.frames
+        for item, named, data in zip(frame.items(), frame.digests, frame.payload, strict=True)
+    }
+    assert list(sent) == list(checklist.items)
+    sealed = group.sealed(len(PROMPT))
+    assert sealed == 128
+    for layer, (k, v) in exact_kv(runner).items():
+        blocks = codec_of(group).encode(k[:, :sealed].half(), v[:, :sealed].half(), 0).blocks
+        read = read_blocks(group, group.page, layer, walk.receiver.arena, state.page_ids())
+        for record in range(sealed // group.page.tokens):
+            item = Item(Kind.PAGE, 0, layer, record)
+            encoded = digest(blocks[record].numpy().tobytes())
+            assert sent[item] == (encoded, encoded)
+            assert digest(stored(item)) == encoded
+            assert digest(read[record].numpy().tobytes()) == encoded
+    walk.close()
+
+
+def test_frames_of_a_layer_are_out_before_the_next_layer_computes(runner: Runner) -> None:
+    walk = Walk(runner)
+    layers = [layer for layer, _ in walk.link.layers_out]
+    frames = [count for _, count in walk.link.layers_out]
+    assert layers == [0, 1, 2]
+    assert 0 < frames[0] < frames[1] < frames[2] == len(walk.link.frames)
+    walk.close()
