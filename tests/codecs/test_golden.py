@@ -1,0 +1,162 @@
+"""The papers' own reference functions, on one realistic input: what they made of it is in golden/.
+
+golden/README.md says which function of which commit made each file.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.bench.synthetic import relative_error
+from disagg.codecs import get_codec
+from disagg.codecs.kivi import Kivi, quant_format
+from disagg.codecs.paged import PagedCodec
+from disagg.kernels.formats_paged import Scale, Side, Sparse
+from disagg.kernels.reference_encode import quantize
+from disagg.kernels.reference_lowrank import low_rank, rotation, unrotate
+from disagg.kernels.reference_outliers import choose_outliers, with_means
+from disagg.kernels.reference_pieces import DenseBlocks, read_codes, read_scales
+from disagg.kernels.reference_quantize import expand, float8_codes, quantize_side
+from disagg.kernels.reference_words import unpack_words, word_shape
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PREFIX = 256  # tokens: whole pages of the 300 that the input has
+
+
+@cache
+def golden(name: str) -> dict[str, Tensor]:
+    """The arrays of one file, without their batch dimension of 1."""
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """k, v [4, 256, 128] fp16."""
+    found = golden("inputs")
+    return found["k"][0, :, :PREFIX], found["v"][0, :, :PREFIX]
+
+
+def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
+    """KIVI's packing: low bits first, along an axis of int32 words."""
+    shifts = torch.arange(0, 32, bits)
+    fields = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return fields.movedim(-1, axis + 1).flatten(axis, axis + 1)
+
+
+@pytest.mark.parametrize(("bits", "differing"), [(2, 0.001), (4, 0.005)])
+def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(
+    bits: int, differing: float
+) -> None:
+    k, v = inputs()
+    codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
+    assert isinstance(codec, Kivi)
+    fmt, blocks = quant_format(codec, 128), DenseBlocks(codec.encode(k, v, 0).blocks)
+    words = (
+        blocks.plane(torch.int16, fmt.k_codes, word_shape(bits, 64, 128)),
+        blocks.plane(torch.int16, fmt.v_codes, word_shape(bits, 128, 64)),
+    )
+    seen_k, seen_v = (unpack_words(x, bits, torch.float32).transpose(0, 1) for x in words)
+    reference = golden(f"kivi_b{bits}_g64")
+    wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
+    wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
+    for seen, wanted in (
+        (seen_k.flatten(1, 2), wanted_k),
+        (seen_v.transpose(2, 3).flatten(1, 2), wanted_v),
+    ):
+        off = (seen - wanted).abs()
+        assert off.max() <= 1
+        assert (off > 0).float().mean() <= differing
+
+
+@pytest.mark.parametrize("name", ["gear_pertoken_b4_g64", "flexgen_b4_g64"])
+def test_pertoken_rebuilds_what_flexgen_rebuilds(name: str) -> None:
+    x = inputs()
+    seen = get_codec("pertoken:bits=4,group=64").compress(*x).reconstruct()
+    for exact, ours, key in zip(x, seen, ("k_deq", "v_deq"), strict=True):
+        theirs = golden(name)[key][0, :, :PREFIX].float()
+        exact = exact.float()
+        step = relative_error(theirs, exact)
+        assert relative_error(ours, exact) == pytest.approx(step, rel=0.01)
+        assert relative_error(ours, theirs) < 0.15 * step
+
+
+def test_kcvt_rebuilds_k_as_gear_does_and_v_better_by_its_finer_groups() -> None:
+    k, v = inputs()
+    seen_k, seen_v = get_codec("kcvt:bits=4").compress(k, v).reconstruct()
+    theirs = golden("gear_kcvt_b4")
+    error = relative_error(theirs["k_deq"][0], k)
+    assert relative_error(seen_k, k) == pytest.approx(error, rel=0.01)
+    assert relative_error(seen_k, theirs["k_deq"][0]) < 0.25 * error
+    assert relative_error(seen_v, v) < relative_error(theirs["v_deq"][0], v)
+
+
+def test_gear_l_errs_as_much_as_the_function_of_its_authors() -> None:
+    k, v = inputs()
+    codec = get_codec("gear-l:bits=2,backbone=kivi,group=64,rank=4")
+    encoded = codec.encode(k, v, 0)
+    seen = codec.decode(encoded, codec.layer_group((0,), 4, 128, "float16"))
+    theirs = golden("gear_gearl_kivi_b2_g64_r4")
+    for ours, exact, key in zip(seen, (k, v), ("k_deq", "v_deq"), strict=True):
+        error = relative_error(theirs[key][0], exact)
+        assert relative_error(ours, exact) == pytest.approx(error, rel=0.01)
+
+
+def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors() -> None:
+    """Composed as the reference does: 5 outliers a side of all heads, K over 256 tokens."""
+    slots = Sparse(10, 0, 0, ends=True)
+    theirs = golden("gear_gear_kcvt_b4_s2_r4")
+    for x, key in zip(inputs(), ("k_deq", "v_deq"), strict=True):
+        heads_together = x.float().transpose(0, 1).flatten(1)  # [256, 512]
+        matrix = heads_together if key == "k_deq" else heads_together.T
+        index = choose_outliers(matrix, slots)
+        codes, scales, zeros = quantize(with_means(matrix, index), matrix.shape[0], 4)
+        missing = matrix - (codes + zeros.float()) * scales.float()
+        missing.T.scatter_(1, index, 0.0)
+        rest = missing if key == "k_deq" else missing.T
+        by_head = rest.unflatten(1, (4, 128)).transpose(0, 1)
+        a, b = low_rank(by_head, 4, torch.arange(4))
+        error = (by_head - a @ b.transpose(1, 2)).norm() / x.float().norm()
+        assert float(error) == pytest.approx(relative_error(theirs[key][0], x), rel=0.01)
+
+
+def test_decoquant_rebuilds_what_its_decomposition_rebuilds() -> None:
+    """With one rotation and one scale for all heads together, as in the reference."""
+    x = inputs()[0].float().transpose(0, 1).flatten(1)[None]  # [1, 256, 512]
+    matrix = rotation(x, 16)
+    turned = unrotate(x, matrix)
+    side = Side(256, 512, 4, 0, Scale("row", 512, 0, center=-8))
+    codes, scales, zeros = quantize_side(turned[None], side)
+    seen = (codes + expand(zeros, side)) * expand(scales, side)
+    ours = (seen[0, 0].unflatten(1, (-1, 16)) @ matrix[0].float()).flatten(1)
+    theirs = golden("deco_n2_k_b4_j16")["recon"]
+    assert relative_error(ours, x[0]) == pytest.approx(relative_error(theirs, x[0]), rel=0.01)
+    assert relative_error(ours, theirs) < 0.15 * relative_error(theirs, x[0])
+
+
+def test_int8_codes_and_scales_are_the_expected_ones() -> None:
+    k, v = inputs()
+    codec = get_codec("int8")
+    assert isinstance(codec, PagedCodec)
+    fmt = codec.format_of(codec.page_layout(128), None, 128)
+    blocks = DenseBlocks(codec.encode(k, v, 0).blocks)
+    theirs = golden("int8_fp8")
+    for side, key in ((fmt.k, "k"), (fmt.v, "v")):
+        codes = read_codes(blocks, side, torch.float32) - 128
+        codes = codes if key == "k" else codes.transpose(2, 3)
+        wanted = theirs[f"{key}_i8"][0, :, :PREFIX].unflatten(1, (-1, 64)).transpose(0, 1)
+        off = (codes - wanted).abs()
+        assert off.max() <= 1
+        assert (off > 0).float().mean() < 0.001
+        scales = read_scales(blocks, side, torch.float32)[0].transpose(0, 1).flatten(1)
+        assert torch.equal(scales, theirs[f"{key}_s"][0, :, :PREFIX, 0].float())
+
+
+def test_fp8_codes_are_the_expected_ones_at_the_same_scale() -> None:
+    theirs = golden("int8_fp8")
+    for x, key in zip(inputs(), ("k", "v"), strict=True):
+        ours = float8_codes(x.float(), theirs[f"{key}_fs"][0])
+        assert torch.equal(ours.view(torch.uint8), theirs[f"{key}_f8"][0, :, :PREFIX])
