@@ -1,0 +1,57 @@
+"""Codes become tensor-core operands without being converted: the trick that makes decoding free.
+
+A code word (formats.py) is 16 bits. Masking one field leaves an integer c * 2**p with p < 8. Read as
+an fp16 the same bits are a subnormal number: exactly c * 2**p * 2**-24. So one AND, which works on
+two words at once, yields two exact operands; no conversion, no subtraction, no shuffle. The factor
+2**(p - 24) belongs to a whole plane, so it is undone on the few sums, not on the many codes. Bits
+from 8 up are first shifted down by 8, together for four (2 bit) or two (4 bit) planes.
+
+Tensor cores take subnormals exactly on NVIDIA; selftest.py asks the chip. One that flushes them gets
+the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, minus 1024 is exact.
+"""
+
+import triton
+import triton.language as tl
+
+PLAIN = "plain"  # any back end and the interpreter
+PTX = "ptx"  # NVIDIA: the compiler does not find the two-word AND by itself (Triton 3.6 to 3.9)
+MAGIC = "magic"  # chips that flush subnormals
+
+SPELLINGS = (PLAIN, PTX, MAGIC)
+
+
+@triton.jit
+def field(words, PLANE: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr):
+    """words int16 -> fp16 of the same shape: the codes of one plane and half, times 1/weight."""
+    POSITION: tl.constexpr = PLANE * BITS + HALF * 8
+    SHIFT: tl.constexpr = POSITION // 8 * 8
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (POSITION - SHIFT)
+    if SPELLING == "ptx":
+        mask = tl.full(words.shape, MASK, tl.int16)
+        if SHIFT == 0:
+            return tl.inline_asm_elementwise(
+                "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], tl.float16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, $2; }",
+                "=r,r,r",
+                [words, mask],
+                tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        bits = (words.to(tl.int32) >> SHIFT) & MASK
+        if SPELLING == "magic":
+            return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
+        else:
+            return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def weight(PLANE: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr):
+    """What a sum over `field` of a plane is multiplied by to be a sum over codes."""
+    POSITION: tl.constexpr = PLANE * BITS % 8
+    UNIT: tl.constexpr = 1.0 if SPELLING == "magic" else 16777216.0
+    return UNIT / (1 << POSITION)

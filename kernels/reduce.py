@@ -1,0 +1,66 @@
+"""Partial results become one: units of a sequence, then pages of different kinds and the raw tail.
+
+Each partial is (o, log-sum-exp) over its own tokens, so the sum is weighted by 2**(lse - largest).
+"""
+
+import triton
+import triton.language as tl
+
+from disagg.kernels.tiles import EMPTY
+from disagg.kernels.units import find_cut, pick
+
+
+@triton.jit
+def reduce_units_kernel(
+    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, batch, slots, rows,
+    D: tl.constexpr, TILE: tl.constexpr, BATCH_PAD: tl.constexpr,
+    UNITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row of the answer, COLUMNS channels of it, from the units of its sequence.
+
+    part_o_ptr, part_lse_ptr: [slots, rows, D] and [slots, rows] fp32, lse in log2
+    o_ptr, lse_ptr:           [batch, rows, D] and [batch, rows] fp32, lse natural
+    """
+    i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, batch, slots, TILE, BATCH_PAD)
+    i_all = tl.arange(0, BATCH_PAD)
+    first, count = pick(before, i_b, i_all), pick(units, i_b, i_all)
+    o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
+    o_u = tl.arange(0, UNITS)
+    o_1 = tl.arange(0, 1)
+    m, l = tl.full([1], EMPTY, tl.float32), tl.zeros([1], tl.float32)
+    b_o = tl.zeros([COLUMNS], tl.float32)
+    for i in range(0, count, UNITS):
+        m_u = i + o_u < count
+        i_out = (first + i + o_u) * rows + i_row
+        b_lse = tl.load(part_lse_ptr + i_out, mask=m_u, other=float("-inf"))
+        p_part = part_o_ptr + i_out.to(tl.int64)[:, None] * D + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_u[:, None] & (o_d < D)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(b_lse, 0))
+        decay = tl.exp2(m - m_new)
+        b_w = tl.exp2(b_lse - m_new)
+        l = l * decay + tl.sum(b_w, 0)
+        b_o = b_o * decay + tl.sum(b_part * b_w[:, None], 0)
+        m = m_new
+    i_out = i_b * rows + i_row
+    tl.store(o_ptr + i_out * D + o_d, b_o / tl.where(l > 0, l, 1.0), mask=o_d < D)
+    if i_part == 0:
+        tl.store(lse_ptr + i_out + o_1, (m + tl.log2(l)) * 0.6931471805599453)
+
+
+@triton.jit
+def merge_kernel(
+    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, o_ptr, lse_ptr, D: tl.constexpr, D_PAD: tl.constexpr
+):
+    """One row of two answers over different tokens: a_ptr, b_ptr, o_ptr [rows, D], lse [rows]."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, D_PAD)
+    m_d = o_d < D
+    b_a = tl.load(a_ptr + i_row * D + o_d, mask=m_d, other=0.0)
+    b_b = tl.load(b_ptr + i_row * D + o_d, mask=m_d, other=0.0)
+    a_lse, b_lse = tl.load(a_lse_ptr + i_row), tl.load(b_lse_ptr + i_row)
+    top = tl.maximum(tl.maximum(a_lse, b_lse), EMPTY)
+    a_w, b_w = tl.exp(a_lse - top), tl.exp(b_lse - top)
+    l = a_w + b_w
+    tl.store(o_ptr + i_row * D + o_d, (b_a * a_w + b_b * b_w) / tl.where(l > 0, l, 1.0), mask=m_d)
+    tl.store(lse_ptr + i_row, top + tl.log(l))

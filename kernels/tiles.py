@@ -1,0 +1,104 @@
+"""What the attention kernels share: query columns, the running softmax, tiles and partial results.
+
+Operands are swapped: tokens (of K) and channels (of V) are the rows of a matrix product and queries
+its columns, because tensor cores want 16 rows but only 8 columns. A column is a (query, query head)
+pair that reads this KV head; the C columns of a program are padded to a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+P_BIAS = tl.constexpr(8.0)  # weights are kept times 2**8, so that a flat tail is no fp16 subnormal
+EMPTY = tl.constexpr(-1e30)  # the running maximum before any token; finite, so no inf - inf
+
+
+@triton.jit
+def column_of(i_head, i_block, SHAPE: tl.constexpr):
+    """The columns of a program, each [C]: query m; row among the M * Hq of a sequence; is it real."""
+    i_column = i_block * SHAPE.columns + tl.arange(0, SHAPE.columns)
+    i_m, i_g = i_column // SHAPE.group, i_column % SHAPE.group
+    heads = SHAPE.rows // SHAPE.queries
+    return i_m, i_m * heads + i_head * SHAPE.group + i_g, i_m < SHAPE.queries
+
+
+@triton.jit
+def query_unit(p_q, m_c, scale, D: tl.constexpr):
+    """A power of two per column that brings q into [-1, 1], so that q times a scale fits fp16.
+
+    p_q:     [C] pointers to rows of D items
+    returns: what q is multiplied by, and the power of two that scores are multiplied by; each [C]
+    """
+    o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    q = tl.load(p_q[:, None] + o_d, mask=m_c[:, None] & (o_d < D), other=0.0)
+    scale_log2 = scale * 1.4426950408889634
+    top = tl.maximum(tl.max(tl.abs(q), 1) * tl.abs(scale_log2), 1e-30)
+    unit = tl.exp2(tl.ceil(tl.log2(top)))
+    return scale_log2 / unit, unit
+
+
+@triton.jit
+def empty_softmax(R: tl.constexpr, C: tl.constexpr):
+    """Running maximum [C] and sum [R, C] before any token."""
+    return tl.full([C], EMPTY, tl.float32), tl.zeros([R, C], tl.float32)
+
+
+@triton.jit
+def softmax_step(s, unit, m, l, R: tl.constexpr):
+    """Take scores of T tokens into the running maximum and sum.
+
+    s, unit: [T, C] fp32 and [C]; their product is in log2 units
+    m, l:    [C] and [R, C]; l is summed over R only at the end
+    returns: weights p [T, C] times 2**P_BIAS, what older sums are multiplied by [C], m, l
+    """
+    m_new = tl.maximum(m, tl.max(s, 0) * unit)
+    decay = tl.exp2(m - m_new)
+    p = tl.exp2(s * unit[None, :] - (m_new - P_BIAS)[None, :])
+    l = l * decay[None, :] + tl.sum(tl.reshape(p, [s.shape[0] // R, R, s.shape[1]]), 0)
+    return p, decay, m_new, l
+
+
+@triton.jit
+def hide(s, o_t, lo, hi):
+    """Scores [T, C] of tokens o_t [T]; those outside [lo, hi) of their column become -inf."""
+    seen = (o_t[:, None] >= lo[None, :]) & (o_t[:, None] < hi[None, :])
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def store_lse(p_lse, m, l, m_c):
+    """Store log2-sum-exp [C] of a finished softmax and return what its sums are multiplied by."""
+    total = tl.sum(l, 0)
+    tl.store(p_lse, m + tl.log2(total) - P_BIAS, mask=m_c)
+    return tl.where(total > 0, 1.0 / total, 0.0)
+
+
+@triton.jit
+def whole_tiles(lo, hi, start, end, m_c, TILE: tl.constexpr):
+    """The tiles within [start, end) that every real column sees whole: these need no mask."""
+    far = 1 << 30
+    first = tl.cdiv(tl.max(tl.where(m_c, lo, 0), 0), TILE)
+    last = tl.min(tl.where(m_c, hi, far), 0) // TILE
+    first = tl.minimum(tl.maximum(first, start), end)
+    return first, tl.maximum(tl.minimum(last, end), first)
+
+
+@triton.jit
+def load_tile(p, mask, WHOLE: tl.constexpr):
+    """A tile of which only a part exists; without a mask where all of it does."""
+    if WHOLE:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=mask, other=0)
+
+
+@triton.jit
+def below(s0, s1):
+    """[R, C] and [R, C] -> [2R, C], one below the other. Registers are renamed, nothing moves."""
+    s = tl.permute(tl.join(s0, s1), (2, 0, 1))
+    return tl.reshape(s, [2 * s0.shape[0], s0.shape[1]])
+
+
+@triton.jit
+def upper_lower(x):
+    """[2R, C] -> its upper and its lower [R, C]. Registers are renamed, nothing moves."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))

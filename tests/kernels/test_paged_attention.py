@@ -1,0 +1,95 @@
+"""The Triton attention kernels against exact attention on what the pages hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disagg.kernels import paged_attention, selftest
+from disagg.kernels.bits import MAGIC
+from tests.kernels.cases import (
+    BASE,
+    Case,
+    exact_attention,
+    quant_case,
+    quant_format,
+    raw_case,
+    raw_format,
+    relative_error,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check(case: Case, fmt, heads: int, tolerance: float = 1e-3) -> None:
+    raw = hasattr(fmt, "dtype")
+    attend = paged_attention.attend_raw if raw else paged_attention.attend_quantized
+    tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
+    o, lse = (x.cpu() for x in attend(*tensors, fmt, BASE, heads, 0.2))
+    exact, exact_lse = exact_attention(case, 0.2)
+    seen = exact_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert torch.allclose(lse[seen].double(), exact_lse[seen], rtol=1e-3, atol=2e-3)
+    assert relative_error(o, exact) <= tolerance
+    assert not o[~seen].any()
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "k_group", "v_group"),
+    [
+        (2, 64, 64, 64),
+        (2, 64, 32, 32),
+        (2, 128, 64, 64),
+        (4, 128, 64, 64),
+        (4, 128, 32, 32),
+        (4, 80, 64, 40),
+        (2, 96, 32, 32),
+        (4, 256, 64, 32),
+    ],
+)
+def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group):
+    fmt = quant_format(bits, head_dim, k_group, v_group)
+    check(quant_case(fmt, [200, 1, 64], heads=2, width=4), fmt, heads=2)
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
+    fmt = quant_format(bits, 64, 64, 32)
+    check(quant_case(fmt, [70, 63], heads=1, width=width), fmt, heads=1)
+
+
+@pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
+def test_several_queries_of_a_sequence_see_different_tokens(fmt):
+    make = raw_case if hasattr(fmt, "dtype") else quant_case
+    case = make(fmt, [257, 63, 3], heads=2, width=3, m=3)
+    check(case, fmt, heads=2)
+    check(replace(case, lo=torch.maximum(case.hi - 70, case.lo)), fmt, heads=2)
+
+
+@pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float16", 64)])
+def test_a_window_hides_tokens_on_both_sides(fmt):
+    make = raw_case if hasattr(fmt, "dtype") else quant_case
+    case = make(fmt, [300, 170, 90, 0], heads=2, width=4)
+    lo = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
+    check(replace(case, lo=lo), fmt, heads=2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_raw_pages_are_attended_in_their_own_dtype(dtype, head_dim):
+    fmt = raw_format(dtype, head_dim)
+    tolerance = 1e-5 if dtype == "float32" else 1e-3
+    check(raw_case(fmt, [100, 1, 150, 0], heads=2, width=7), fmt, heads=2, tolerance=tolerance)
+
+
+def test_long_and_short_sequences_share_the_units_of_work():
+    fmt = quant_format(2, 64, 64, 64)
+    lengths = [1300, 5, 64, 500, 0]
+    check(quant_case(fmt, lengths, heads=1, width=4), fmt, heads=1)
+
+
+def test_queries_and_scales_that_overflow_fp16_together_do_not():
+    fmt = quant_format(2, 64, 64, 64)
+    case = quant_case(fmt, [200], heads=1, width=2)
+    check(replace(case, q=case.q * 300), fmt, heads=1, tolerance=5e-3)
