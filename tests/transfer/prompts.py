@@ -1,4 +1,4 @@
-"""Prompts with random bytes under a small plan that has every kind of record, and their receiver."""
+"""Prompts of random bytes under a small plan that has every kind of record."""
 
 import random
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """The list of items that both sides derive alone."""
 
+import itertools
+
 import pytest
 
 from disagg.errors import LayoutError
@@ -30,7 +32,7 @@ def test_no_two_items_share_a_byte(tokens):
         (prompt.read._records.start(item), prompt.checklist.nbytes(item))
         for item in prompt.checklist.items
     )
-    for (start, nbytes), (following, _) in zip(starts, starts[1:], strict=False):
+    for (start, nbytes), (following, _) in itertools.pairwise(starts):
         assert start + nbytes <= following
 
 

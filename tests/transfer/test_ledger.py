@@ -20,7 +20,6 @@ from disagg.transfer.messages import Ack, Admission, Admit, Drop, Grant, Nack, S
 from disagg.wire import CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.prompts import EPOCH, OTHER_PLAN, Prompt, make_pool, make_prompt, make_terms
 
-
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, State, Waiter
+from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Placement, State, Waiter
 from disagg.wire import CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
 
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.prompts: dict[tuple[str, int], Prompt] = {}
         self.waiters: list[Waiter] = []
         self.tickets: list[tuple[Ticket, tuple[str, int]]] = []
-        self.open_writes: list[tuple[PageFrame, bool]] = []
+        self.open_writes: list[tuple[PageFrame, list[Placement]]] = []
         self.engine: dict[tuple[str, int], Admission] = {}
         self.ever_admitted: set[tuple[str, int, int]] = set()
         self.gone: set[tuple[str, int]] = set()  # aborted by the router
@@ -115,18 +115,20 @@ class Machine(RuleBasedStateMachine):
             assert how == "corrupt"
             self.ledger.end_write(frame, False)
             return
-        for placement in placements:
-            self.pool.arena.write(placement.start, placement.data)
-        if how == "open":
-            self.open_writes.append((frame, True))
-        else:
-            self.ledger.end_write(frame, True)
+        self.open_writes.append((frame, placements))
+        if how != "open":
+            self.end_write(len(self.open_writes) - 1)
 
     @precondition(lambda self: self.open_writes)
     @rule(data=st.data())
     def close_write(self, data: st.DataObject) -> None:
-        place = data.draw(st.integers(0, len(self.open_writes) - 1))
-        self.ledger.end_write(*self.open_writes.pop(place))
+        self.end_write(data.draw(st.integers(0, len(self.open_writes) - 1)))
+
+    def end_write(self, place: int) -> None:
+        frame, placements = self.open_writes.pop(place)
+        for placement in placements:
+            self.pool.arena.write(placement.start, placement.data)
+        self.ledger.end_write(frame, True)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), then_commit=st.booleans())
@@ -236,6 +238,12 @@ class Machine(RuleBasedStateMachine):
             assert self.pool.referenced_pages == 0
 
     @invariant()
+    def what_is_written_to_is_not_free(self) -> None:
+        for frame, placements in self.open_writes:
+            handoff = self.ledger.handoff(frame.ticket.nonce)
+            assert not placements or (handoff and handoff.groups is not None)
+
+    @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
         for waiter in self.waiters:
             if waiter.callers and waiter.deadline < self.now:
@@ -247,9 +255,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.act()
-        for frame, written in self.open_writes:
-            self.ledger.end_write(frame, written)
-        self.open_writes.clear()
+        while self.open_writes:
+            self.end_write(0)
         self.ledger.expire(self.now + 1000.0)
         self.act()
         for key in list(self.engine):
