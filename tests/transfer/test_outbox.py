@@ -1,0 +1,189 @@
+"""What a sender sends, in which order, and how much of it at once. No sockets."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.errors import CorruptFrameError
+from disagg.transfer.convert import message_frame
+from disagg.transfer.outbox import Outbox
+from disagg.wire import Item, Ticket, digest, unpack
+from tests.transfer.prompts import Prompt, make_prompt
+
+TICKET = Ticket(3, 7, 1)
+FRAME = 2000  # cut small, so that a prompt is many frames
+PLENTY = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return make_prompt(300)
+
+
+def make_outbox(prompt: Prompt, credit: int = PLENTY, frame_bytes: int = FRAME) -> Outbox:
+    outbox = Outbox(prompt.checklist, prompt.read, frame_bytes)
+    outbox.grant(credit, 0)
+    return outbox
+
+
+def drain(outbox: Outbox) -> list[Item]:
+    """Send everything, each frame acknowledged at once."""
+    sent: list[Item] = []
+    while parcel := outbox.next_parcel(TICKET):
+        frame = unpack(message_frame(parcel.message))
+        frame.verify()
+        sent += frame.items()
+        outbox.grant(len(parcel.message), 1)
+    return sent
+
+
+def digests(prompt: Prompt, items: list[Item]) -> dict[Item, int]:
+    return {item: digest(prompt.read(item)) for item in items}
+
+
+def test_items_leave_in_the_order_of_offering(prompt):
+    outbox = make_outbox(prompt)
+    for layer in (0, 1, 2):
+        outbox.offer(prompt.checklist.layer(layer), 0.0)
+    assert drain(outbox) == list(prompt.checklist.items)
+    assert outbox.drained
+
+
+def test_a_layer_leaves_before_the_next_is_offered(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.layer(0), 0.0)
+    assert drain(outbox) == list(prompt.checklist.layer(0))
+    assert not outbox.drained
+
+
+def test_frames_hold_one_kind_and_group_and_are_cut_at_their_size(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.items, 0.0)
+    frames = []
+    while parcel := outbox.next_parcel(TICKET):
+        frames.append(unpack(message_frame(parcel.message)))
+        assert len(parcel.message) <= FRAME
+        outbox.grant(len(parcel.message), 1)
+    for first, second in pairwise(frames):
+        alike = (first.kind, first.group) == (second.kind, second.group)
+        both = sum(map(len, first.payload)) + len(second.payload[0])
+        assert not alike or both > FRAME - 512 - 20 * (len(first.payload) + 1)
+
+
+def test_an_item_larger_than_a_frame_travels_alone(prompt):
+    outbox = make_outbox(prompt, frame_bytes=600)
+    outbox.offer(prompt.checklist.items, 0.0)
+    large = 0
+    while parcel := outbox.next_parcel(TICKET):
+        frame = unpack(message_frame(parcel.message))
+        assert len(parcel.message) <= 600 or len(frame.payload) == 1
+        large += len(parcel.message) > 600
+        outbox.grant(len(parcel.message), 1)
+    assert large
+
+
+def test_without_credit_nothing_leaves(prompt):
+    rich, poor = make_outbox(prompt), make_outbox(prompt, credit=0)
+    for outbox in (rich, poor):
+        outbox.offer(prompt.checklist.items, 0.0)
+    parcel = rich.next_parcel(TICKET)
+    poor.grant(len(parcel.message) - 1, 0)
+    assert poor.next_parcel(TICKET) is None
+    poor.grant(1, 0)
+    assert poor.next_parcel(TICKET) == parcel
+    assert poor.next_parcel(TICKET) is None
+
+
+def test_two_frames_are_in_flight_however_much_credit_there_is(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.items, 0.0)
+    while outbox.next_parcel(TICKET):
+        pass
+    assert FRAME < outbox.bytes_in_flight <= 2 * FRAME
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
+    outbox = make_outbox(prompt, credit=0)
+    outbox.offer(prompt.checklist.items, 0.0)
+    flight: list[int] = []
+    credit = 0
+    for grant in data.draw(st.lists(st.integers(0, 2 * FRAME), max_size=30)):
+        outbox.grant(grant, 0)
+        credit += grant
+        while parcel := outbox.next_parcel(TICKET):
+            flight.append(len(parcel.message))
+            credit -= len(parcel.message)
+        assert credit == outbox.credit >= 0
+        assert outbox.bytes_in_flight == sum(flight) <= 2 * FRAME
+        if flight and data.draw(st.booleans()):
+            outbox.grant(0, 1)
+            flight.pop(0)
+
+
+def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.items, 0.0)
+    first = unpack(message_frame(outbox.next_parcel(TICKET).message)).items()
+    outbox.next_parcel(TICKET)
+    outbox.there(digests(prompt, first))
+    assert outbox.bytes_in_flight == 0
+    assert outbox.credit == 0
+    outbox.grant(PLENTY, 0)
+    assert drain(outbox) == [x for x in prompt.checklist.items if x not in first]
+
+
+def test_after_a_new_reservation_everything_goes_out_again(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.items, 0.0)
+    drain(outbox)
+    outbox.there({})
+    outbox.grant(PLENTY, 0)
+    assert drain(outbox) == list(prompt.checklist.items)
+
+
+def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
+    outbox = make_outbox(prompt)
+    known = list(prompt.checklist.items[:9])
+    outbox.there(digests(prompt, known))
+    outbox.grant(PLENTY, 0)
+    outbox.offer(prompt.checklist.items, 0.0)
+    assert drain(outbox) == list(prompt.checklist.items[9:])
+    assert outbox.skipped_bytes == sum(map(prompt.checklist.nbytes, known))
+    assert outbox.manifest() == prompt.commit().digests
+
+
+def test_items_that_the_receiver_has_with_another_digest_are_sent(prompt):
+    outbox = make_outbox(prompt)
+    outbox.there(dict.fromkeys(prompt.checklist.items, 1))
+    outbox.grant(PLENTY, 0)
+    outbox.offer(prompt.checklist.items, 0.0)
+    assert drain(outbox) == list(prompt.checklist.items)
+
+
+def test_what_the_receiver_misses_goes_out_again(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.items, 0.0)
+    drain(outbox)
+    missing = [prompt.checklist.items[3], prompt.checklist.items[-1]]
+    outbox.missing(missing)
+    assert not outbox.drained
+    assert drain(outbox) == missing
+
+
+def test_a_receiver_that_misses_or_acknowledges_what_was_never_sent_is_a_typed_error(prompt):
+    outbox = make_outbox(prompt)
+    with pytest.raises(CorruptFrameError):
+        outbox.missing([prompt.checklist.items[0]])
+    with pytest.raises(CorruptFrameError):
+        outbox.grant(5, 1)
+
+
+def test_the_manifest_is_the_digest_of_every_item(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(reversed(prompt.checklist.items), 0.0)
+    drain(outbox)
+    assert outbox.manifest() == prompt.commit().digests
