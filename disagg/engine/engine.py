@@ -206,10 +206,13 @@ class Engine:
         if sequence.life.status is Status.HELD:
             self._scheduler.active.remove(sequence)
             self._scheduler.held[rid] = sequence
-            return Prefilled(rid, token, reason, sequence.plan.fingerprint, usage)
-        if reason:
-            self._intake.end(sequence)
-        return Token(rid, len(sequence.emitted) - 1, token, reason, usage if reason else None)
+            plan, spent = sequence.plan.fingerprint, dict(sequence.life.spent)
+            return Prefilled(rid, token, reason, plan, usage, spent)
+        index = len(sequence.emitted) - 1
+        if reason is None:
+            return Token(rid, index, token)
+        self._intake.end(sequence)
+        return Token(rid, index, token, reason, usage, dict(sequence.life.spent))
 
     def _take_output(self) -> StepOutput:
         events, preempted = self._events, self._preempted

@@ -1,9 +1,11 @@
 """What goes into an engine and what comes out: plain data, one object per fact."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from disagg.engine.sequence import Handoff, KVUsage, Request
 from disagg.errors import DisaggError
+from disagg.metrics import Status
 from disagg.plan import GroupState
 
 
@@ -60,9 +62,10 @@ Message = Prefill | Admit | Replay | Release | Abort | Drain
 
 @dataclass(frozen=True)
 class Token:
-    """Token `index` of an answer; the last one says why it ended and what the KV took.
+    """Token `index` of an answer; the last one says why it ended and what it took.
 
     After Admit and Replay the last token that was known comes once more.
+    spent: seconds in each state of its life here
     """
 
     rid: str
@@ -70,17 +73,23 @@ class Token:
     token: int
     finish_reason: str | None = None
     usage: KVUsage | None = None
+    spent: Mapping[Status, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt is computed, its records are final and held. `finish_reason`: nothing to decode."""
+    """A prompt is computed, its records are final and held.
+
+    finish_reason: there is nothing to decode · plan: fingerprint
+    spent: seconds in each state of its life so far
+    """
 
     rid: str
     first_token: int
     finish_reason: str | None
     plan: str
     usage: KVUsage
+    spent: Mapping[Status, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ class Workspace:
         self._shape = (2, heads, total, head_dim)
         self._layers: list[Tensor | None] = [None] * layers
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(x.nbytes for x in self._layers if x is not None)
+
     def extend(self, layer: int, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, done, D] so far."""
         done = before + k.shape[1]

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -22,6 +23,7 @@ from disagg.model.describe import ModelInfo, describe_model, read_config
 from disagg.model.probe import check_attention
 
 READ_BYTES = 16 << 20
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -91,7 +93,7 @@ def _load(info: ModelInfo) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         reason = f"cannot load {info.architecture} from {info.path}: {error}"
         if error.args == (IMPLEMENTATION,):  # the architecture has a list of its own to choose from
             reason = f"{info.architecture} takes no attention function from outside: not supported"

@@ -1,0 +1,1 @@
+"""Benchmarks: what is measured, printed as tables or JSON."""

@@ -1,0 +1,125 @@
+import pytest
+
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Request, SamplingParams, Sequence
+from disagg.errors import CapacityError
+from disagg.metrics import Life, Status
+from disagg.pool import HostArena, Pool
+
+SHAPE = KVShape(num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None))
+KIVI = "kivi:bits=2,group=64,residual=64"
+
+
+def make(arena_bytes: int = 4 << 20, tokens: int = 100, sequences: int = 8, watermark: float = 0):
+    pool = Pool(HostArena(bytearray(arena_bytes)), slab_bytes=1 << 18)
+    return Scheduler(pool, tokens, sequences, watermark), pool
+
+
+def sequence(order: int, prompt: int, codec: str = KIVI, emitted: int = 0) -> Sequence:
+    request = Request(str(order), (1,) * prompt, SamplingParams(max_tokens=50), codec)
+    return Sequence(request, parse_plan(codec, SHAPE), Life(0.0), order, emitted=[2] * emitted)
+
+
+def admit_all(scheduler: Scheduler) -> list[Sequence]:
+    """Admit what has room, as the engine does."""
+    admitted = []
+    while found := scheduler.next_admissible():
+        found.life.enter(Status.PREFILL, 0.0)
+        admitted.append(found)
+    return admitted
+
+
+def decoding(scheduler: Scheduler, order: int, prompt: int, emitted: int) -> Sequence:
+    """A sequence whose prompt is prefilled already."""
+    found = sequence(order, prompt, emitted=emitted)
+    scheduler.queue(found)
+    assert admit_all(scheduler) == [found]
+    found.life.enter(Status.DECODE, 0.0)
+    found.n = prompt
+    return found
+
+
+def test_who_came_first_is_served_first_also_after_a_preemption() -> None:
+    scheduler, _ = make()
+    for order in (2, 0, 1):
+        scheduler.queue(sequence(order, 30))
+    assert [x.order for x in admit_all(scheduler)] == [0, 1, 2]
+    victim = scheduler.preempt()
+    assert victim is not None
+    assert (victim.order, victim.n, victim.groups) == (2, 0, ())
+    scheduler.queue(sequence(3, 30))
+    assert [x.order for x in scheduler.waiting] == [2, 3]
+
+
+def test_chunks_share_the_budget_that_decoding_leaves() -> None:
+    scheduler, _ = make(tokens=100)
+    decoding(scheduler, 0, 30, emitted=1)
+    for order, prompt in ((1, 60), (2, 90)):
+        scheduler.queue(sequence(order, prompt))
+    admit_all(scheduler)
+    decodes = scheduler.decode_shares()
+    chunks = scheduler.prefill_shares(sum(share.count for share in decodes))
+    assert [(x.sequence.order, x.count) for x in decodes + chunks] == [(0, 1), (1, 60), (2, 39)]
+
+
+def test_decoding_is_never_held_back_and_replays_use_what_is_spare() -> None:
+    scheduler, _ = make(tokens=12)
+    for order, emitted in ((0, 1), (1, 40), (2, 40)):
+        decoding(scheduler, order, 30, emitted)
+    assert [share.count for share in scheduler.decode_shares()] == [1, 10, 1]
+    scheduler, _ = make(tokens=2)
+    for order in range(3):
+        decoding(scheduler, order, 30, emitted=40)
+    assert [share.count for share in scheduler.decode_shares()] == [1, 1, 1]
+
+
+def test_a_replayed_block_ends_before_the_next_seal() -> None:
+    scheduler, _ = make(tokens=500)
+    replayed = decoding(scheduler, 0, 100, emitted=49)
+    (share,) = scheduler.decode_shares()
+    assert share.count == 27  # 127 tokens: one more would seal a page
+    replayed.n += 27
+    (share,) = scheduler.decode_shares()
+    assert (share.count, share.completes) == (22, True)
+
+
+def test_a_share_of_the_pool_stays_free_for_sequences_that_grow() -> None:
+    for watermark, expected in ((0.0, 4), (0.4, 2)):
+        scheduler, pool = make(arena_bytes=4 << 18, watermark=watermark)
+        assert pool.arena.nbytes == 4 * parse_plan("raw", SHAPE).nbytes(128)
+        for order in range(5):
+            scheduler.queue(sequence(order, 127, "raw"))
+        assert len(admit_all(scheduler)) == expected
+
+
+def test_one_prompt_may_have_the_whole_pool_and_no_prompt_more() -> None:
+    scheduler, pool = make(arena_bytes=1 << 18, watermark=0.5)
+    fitting = (1 << 18) // parse_plan("raw", SHAPE).nbytes(16) * 16
+    scheduler.queue(sequence(0, fitting, "raw"))
+    assert len(admit_all(scheduler)) == 1
+    scheduler.remove(scheduler.active[0])
+    assert not pool.referenced_pages
+    scheduler.queue(sequence(1, fitting + 1, "raw"))
+    with pytest.raises(CapacityError):
+        scheduler.next_admissible()
+    assert not pool.referenced_pages
+
+
+def test_at_most_so_many_sequences_compute_at_once() -> None:
+    scheduler, _ = make(sequences=2)
+    for order in range(3):
+        scheduler.queue(sequence(order, 10))
+    assert len(admit_all(scheduler)) == 2
+
+
+def test_what_another_worker_was_offered_is_not_preempted() -> None:
+    scheduler, _ = make()
+    for order in range(2):
+        scheduler.queue(sequence(order, 10))
+    _, newest = admit_all(scheduler)
+    newest.handoff = object()  # type: ignore[assignment]
+    victim = scheduler.preempt()
+    assert victim is not None
+    assert victim.order == 0
+    assert scheduler.preempt() is None

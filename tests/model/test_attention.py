@@ -1,0 +1,46 @@
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.model.attention import attend_exact
+from disagg.model.cache import Workspace
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Query by query, in double precision."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    start, group = k.shape[1] - q.shape[1], q.shape[0] // k.shape[0]
+    for head in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            last = start + i + 1
+            seen = slice(0 if window is None else max(0, last - window), last)
+            keys, values = k[head // group, seen].double(), v[head // group, seen].double()
+            p = (scale * (keys @ q[head, i].double())).softmax(0)
+            out[head, i] = p @ values
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 23, 100])
+@pytest.mark.parametrize("count", [1, 7, 23])
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_the_last_tokens_attend_on_what_they_may_see(
+    window: int | None, count: int, heads: int
+) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(6, count, 20)
+    k, v = torch.randn(2, heads, 23, 20)
+    expected = naive(q, k, v, 0.3, window)
+    assert torch.allclose(attend_exact(q, k, v, 0.3, window).double(), expected, atol=1e-5)
+
+
+def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers() -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 3, 10, 8)
+    workspace = Workspace(layers=2, heads=3, total=10, head_dim=8)
+    for layer in range(2):
+        for before, done in ((0, 4), (4, 9), (9, 10)):
+            part = slice(before, done)
+            so_far = workspace.extend(layer, k[:, part], v[:, part], before)
+            assert torch.equal(so_far[0], k[:, :done])
+            assert torch.equal(so_far[1], v[:, :done])
+    assert workspace.stored_bytes == 0

@@ -1,0 +1,84 @@
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from disagg.errors import ModelError
+from disagg.model.attention import Batch, Chunk
+from disagg.model.probe import check_attention
+from disagg.model.runner import Runner, fingerprint_model
+from tests.engine.serving import make_engine, serve
+from tests.model.tiny import random_prompt, save_tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(
+    path: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    original = fingerprint_model(path)
+    assert Runner.load(str(copy)).fingerprint == original
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    assert fingerprint_model(copy) != original
+    shutil.copy(path / "model.safetensors", copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert fingerprint_model(copy) != original
+
+
+def test_a_model_without_all_of_its_weights_is_refused(path: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj"):
+        Runner.load(str(copy))
+
+
+def test_weights_that_are_cut_short_are_refused(path: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot load LlamaForCausalLM"):
+        Runner.load(str(copy))
+
+
+def test_windows_that_the_model_does_not_share_are_refused(tmp_path: Path) -> None:
+    runner = Runner.load(str(save_tiny("mistral", tmp_path)))
+    whole = replace(runner.info, windows=(None, None, None))
+    with pytest.raises(ModelError, match="a window of 20"):
+        check_attention(runner._model, whole)
+
+
+def test_models_run_in_16_bits_too(path: Path) -> None:
+    runner = Runner.load(str(path), "float16")
+    assert runner.shape.dtype == "float16"
+    engine = make_engine(runner, max_batch_tokens=40)
+    (answer,) = serve(engine, [random_prompt(70)], "raw", 8)
+    assert len(answer) == 8
+    (group,) = engine.plan("raw").groups
+    assert group.raw.plane("k").dtype == "float16"
+
+
+def test_only_wanted_rows_have_logits(path: Path) -> None:
+    runner = Runner.load(str(path))
+    batch = Batch(
+        tokens=[1, 2, 3, 4],
+        positions=[0, 1, 2, 3],
+        outputs=[3, 1],
+        arena=torch.empty(0),
+        chunks=(Chunk(0, 4, 0, runner.workspace(4), lambda *_: None),),
+    )
+    logits = runner.forward(batch)
+    assert logits.shape == (2, runner.info.vocab_size)
+    assert logits.dtype == torch.float32
