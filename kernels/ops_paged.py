@@ -1,4 +1,4 @@
-"""Pages made of pieces, as the other rooms call them: arguments checked, run by device.
+"""Pages made of pieces or of bit planes, as the other rooms call them: arguments checked first.
 
 Shapes and units are stated in reference_paged.py and reference_encode_paged.py. A wrong dtype
 raises TypeError, a wrong shape or device ValueError. Every device runs the torch reference.
@@ -7,9 +7,11 @@ raises TypeError, a wrong shape or device ValueError. Every device runs the torc
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference_encode_paged, reference_paged
+from disagg.kernels import reference_aligned, reference_encode_paged, reference_paged
+from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat
 from disagg.kernels.reference import Partial
+from disagg.kernels.reference_aligned import Bits
 
 
 def attend_paged(
@@ -27,20 +29,10 @@ def attend_paged(
     segment_base: int = 0,
 ) -> Partial:
     """Attention on pieces: o [B, M, Hq, D], lse [B, M, Hq]. See reference_paged.attend_paged."""
-    if not q.is_floating_point() or arena.dtype != torch.uint8:
-        raise TypeError(f"q is {q.dtype}, the arena {arena.dtype}; a float and u8 are wanted")
-    if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % heads:
-        raise ValueError(
-            f"q is {tuple(q.shape)}; [B, M, a multiple of {heads}, {fmt.head_dim}] is wanted"
-        )
-    if pages.dim() != 2 or not pages.shape[1] or pages.shape[0] != q.shape[0]:
-        raise ValueError(f"pages is {tuple(pages.shape)}; [{q.shape[0]}, 1 or more] is wanted")
-    for name, x, wanted in (("lo", lo, q.shape[:2]), ("hi", hi, q.shape[:2])):
-        if x.shape != wanted:
-            raise ValueError(f"{name} is {tuple(x.shape)}; {tuple(wanted)} is wanted")
+    _check_attend(q, arena, pages, lo, hi, fmt.head_dim, heads)
     if fmt.segment_bytes and (segments is None or owner is None or owner.shape != pages.shape):
         raise ValueError("these pages share segments: segments [B, S] and owner [B, P] are wanted")
-    for there in (arena, pages, lo, hi, segments, owner):
+    for there in (segments, owner):
         if there is not None and there.device != q.device:
             raise ValueError(f"q is on {q.device}, another argument on {there.device}")
     return reference_paged.attend_paged(
@@ -48,18 +40,27 @@ def attend_paged(
     )
 
 
+def attend_aligned(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: AlignedFormat,
+    base: int,
+    heads: int,
+    scale: float,
+) -> tuple[Partial, Bits]:
+    """Attention on bit planes, and the bits read. See reference_aligned.attend_aligned."""
+    _check_attend(q, arena, pages, lo, hi, fmt.head_dim, heads)
+    return reference_aligned.attend_aligned(q, arena, pages, lo, hi, fmt, base, heads, scale)
+
+
 def encode_paged(
     k: Tensor, v: Tensor, fmt: PagedFormat, seed: int = 0, frozen: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Seal the pages of a segment: blocks [P, H, bytes], segment [H, bytes] or None."""
-    if not (k.is_floating_point() and v.is_floating_point()):
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim:
-        raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {fmt.head_dim}] is wanted"
-        )
-    if k.shape[1] % fmt.tokens:
-        raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
+    _check_encode(k, v, fmt.head_dim, fmt.tokens)
     return reference_encode_paged.encode_paged(k, v, fmt, seed, frozen)
 
 
@@ -72,3 +73,39 @@ def decode_paged(
             f"blocks are {tuple(blocks.shape)} {blocks.dtype}; [..., {fmt.block_bytes}] u8 wanted"
         )
     return reference_paged.decode_paged(blocks, segments, fmt, dtype)
+
+
+def encode_aligned(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:
+    """Bit planes of pages: [n / T, H, block_bytes] u8. See reference_aligned.encode_aligned."""
+    _check_encode(k, v, fmt.head_dim, fmt.tokens)
+    return reference_aligned.encode_aligned(k, v, fmt)
+
+
+def _check_attend(
+    q: Tensor, arena: Tensor, pages: Tensor, lo: Tensor, hi: Tensor, head_dim: int, heads: int
+) -> None:
+    if not q.is_floating_point() or arena.dtype != torch.uint8:
+        raise TypeError(f"q is {q.dtype}, the arena {arena.dtype}; a float and u8 are wanted")
+    if q.dim() != 4 or q.shape[3] != head_dim or q.shape[2] % heads:
+        raise ValueError(
+            f"q is {tuple(q.shape)}; [B, M, a multiple of {heads}, {head_dim}] is wanted"
+        )
+    if pages.dim() != 2 or not pages.shape[1] or pages.shape[0] != q.shape[0]:
+        raise ValueError(f"pages is {tuple(pages.shape)}; [{q.shape[0]}, 1 or more] is wanted")
+    for name, x, wanted in (("lo", lo, q.shape[:2]), ("hi", hi, q.shape[:2])):
+        if x.shape != wanted:
+            raise ValueError(f"{name} is {tuple(x.shape)}; {tuple(wanted)} is wanted")
+    for there in (arena, pages, lo, hi):
+        if there.device != q.device:
+            raise ValueError(f"q is on {q.device}, another argument on {there.device}")
+
+
+def _check_encode(k: Tensor, v: Tensor, head_dim: int, tokens: int) -> None:
+    if not (k.is_floating_point() and v.is_floating_point()):
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != head_dim:
+        raise ValueError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {head_dim}] is wanted"
+        )
+    if k.shape[1] % tokens:
+        raise ValueError(f"{k.shape[1]} tokens; a multiple of {tokens} is wanted")

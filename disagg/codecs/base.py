@@ -47,11 +47,16 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """One method with its options. A subclass's fields are its options."""
+    """One method with its options. A subclass's fields are its options.
+
+    final_at:     when the bytes of its pages are final
+    attend_error: relative, of `attend` against exact attention on what `decode` gives, in fp32
+    """
 
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = 64
+    attend_error: ClassVar[float] = 1e-5
 
     @property
     def spec(self) -> str:

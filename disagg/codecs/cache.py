@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.base import Codec, Encoded
 from disagg.codecs.layer import attend_tables, read_blocks, read_tail, write_prompt, write_step
 from disagg.codecs.seals import segment_layout
-from disagg.codecs.tables import Growth, block_size, build_tables, plan_step
+from disagg.codecs.tables import Growth, PageTable, block_size, build_tables, plan_step
 from disagg.errors import RequestError
+from disagg.kernels.reference_aligned import Bits
 from disagg.page import ARENA_UNIT
 from disagg.plan import GroupState, LayerGroup, RecordShape, allocate_group
 
@@ -99,19 +101,22 @@ class CompressedKV:
         q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
         scale: of the scores; D**-0.5 unless given
         """
-        if q.ndim != 2 or q.shape[1] != self.group.head_dim or q.shape[0] % self.group.heads:
-            raise RequestError(
-                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}] with Hq a multiple of "
-                f"{self.group.heads} KV heads is wanted"
-            )
-        if not self.num_tokens:
-            raise RequestError("there is nothing to attend to: the cache holds no token")
-        now = Growth(self._state, self.num_tokens - 1, 1, 0)
-        sealed, tail = build_tables(self.group, [now], 1, q.device)
-        scale = self.group.head_dim**-0.5 if scale is None else scale
-        rows = q.float()[None, None]
+        rows, sealed, tail = self._view(q)
         codec, group, arena = self.codec, self.group, self._arena.bytes
+        scale = group.head_dim**-0.5 if scale is None else scale
         return attend_tables(codec, group, self.layer, arena, rows, sealed, tail, scale)[0, 0]
+
+    def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
+        """Bits of K and V that each query head reads of the pages: see AlignedKV.
+
+        RequestError where the codec always reads all that it stores.
+        """
+        rows, sealed, _ = self._view(q)
+        if not isinstance(self.codec, AlignedKV) or sealed is None:
+            raise RequestError(f"{self.codec.name} reads all that its pages store")
+        scale = self.group.head_dim**-0.5 if scale is None else scale
+        arena, group = self._arena.bytes, self.group
+        return self.codec.attend_counting(rows, arena, sealed, group, self.layer, scale)[1]
 
     def reconstruct(self) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] fp32: what attention sees, in token order."""
@@ -122,6 +127,18 @@ class CompressedKV:
         sealed = [self.codec.decode(encoded, group) for encoded in self.runs()]
         parts_k, parts_v = [x for x, _ in sealed], [x for _, x in sealed]
         return torch.cat([*parts_k, k], 1), torch.cat([*parts_v, v], 1)
+
+    def _view(self, q: Tensor) -> tuple[Tensor, PageTable | None, PageTable | None]:
+        """The query as a batch of one, and the page tables that it sees."""
+        if q.ndim != 2 or q.shape[1] != self.group.head_dim or q.shape[0] % self.group.heads:
+            raise RequestError(
+                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}] with Hq a multiple of "
+                f"{self.group.heads} KV heads is wanted"
+            )
+        if not self.num_tokens:
+            raise RequestError("there is nothing to attend to: the cache holds no token")
+        now = Growth(self._state, self.num_tokens - 1, 1, 0)
+        return q.float()[None, None], *build_tables(self.group, [now], 1, q.device)
 
     @property
     def layer(self) -> int:

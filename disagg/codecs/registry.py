@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.base import Codec
 from disagg.codecs.decoquant import DecoQuant
 from disagg.codecs.fp8 import Fp8
@@ -14,7 +15,19 @@ from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (DecoQuant, Fp8, Gear, GearL, Int8, Kcvt, Kivi, PerToken, Raw)
+    codec.name: codec
+    for codec in (
+        AlignedKV,
+        DecoQuant,
+        Fp8,
+        Gear,
+        GearL,
+        Int8,
+        Kcvt,
+        Kivi,
+        PerToken,
+        Raw,
+    )
 }
 
 

@@ -25,6 +25,7 @@ CODECS = [
     "int8",
     "fp8",
     "kcvt:bits=4",
+    "alignedkv",
     "decoquant:bits=4,block=16",
     "decoquant:bits=8,block=32",
     "gear-l:bits=4,backbone=kcvt,rank=4,decode_rank=2",
@@ -90,7 +91,7 @@ def test_attention_on_the_bytes_equals_attention_on_the_reconstruction(
     q = torch.randn(2 * per_head, head_dim, generator=torch.Generator().manual_seed(1))
     cache = codec.compress(k, v)
     wanted = exact_attention(q, *cache.reconstruct(), scale=head_dim**-0.5)
-    assert relative_error(cache.attend(q), wanted) <= 1e-5
+    assert relative_error(cache.attend(q), wanted) <= codec.attend_error
 
 
 def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec: Codec) -> None:
@@ -98,7 +99,7 @@ def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec: Codec) -> N
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     cache = codec.compress(k, v)
     wanted = exact_attention(q, *cache.reconstruct(), scale=0.2)
-    assert relative_error(cache.attend(q, scale=0.2), wanted) <= 1e-5
+    assert relative_error(cache.attend(q, scale=0.2), wanted) <= codec.attend_error
 
 
 @pytest.mark.parametrize(("n", "more"), [(0, 130), (300, 200), (2048, 65)])
@@ -111,7 +112,10 @@ def test_pages_sealed_while_decoding_are_attended_with_those_of_the_prompt(
     q = torch.randn(6, 64, generator=torch.Generator().manual_seed(3))
     seen_k, seen_v = cache.reconstruct()
     assert seen_k.shape == seen_v.shape == k.shape
-    assert relative_error(cache.attend(q), exact_attention(q, seen_k, seen_v, 64**-0.5)) <= 1e-5
+    assert (
+        relative_error(cache.attend(q), exact_attention(q, seen_k, seen_v, 64**-0.5))
+        <= codec.attend_error
+    )
 
 
 def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec: Codec) -> None:

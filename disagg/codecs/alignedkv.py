@@ -1,0 +1,97 @@
+"""AlignedKV: fp16 in bit planes, of which attention reads what it needs (arXiv:2409.16546)."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from torch import Tensor
+
+from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.tables import PageTable
+from disagg.kernels.formats_aligned import AlignedFormat
+from disagg.kernels.ops_paged import attend_aligned, encode_aligned
+from disagg.kernels.reference_aligned import Bits, read_planes
+from disagg.kernels.reference_pieces import DenseBlocks
+from disagg.page import Kind, Layout, make_layout
+from disagg.plan import LayerGroup
+
+
+@dataclass(frozen=True)
+class AlignedKV(Codec):
+    """Every bit is stored; a query reads those that its sum can hold.
+
+    It saves memory traffic in attention, not memory. The planes of a page lie one after another, so
+    the coarse ones can be sent first.
+
+    error:  none stored for fp16 (else the rounding to fp16, saturated at +-65504); attention is off
+            by about 2**-10, for each query head by itself
+    source: AlignedKV, arXiv:2409.16546; thresholds 4 and 8, 8 | 4 | 4 bits
+    """
+
+    name: ClassVar[str] = "alignedkv"
+    attend_error: ClassVar[float] = 2**-7
+
+    def page_layout(self, head_dim: int) -> Layout:
+        require(head_dim % 16 == 0, f"alignedkv pairs 16 channels; the head dim is {head_dim}")
+        tokens, half = self.page_tokens, self.page_tokens // 2
+        planes = [
+            ("k_top", "uint8", (1, head_dim)),
+            ("v_top", "uint8", (1, head_dim)),
+            ("k_high", "uint8", (head_dim, tokens)),
+            ("v_high", "uint8", (tokens, head_dim)),
+            ("k_middle", "uint8", (head_dim, half)),
+            ("v_middle", "uint8", (tokens, head_dim // 2)),
+            ("k_low", "uint8", (head_dim, half)),
+            ("v_low", "uint8", (tokens, head_dim // 2)),
+        ]
+        return make_layout(self.spec, Kind.PAGE, tokens, planes)
+
+    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
+        return Encoded(encode_aligned(k, v, aligned_format(self, k.shape[2])))
+
+    def attend(
+        self,
+        q: Tensor,
+        arena: Tensor,
+        table: PageTable,
+        group: LayerGroup,
+        layer: int,
+        scale: float,
+    ) -> Partial:
+        return self.attend_counting(q, arena, table, group, layer, scale)[0]
+
+    def attend_counting(
+        self,
+        q: Tensor,
+        arena: Tensor,
+        table: PageTable,
+        group: LayerGroup,
+        layer: int,
+        scale: float,
+    ) -> tuple[Partial, Bits]:
+        """As `attend`, and how many bits of K and V every query head read, on the mean."""
+        return attend_aligned(
+            q,
+            arena,
+            table.pages,
+            table.lo,
+            table.hi,
+            aligned_format(self, group.head_dim),
+            group.layer_offset(group.page, layer),
+            group.heads,
+            scale,
+        )
+
+    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+        fmt, blocks = aligned_format(self, group.head_dim), DenseBlocks(encoded.blocks)
+        k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)
+        v = read_planes(blocks, fmt, "v", 16)
+        return k.float().transpose(0, 1).flatten(1, 2), v.float().transpose(0, 1).flatten(1, 2)
+
+
+@lru_cache
+def aligned_format(codec: AlignedKV, head_dim: int) -> AlignedFormat:
+    """What a kernel needs to know of an AlignedKV page."""
+    layout = codec.page_layout(head_dim)
+    offsets = {plane.name: plane.offset for plane in layout.planes}
+    return AlignedFormat(layout.tokens, head_dim, layout.block_bytes, **offsets)
