@@ -125,6 +125,6 @@ def _ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
     return {
         Kind.PAGE: state.page_ids(),
         Kind.SEGMENT: list(segments),
-        Kind.RAW: list(state.tail),
+        Kind.RAW: state.tail + state.kept,
         Kind.SIDE: [] if state.side is None else [state.side],
     }
