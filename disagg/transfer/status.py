@@ -47,9 +47,3 @@ def error_of(failure: grpc.aio.AioRpcError) -> DisaggError:
         return error_from(str(reason), message)
     kind = _TRANSPORT.get(failure.code(), PeerLostError)
     return kind(f"{failure.code().name}: {failure.details()}")
-
-
-def is_transport(failure: grpc.aio.AioRpcError) -> bool:
-    """Whether the transport broke, rather than the peer refusing: the work may go on."""
-    named = any(key == REASON_KEY for key, _ in failure.trailing_metadata() or ())
-    return not named and _TRANSPORT.get(failure.code(), PeerLostError) is PeerLostError

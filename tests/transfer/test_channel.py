@@ -1,0 +1,98 @@
+"""Who may speak on the plane: shared token, TLS, mutual TLS."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError, PeerLostError
+from disagg.transfer.channel import Security, tune_malloc
+from tests.transfer.prompts import Prompt, make_prompt
+from tests.transfer.wires import hand_over, open_house
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return make_prompt(300)
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A throw-away authority, a certificate of 127.0.0.1, and a foreign authority."""
+    folder = tmp_path_factory.mktemp("papers")
+    for authority in ("ca", "foreign"):
+        openssl(folder, "req -x509 -nodes -days 2 -subj /CN=test", f"{authority}.key", authority)
+    openssl(folder, "req -nodes -subj /CN=127.0.0.1", "peer.key", "peer.csr")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    subprocess.run(
+        "openssl x509 -req -days 2 -in peer.csr -CA ca -CAkey ca.key -CAcreateserial "
+        "-extfile names -out peer",
+        cwd=folder,
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def openssl(folder: Path, command: str, key: str, out: str) -> None:
+    subprocess.run(
+        f"openssl {command} -newkey ec -pkeyopt ec_paramgen_curve:P-256 -keyout {key} -out {out}",
+        cwd=folder,
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+
+
+def run(prompt: Prompt, server: Security | None, client: Security | None) -> None:
+    async def scene() -> None:
+        async with open_house(security=server, client=client or Security()) as house:
+            sender = house.sender(prompt)
+            await sender.reserve()
+            await hand_over(sender, prompt)
+            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+
+    asyncio.run(scene())
+
+
+def test_a_shared_token_opens_the_plane(prompt):
+    run(prompt, Security(token="a secret"), Security(token="a secret"))
+
+
+@pytest.mark.parametrize("client", [None, Security(token="a guess")], ids=["none", "wrong"])
+def test_without_the_shared_token_every_call_is_refused(prompt, client):
+    with pytest.raises(ConfigError, match="token"):
+        run(prompt, Security(token="a secret"), client)
+
+
+def test_tls_carries_the_plane(prompt, papers):
+    server = Security(certificate=papers["peer"], key=papers["peer.key"])
+    run(prompt, server, Security(ca=papers["ca"]))
+
+
+def test_mutual_tls_and_a_token_together(prompt, papers):
+    both = Security("s", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    run(prompt, both, both)
+
+
+def test_strangers_are_lost_peers(prompt, papers):
+    one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
+    mutual = Security(None, papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    for server, client in (
+        (one_way, None),  # speaks plain text to a server with TLS
+        (one_way, Security(ca=papers["foreign"])),  # trusts another authority
+        (mutual, Security(ca=papers["ca"])),  # has no certificate
+    ):
+        with pytest.raises(PeerLostError):
+            run(prompt, server, client)
+
+
+def test_a_server_with_tls_needs_a_certificate_and_a_key(prompt, papers):
+    with pytest.raises(ConfigError, match="certificate"):
+        run(prompt, Security(ca=papers["ca"]), None)
+
+
+def test_malloc_can_be_tuned_where_there_is_glibc():
+    assert isinstance(tune_malloc(), bool)
