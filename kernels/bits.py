@@ -1,13 +1,14 @@
 """Codes become tensor-core operands without being converted: the trick that makes decoding free.
 
-A code word (formats.py) is 16 bits. Masking one field leaves an integer c * 2**p with p < 8. Read as
-an fp16 the same bits are a subnormal number: exactly c * 2**p * 2**-24. So one AND, which works on
-two words at once, yields two exact operands; no conversion, no subtraction, no shuffle. The factor
-2**(p - 24) belongs to a whole plane, so it is undone on the few sums, not on the many codes. Bits
-from 8 up are first shifted down by 8, together for four (2 bit) or two (4 bit) planes.
+A code word (formats.py) is 16 bits. Masking one field leaves an integer c * 2**p with p < 8. Read
+as an fp16 the same bits are a subnormal number: exactly c * 2**p * 2**-24. So one AND, which works
+on two words at once, yields two exact operands; no conversion, no subtraction, no shuffle. The
+factor 2**(p - 24) belongs to a whole plane, so it is undone on the few sums, not on the many codes.
+Bits from 8 up are first shifted down by 8, together for four (2 bit) or two (4 bit) planes.
 
-Tensor cores take subnormals exactly on NVIDIA; selftest.py asks the chip. One that flushes them gets
-the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, minus 1024 is exact.
+Tensor cores take subnormals exactly on NVIDIA; selftest.py asks the chip. One that flushes them
+gets the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, and taking 1024 away
+is exact.
 """
 
 import triton
@@ -17,11 +18,11 @@ PLAIN = "plain"  # any back end and the interpreter
 PTX = "ptx"  # NVIDIA: the compiler does not find the two-word AND by itself (Triton 3.6 to 3.9)
 MAGIC = "magic"  # chips that flush subnormals
 
-SPELLINGS = (PLAIN, PTX, MAGIC)
-
 
 @triton.jit
-def field(words, PLANE: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr):
+def field(
+    words, PLANE: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr
+):
     """words int16 -> fp16 of the same shape: the codes of one plane and half, times 1/weight."""
     POSITION: tl.constexpr = PLANE * BITS + HALF * 8
     SHIFT: tl.constexpr = POSITION // 8 * 8

@@ -3,7 +3,14 @@
 A tensor on a CPU goes to the torch reference, one on a GPU to the Triton kernel of the same name,
 signature and result. Shapes and units are stated in reference.py and reference_encode.py. A wrong
 dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
+
+Triton is imported on the first call that needs it: a machine without a GPU starts faster, and runs
+where there is no Triton at all.
 """
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,6 +33,10 @@ def attend_raw(
 ) -> Partial:
     """Attention over raw pages: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_raw."""
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
+    if q.is_cuda:
+        return _triton("paged_attention").attend_raw(
+            q, arena, pages, lo, hi, fmt, base, heads, scale
+        )
     return reference.attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
@@ -42,6 +53,10 @@ def attend_quantized(
 ) -> Partial:
     """Attention on codes: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_quantized."""
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
+    if q.is_cuda:
+        return _triton("paged_attention").attend_quantized(
+            q, arena, pages, lo, hi, fmt, base, heads, scale
+        )
     return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
@@ -49,6 +64,8 @@ def merge(parts: list[Partial]) -> Tensor:
     """Attention over the union of disjoint token sets: [B, M, Hq, D]. See reference.merge."""
     if not parts:
         raise ValueError("nothing to merge; at least one (o, lse) is wanted")
+    if parts[0][0].is_cuda:
+        return _triton("paged_attention").merge(parts)
     return reference.merge(parts)
 
 
@@ -62,6 +79,8 @@ def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
         )
     if k.shape[1] % fmt.tokens:
         raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
+    if k.is_cuda:
+        return _triton("encode").encode_quantized(k, v, fmt)
     return reference_encode.encode_quantized(k, v, fmt)
 
 
@@ -93,7 +112,10 @@ def append_raw(
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {fmt.head_dim}] is wanted"
         )
-    reference_pages.append_raw(arena, k, v, pages, slots, fmt, base)
+    if arena.is_cuda:
+        _triton("append").append_raw(arena, k, v, pages, slots, fmt, base)
+    else:
+        reference_pages.append_raw(arena, k, v, pages, slots, fmt, base)
 
 
 def gather_raw(
@@ -119,6 +141,12 @@ def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes
     _check_bytes(arena, "arena")
     _check_ids(pages, (pages.numel(),), "pages", arena)
     return reference_pages.load_blocks(arena, pages, base, heads, block_bytes)
+
+
+@cache
+def _triton(name: str) -> ModuleType:
+    """The Triton module of this folder called `name`."""
+    return import_module(f"disagg.kernels.{name}")
 
 
 def _check_attend(

@@ -70,7 +70,9 @@ def attend_quantized_kernel(
 
 
 @triton.jit
-def add_page(block, q, unit, seen, state, FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr):
+def add_page(
+    block, q, unit, seen, state, FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr
+):
     """The state (m, l, o, z) after one more page, whose block begins at the int16 pointer `block`.
 
     seen: (first token of the page, lo, hi), or () for a page that all columns see whole
@@ -113,6 +115,6 @@ def empty_state(FMT: tl.constexpr, SHAPE: tl.constexpr):
     m, l = empty_softmax(FMT.tokens // 4, C)
     b_o = tl.zeros([triton.next_power_of_2(FMT.head_dim // 4), C * X], tl.float32)
     z = ()
-    for g in tl.static_range(0, GROUPS, X):
+    for _ in tl.static_range(0, GROUPS, X):
         z = z + (tl.zeros([16, C * X], tl.float32),)
     return m, l, (b_o, b_o, b_o, b_o), z

@@ -1,8 +1,8 @@
 """One page of codes inside the attention kernel: its scores, and what its values add.
 
-Nothing is decoded. The scale of K is multiplied into q and the scale of V into p, tiles of C columns;
-codes go to the tensor core as `bits.field` reads them, and zeros, which are in code units, go there
-too, as rows that are all equal. formats.py draws the planes.
+Nothing is decoded. The scale of K is multiplied into q and the scale of V into p, tiles of C
+columns; codes go to the tensor core as `bits.field` reads them, and zeros, which are in code units,
+go there too, as rows that are all equal. formats.py draws the planes.
 """
 
 import triton
@@ -61,9 +61,7 @@ def fold_scale(block, g, q, FMT: tl.constexpr):
 
 
 @triton.jit
-def page_scores(
-    block, q, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr
-):
+def page_scores(block, q, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
     """q.k of one page: [T, C] fp32.
 
     block: int16 pointer to the page's block; q: [C, H] fp16 for each half of channels
@@ -119,9 +117,10 @@ def weigh(block, g, p, z, X: tl.constexpr, FMT: tl.constexpr):
 def add_plane(
     words, weighted, o, f: tl.constexpr, FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr
 ):
-    """o [W, C * X] plus what plane f of the value codes [W, U] adds; `weighted` as `weigh` returns.
+    """o [W, C * X] plus what plane f of the value codes adds.
 
-    A plane is channels f * W + w. Where these lie in more than one group, each group takes its rows.
+    words: [W, U] int16; weighted: what `weigh` returned for every X groups
+    A plane is channels f * W + w; where these lie in several groups, each group takes its rows.
     """
     HALVES: tl.constexpr = FMT.halves
     BITS: tl.constexpr = FMT.bits
@@ -141,9 +140,7 @@ def add_plane(
 
 
 @triton.jit
-def add_values(
-    block, p, decay, o, z, FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr
-):
+def add_values(block, p, decay, o, z, FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr):
     """The sums o and z, decayed, plus what the values of one page add.
 
     p: [T, C] fp32; decay: [C * X]

@@ -89,7 +89,7 @@ def operands(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def token_rows(arena_ptr, pages, base, i_head, FMT: tl.constexpr):
-    """Pointers to the rows of a tile's tokens in their blocks, [T]; K and V are at fixed offsets."""
+    """[T] pointers to the rows of a tile's tokens in their blocks, before the offset of K or V."""
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     o_slot = tl.arange(0, pages.shape[0]) % FMT.tokens
     at = pages.to(tl.int64) * (128 // ITEM) + o_slot * FMT.head_dim

@@ -14,7 +14,7 @@ EMPTY = tl.constexpr(-1e30)  # the running maximum before any token; finite, so 
 
 @triton.jit
 def column_of(i_head, i_block, SHAPE: tl.constexpr):
-    """The columns of a program, each [C]: query m; row among the M * Hq of a sequence; is it real."""
+    """The columns of a program, [C] each: query m, row among M * Hq of the sequence, is it real."""
     i_column = i_block * SHAPE.columns + tl.arange(0, SHAPE.columns)
     i_m, i_g = i_column // SHAPE.group, i_column % SHAPE.group
     heads = SHAPE.rows // SHAPE.queries
