@@ -55,18 +55,18 @@ class EngineConfig:
 class TransferConfig:
     """How a prompt is handed off.
 
-    lease_s:      a reservation ends this long after its sender's last sign of life
-    window_bytes: bytes that may be on the way before the receiver grants more
-    frame_bytes:  payload of a frame
-    link_mbps:    pace of the sender in megabits per second; None: as fast as it goes
-    burst_bytes:  what a paced sender may send at once
+    lease_s:     a reservation ends this long after its sender's last sign of life
+    frame_bytes: where frames are cut; smaller ones for slow links
+    link_mbps:   pace of the sender in megabits per second; None: as fast as it goes
+    burst_bytes: what a paced sender may send at once
+    overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     """
 
     lease_s: float = 10.0
-    window_bytes: int = 8 << 20
     frame_bytes: int = 2 << 20
     link_mbps: float | None = None
     burst_bytes: int = 64 << 10
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class ClusterConfig:
 
     address: "local" starts a private Ray; else the address of a cluster, "host:port"
     prefill, decode: how many workers of each role
-    orphan_s: workers exit so long after the last router left; None: 5 private, 60 on a cluster
+    orphan_s: workers exit so long after the last router left
     grace_s:  how long a stopping worker may finish what it has
     """
 
     address: str = "local"
     prefill: int = 1
     decode: int = 1
-    orphan_s: float | None = None
+    orphan_s: float = 60.0
     grace_s: float = 5.0
 
 
@@ -187,7 +187,9 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
     if union and (value is None or value == "null"):
         return None
     (kind,) = kinds
-    if isinstance(value, str) and kind is not str:
+    if isinstance(value, str) and kind is bool:
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    elif isinstance(value, str) and kind is not str:
         with contextlib.suppress(ValueError):  # reported below, with what was given
             value = kind(value)
     if kind is float and type(value) is int:

@@ -67,3 +67,13 @@ def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path: Path) -> None
     path = write(tmp_path, "transfer: {link_mbps: 50}")
     assert load_config(path).transfer.link_mbps == 50.0
     assert load_config(path, {"transfer.link_mbps": "null"}).transfer.link_mbps is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("True", True)])
+def test_a_flag_can_switch(text: str, value: bool) -> None:
+    assert load_config(None, {"transfer.overlap": text}).transfer.overlap is value
+
+
+def test_a_switch_is_on_or_off() -> None:
+    with pytest.raises(ConfigError, match=r"transfer.overlap is 'maybe'; bool is wanted"):
+        load_config(None, {"transfer.overlap": "maybe"})

@@ -1,0 +1,191 @@
+"""Workers as Ray actors: started at once, watched, replaced. The only file that knows Ray.
+
+Ray starts processes and tells when they die; nothing else goes through it. Private workers die
+with the process that started them. Workers on a cluster are named and detached: they are found
+again by name.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError
+
+from disagg.config import Config
+from disagg.errors import DisaggError, PeerLostError, error_from
+from disagg.transfer.channel import Security, tune_malloc
+from disagg.workers.members import Role, Started
+
+NAMESPACE = "disagg"
+LOCAL = "local"
+OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
+PRIVATE_ORPHAN_S = 5.0
+CHECK_S = 0.5
+
+
+class Shell:
+    """A worker in a process of its own."""
+
+    def __init__(self, config: Config, role: Role, name: str, token: str | None):
+        faulthandler.enable()
+        tune_malloc()
+        self._config, self._role, self._name, self._token = config, role, name, token
+        self._started: Started | None = None
+
+    def start(self, host: str | None) -> Started | tuple[str, str]:
+        """Load and serve; again: the same answer. An error comes as (reason, message)."""
+        # here, not above: torch and transformers, which the process that launches need not load
+        import torch
+
+        from disagg.workers.worker import Worker
+
+        if self._started is None:
+            torch.set_num_threads(_threads(self._config))
+            security = Security(token=self._token)
+            try:
+                address = host or ray.util.get_node_ip_address()
+                self._worker = Worker(self._config, self._role, self._name, address, security)
+            except DisaggError as error:
+                return error.reason, str(error)
+            self._started = self._worker.start()
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: self._worker.stop())
+        return self._started
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Returns when the worker has ended; dies with it otherwise."""
+        self._worker.wait()
+
+    @ray.method(concurrency_group="watch")
+    def stop(self, grace_s: float) -> None:
+        """Drain and end."""
+        self._worker.stop(grace_s)
+
+
+@dataclass
+class Watched:
+    """An actor, and the call that ends when it does."""
+
+    started: Started
+    handle: ray.actor.ActorHandle
+    end: ray.ObjectRef
+
+
+class Cluster:
+    """The workers of one service."""
+
+    def __init__(self, config: Config, token: str | None):
+        self._private = config.cluster.address == LOCAL
+        if self._private:
+            orphan_s = min(config.cluster.orphan_s, PRIVATE_ORPHAN_S)
+            config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
+        self._config = config
+        self._token = token
+        self._watched: dict[str, Watched] = {}
+        self._replaced = 0
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def start(self) -> list[Started]:
+        """All workers, loaded side by side. ModelError and others as the workers had them."""
+        cluster = self._config.cluster
+        names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
+        names += [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
+        loading = [(role, name, *self._load(role, name)) for role, name in names]
+        return [self._enter(name, handle, ref) for _, name, handle, ref in loading]
+
+    def watch(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
+        """From now on tell of deaths, and start a new worker in place of a dead one."""
+
+        def follow() -> None:
+            while not self._closing.is_set():
+                ends = {each.end: name for name, each in self._watched.items()}
+                ended, _ = ray.wait(list(ends), timeout=CHECK_S)
+                for end in ended if not self._closing.is_set() else []:
+                    dead = self._watched.pop(ends[end]).started
+                    on_down(dead.name)
+                    on_up(self._replace(dead))
+
+        self._watcher = threading.Thread(target=follow, name="ray-watch", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop private workers; those on a cluster stay."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        if self._private:
+            for each in self._watched.values():
+                ray.kill(each.handle)
+
+    def _load(self, role: Role, name: str) -> tuple[ray.actor.ActorHandle, ray.ObjectRef]:
+        options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        if not self._private:
+            options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
+        actor = ray.remote(concurrency_groups={"watch": 2})(Shell).options(**options)
+        handle = actor.remote(self._config, role, name, self._token)
+        return handle, handle.start.remote("127.0.0.1" if self._private else None)
+
+    def _enter(self, name: str, handle: ray.actor.ActorHandle, ref: ray.ObjectRef) -> Started:
+        try:
+            started = ray.get(ref)
+        except RayActorError as error:
+            raise PeerLostError(f"worker {name} died while it started: {error}") from error
+        if isinstance(started, tuple):
+            raise error_from(*started)
+        self._watched[name] = Watched(started, handle, handle.watch.remote())
+        return started
+
+    def _replace(self, dead: Started) -> Started:
+        self._replaced += 1
+        name = f"{dead.name.split('.')[0]}.{self._replaced}"
+        return self._enter(name, *self._load(dead.role, name))
+
+
+@contextmanager
+def connected(address: str, folder: Path | None) -> Iterator[None]:
+    """A Ray session: a new one in `folder` for the address "local", else the one at an address.
+
+    Never "auto": that joins whichever cluster is near. PeerLostError where nothing listens.
+    """
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    if address == LOCAL:
+        ray.init(
+            address=LOCAL,
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(folder),
+            **quiet,
+        )
+    else:
+        _knock(address)
+        ray.init(address=address, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for more than a minute before it says that nobody is there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except (OSError, ValueError) as error:
+        raise PeerLostError(f"no Ray at {address!r}: {error}") from error
+
+
+def _threads(config: Config) -> int:
+    """Threads of torch: the cores of this host, shared among its workers."""
+    if config.engine.torch_threads is not None:
+        return config.engine.torch_threads
+    return max(1, (os.cpu_count() or 1) // (config.cluster.prefill + config.cluster.decode))

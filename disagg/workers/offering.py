@@ -1,0 +1,73 @@
+"""One prompt between the engine's thread, which computes it, and the io loop, which sends it."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from disagg.engine.messages import Prefilled
+from disagg.plan import GroupState, Plan
+from disagg.pool import Arena
+from disagg.transfer.items import ArenaSource, Checklist
+from disagg.transfer.sender import Sender
+from disagg.transfer.sending import Receipt
+from disagg.wire import Item
+
+
+class Offering:
+    """The engine's end of a hand-off: called on its thread, passed on to the io loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arena: Arena, tokens: int, overlap: bool):
+        self.sender: Sender | None = None
+        self._source: ArenaSource | None = None
+        self._loop = loop
+        self._arena = arena
+        self._tokens = tokens
+        self._overlap = overlap
+        self._kept: list[Item] = []
+
+    # -- on the engine's thread
+
+    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
+        """The records are there; from now on they can be read."""
+        self._source = ArenaSource(self._arena, Checklist(plan, self._tokens), groups)
+
+    def offer(self, items: Sequence[Item]) -> None:
+        """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
+        if self._overlap:
+            self._loop.call_soon_threadsafe(self._pass, items)
+        else:
+            self._kept.extend(items)
+
+    # -- on the io loop
+
+    def read(self, item: Item) -> memoryview:
+        """The bytes of an item that was offered."""
+        assert self._source is not None
+        return self._source(item)
+
+    def computed(self) -> None:
+        """The prompt is done: what was kept back goes out."""
+        self._pass(self._kept)
+
+    def _pass(self, items: Iterable[Item]) -> None:
+        assert self.sender is not None
+        self.sender.offer(items)
+
+
+def handoff_stats(done: Prefilled, plan: Plan, receipt: Receipt) -> dict[str, int | float | str]:
+    """The figures of a hand-off that a client may ask for: bytes of the prompt's KV, milliseconds.
+
+    wire_bytes: every message of the hand-off, both ways, control included
+    """
+    usage = done.usage
+    return {
+        "codec": plan.spec,
+        "tokens": usage.tokens,
+        "fp16_bytes": usage.fp16_bytes,
+        "fp8_bytes": usage.fp8_bytes,
+        "wire_bytes": receipt.wire_bytes,
+        "resident_bytes": usage.resident_bytes,
+        "encode_ms": usage.encode_ms,
+        "wire_ms": receipt.wire_ms,
+        "exposed_ms": receipt.exposed_ms,
+        "admit_ms": receipt.admit_ms,
+    }

@@ -1,0 +1,195 @@
+"""The prefill side of a worker: prompts in, their pages out. Lives on the io loop.
+
+    WAIT ─ reserve ─► SENDING ─ commit ─► ACKED        one task per request
+      ▲       │ no room there: back to the queue, holding nothing
+
+Room at the decode worker is reserved just before the engine gets the prompt; its records here are
+held until the hand-off is acknowledged or given up.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack, suppress
+from typing import Protocol
+
+from disagg.config import TransferConfig
+from disagg.engine.messages import Abort, Failed, Message, Prefill, Prefilled, Release
+from disagg.engine.sequence import Request as EngineRequest
+from disagg.engine.sequence import SamplingParams
+from disagg.errors import CapacityError, DeadlineError, DisaggError
+from disagg.plan import Plan
+from disagg.pool import Arena
+from disagg.transfer.channel import Link
+from disagg.transfer.messages import Request
+from disagg.transfer.pace import Pace
+from disagg.transfer.sender import Sender
+from disagg.transfer.sending import Options, Receipt
+from disagg.transfer.work import Submit, TokenEvent
+from disagg.wire import PlainValue
+from disagg.workers.offering import Offering, handoff_stats
+
+AT_ONCE = 2  # prompts in the engine: one computes, one is ready behind it
+ROOM_WAIT_S = 1.0  # how long one call waits for room before others may try
+
+
+class EngineDoor(Protocol):
+    """What this side needs of an engine."""
+
+    @property
+    def plan(self) -> Callable[[str], Plan]:
+        """The plan of a codec spec."""
+
+    def submit(self, message: Message) -> None:
+        """Put a message into its inbox."""
+
+
+class PrefillSide:
+    """The hand-offs that leave this worker."""
+
+    def __init__(
+        self,
+        engine: EngineDoor,
+        arena: Arena,
+        model: str,
+        config: TransferConfig,
+        link: Callable[[str], Link],
+        say: Callable[[Iterable[TokenEvent]], None],
+    ):
+        self._engine = engine
+        self._arena = arena
+        self._model = model
+        self._config = config
+        self._link = link
+        self._say = say
+        self._pace = None
+        if config.link_mbps is not None:
+            self._pace = Pace(config.link_mbps * 1e6 / 8, config.burst_bytes)
+        self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
+        self._computed: dict[str, asyncio.Future[Prefilled | Failed]] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def running(self) -> int:
+        """Hand-offs that are not over."""
+        return len(self._tasks)
+
+    @property
+    def attempts(self) -> list[tuple[str, int]]:
+        """(rid, attempt) of each."""
+        return [(rid, attempt) for rid, (attempt, _) in self._tasks.items()]
+
+    async def start(self, work: Submit) -> None:
+        """Begin a hand-off; a higher attempt replaces a lower one of the same request."""
+        await self.abort(work.rid, work.attempt - 1)
+        if work.rid in self._tasks:
+            return  # this attempt or a later one is on its way already
+        task = asyncio.create_task(self._run(work))
+        self._tasks[work.rid] = (work.attempt, task)
+        task.add_done_callback(lambda _: self._tasks.pop(work.rid))
+
+    async def abort(self, rid: str, attempt: int) -> None:
+        """Give up an attempt and all before it; returns when everything of it is freed."""
+        known, task = self._tasks.get(rid, (0, None))
+        if task is not None and known <= attempt:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def abort_all(self) -> None:
+        """Give up everything."""
+        for rid, attempt in self.attempts:
+            await self.abort(rid, attempt)
+
+    def step(self, outputs: Iterable[Prefilled | Failed]) -> None:
+        """What an engine step brought; entries that are not of this side are left alone."""
+        for output in outputs:
+            if (future := self._computed.get(output.rid)) and not future.done():
+                future.set_result(output)
+
+    async def _run(self, work: Submit) -> None:
+        """One hand-off from begin to end; its error goes to the router."""
+        rid, attempt = work.rid, work.attempt
+        try:
+            async with asyncio.timeout(work.deadline_s):
+                while not await self._try(work):
+                    await asyncio.sleep(0)  # the next in line gets the slot
+        except TimeoutError:
+            late = DeadlineError(f"the hand-off took longer than {work.deadline_s:.0f} s")
+            self._say([TokenEvent(rid, attempt, 0, None, error=late)])
+        except DisaggError as error:
+            self._say([TokenEvent(rid, attempt, 0, None, error=error)])
+
+    async def _try(self, work: Submit) -> bool:
+        """False if there was no room at the decode worker, for now."""
+        plan, loop = self._engine.plan(work.codec), asyncio.get_running_loop()
+        name, params = f"{work.rid}#{work.attempt}/p", SamplingParams(**work.sampling)
+        request = EngineRequest(name, work.prompt, params, work.codec)
+        offering = Offering(loop, self._arena, len(request.tokens), self._config.overlap)
+        sender = offering.sender = self._sender(work, plan, offering)
+        async with AsyncExitStack() as slot:
+            await slot.enter_async_context(self._slots)
+            try:
+                await sender.reserve()
+            except CapacityError:
+                return False
+            sending = asyncio.create_task(sender.run())
+            try:
+                done = await self._compute(request, offering, sending)
+                await slot.aclose()  # the next prompt may compute while this one is still sent
+                self._commit(work, sender, done)
+                stats = handoff_stats(done, plan, await sending)
+            except BaseException:
+                sending.cancel()
+                with suppress(asyncio.CancelledError, DisaggError):
+                    await sending
+                self._engine.submit(Abort(name))  # only now: nobody reads its records any more
+                raise
+        self._engine.submit(Release(name))
+        self._say([TokenEvent(work.rid, work.attempt, 0, stats=stats)])
+        return True
+
+    async def _compute(
+        self, request: EngineRequest, offering: Offering, sending: asyncio.Task[Receipt]
+    ) -> Prefilled:
+        """The first token, when the engine has it; the error that came in between."""
+        computed = asyncio.get_running_loop().create_future()
+        self._computed[request.rid] = computed
+        try:
+            self._engine.submit(Prefill(request, offering))
+            await asyncio.wait([computed, sending], return_when=asyncio.FIRST_COMPLETED)
+            if not computed.done():
+                sending.result()  # raises: without a commit it cannot end well
+            output = computed.result()
+        finally:
+            del self._computed[request.rid]
+        if isinstance(output, Failed):
+            raise output.error
+        offering.computed()
+        return output
+
+    def _commit(self, work: Submit, sender: Sender, done: Prefilled) -> None:
+        """The first token goes to the router at once, and with all that decode must know along."""
+        if not work.emitted:
+            self._say([TokenEvent(work.rid, work.attempt, 0, done.first_token)])
+        extras: dict[str, PlainValue] = {
+            "prompt": list(work.prompt),
+            "emitted": list(work.emitted or [done.first_token]),
+            "sampling": dict(work.sampling),
+            "codec": work.codec,
+        }
+        sender.finish(done.first_token, extras, {"encode_ms": done.usage.encode_ms})
+
+    def _sender(self, work: Submit, plan: Plan, offering: Offering) -> Sender:
+        request = Request(
+            rid=work.rid,
+            attempt=work.attempt,
+            epoch=work.decode_epoch,
+            tokens=len(work.prompt),
+            model=self._model,
+            plan=plan.fingerprint,
+            spec=work.codec,
+            wait_s=min(ROOM_WAIT_S, work.deadline_s),
+        )
+        options = Options(
+            deadline_s=work.deadline_s, frame_bytes=self._config.frame_bytes, pace=self._pace
+        )
+        return Sender(self._link(work.decode_address), request, plan, offering.read, options)

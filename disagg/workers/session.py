@@ -1,0 +1,69 @@
+"""A private Ray session: its secret, its folder, and a guard that removes both. Knows no Ray.
+
+Enter it before `disagg.workers.launch` is imported: Ray reads its environment when it is imported.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+REAPER = Path(__file__).parent / "reaper.py"
+REAP_S = 10.0
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave the workers' view of GPUs alone, no warning
+}
+
+
+class Session:
+    """Everything of a private service that lives outside of this process.
+
+    token:  secret of Ray and of the gRPC plane
+    folder: short, because Ray puts sockets in it, whose paths may have 107 characters
+    """
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(24)
+        self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir="/tmp"))
+        self._before: dict[str, str | None] = {}
+        self._reaper: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(REAPER)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{self.token}\n{self.folder}\n")
+        self._reaper.stdin.flush()
+        wanted = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        self._before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Returns when nothing is left."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        assert self._reaper is not None
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        self._reaper.wait(REAP_S)

@@ -1,0 +1,82 @@
+"""What a worker keeps for its router, and when it forgets."""
+
+import asyncio
+from collections.abc import Mapping
+
+from disagg.errors import PeerLostError
+from disagg.transfer.work import TokenEvent
+from disagg.workers.events import Events
+
+
+def token(index: int, attempt: int = 1, reason: str = "") -> TokenEvent:
+    return TokenEvent("r", attempt, index, 100 + index, reason)
+
+
+def first_batch(events: Events, have: Mapping[str, int]) -> list[TokenEvent]:
+    async def read() -> list[TokenEvent]:
+        stream = events.subscribe(have)
+        batch = await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        return batch
+
+    return asyncio.run(read())
+
+
+def test_a_router_that_comes_back_hears_what_it_lacks() -> None:
+    events = Events()
+    events.say([token(0), token(1), token(2)])
+    assert first_batch(events, {"r": 2}) == [token(2)]
+    assert first_batch(events, {}) == [token(0), token(1), token(2)]
+
+
+def test_an_end_is_repeated_even_if_its_token_is_known() -> None:
+    events = Events()
+    events.say([token(0), token(1, reason="length")])
+    assert first_batch(events, {"r": 2}) == [token(1, reason="length")]
+
+
+def test_a_new_attempt_replaces_what_the_old_one_said() -> None:
+    events = Events()
+    events.say([token(0), token(1)])
+    events.say([token(1, attempt=2)])
+    assert first_batch(events, {}) == [token(1, attempt=2)]
+
+
+def test_an_ended_request_is_forgotten_when_it_is_acknowledged() -> None:
+    events = Events()
+    events.say([token(0, reason="stop")])
+    events.acknowledge({"r": 1})
+    assert events.kept == 0
+
+
+def test_an_acknowledged_request_is_forgotten_when_it_ends() -> None:
+    events = Events()
+    events.say([token(0)])
+    events.acknowledge({"r": 1})
+    assert events.kept == 1
+    events.say([TokenEvent("r", 1, 0, stats={"wire_bytes": 1})])
+    assert events.kept == 0
+
+
+def test_an_abort_forgets_its_attempt_and_no_later_one() -> None:
+    events = Events()
+    events.say([TokenEvent("r", 2, 0, error=PeerLostError("x"))])
+    events.forget("r", 1)
+    assert events.kept == 1
+    events.forget("r", 2)
+    assert events.kept == 0
+
+
+def test_what_is_said_reaches_an_open_stream() -> None:
+    async def scene() -> list[TokenEvent]:
+        counts: list[int] = []
+        events = Events(counts.append)
+        stream = events.subscribe({})
+        assert await anext(stream) == []
+        events.say([token(0)])
+        batch = await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert counts == [1, 0]
+        return batch
+
+    assert asyncio.run(scene()) == [token(0)]

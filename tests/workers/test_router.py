@@ -1,0 +1,214 @@
+"""The router with plain fakes: every token once, whatever happens to workers and clients."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from disagg.config import RouterConfig
+from disagg.errors import (
+    DeadlineError,
+    DisaggError,
+    ModelError,
+    PeerLostError,
+    RequestError,
+)
+from disagg.workers.clients import Output
+from disagg.workers.members import Role
+from disagg.workers.router import Router
+from tests.workers.fakes import STATS, FakeWorker, Network, answer, until
+
+PROMPT = (1, 2, 3)
+
+
+def ask(router: Router, count: int = 5) -> AsyncGenerator[Output]:
+    return router.generate(PROMPT, {"max_tokens": count}, "raw")
+
+
+async def collect(outputs: AsyncGenerator[Output]) -> tuple[list[int], Output]:
+    tokens = []
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.token is not None:
+                tokens.append(output.token)
+    return tokens, output
+
+
+def play(scene: Callable[[Router, Network], Awaitable[None]], **config: float) -> None:
+    """Run a scene with a router that is closed afterwards."""
+
+    async def run() -> None:
+        router = Router(RouterConfig(**config))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(60):
+                await scene(router, Network())
+        finally:
+            await router.close()
+
+    asyncio.run(run())
+
+
+def join(router: Router, *workers: FakeWorker) -> None:
+    for worker in workers:
+        router.add(worker.peer)
+
+
+def test_an_answer_arrives_in_order_with_its_figures_and_leaves_nothing() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        join(router, prefill, decode)
+        tokens, last = await collect(ask(router))
+        assert tokens == [answer(i) for i in range(5)]
+        assert (last.finish_reason, last.kv) == ("length", STATS)
+        await until(lambda: not prefill.events_kept.kept and not decode.events_kept.kept)
+        assert router.running == 0
+
+    play(scene)
+
+
+def test_a_request_waits_for_workers_that_come_later() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        asking = asyncio.create_task(collect(ask(router)))
+        await until(lambda: router.running == 1)
+        assert not router.ready
+        join(router, *network.pair())
+        tokens, _ = await asking
+        assert len(tokens) == 5
+        assert router.ready
+
+    play(scene)
+
+
+def test_leaving_an_answer_aborts_both_sides() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.pause_at = 2
+        join(router, prefill, decode)
+        async with aclosing(ask(router)) as outputs:
+            async for output in outputs:
+                if output.token == answer(1):
+                    break
+        await until(lambda: bool(prefill.aborted and decode.aborted))
+        assert not decode.jobs
+        assert router.running == 0
+
+    play(scene)
+
+
+def test_an_abort_does_not_overtake_its_request() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        prefill.gate = asyncio.Event()
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router)))
+        await until(lambda: router.running == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert not prefill.aborted
+        prefill.gate.set()
+        await until(lambda: bool(prefill.aborted and decode.aborted))
+        assert prefill.submitted
+        assert not decode.jobs
+
+    play(scene)
+
+
+@pytest.mark.parametrize("known_by", ["supervisor", "silence"])
+def test_a_decode_worker_dies_and_another_one_goes_on(known_by: str) -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.pause_at = 3
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router, 9)))
+        await until(lambda: router.known("d") != {} and max(router.known("d").values()) == 3)
+        second = network.add("d2", Role.DECODE)
+        join(router, second)
+        decode.die()
+        if known_by == "supervisor":
+            router.died("d")
+        tokens, last = await asking
+        assert tokens == [answer(i) for i in range(9)]
+        assert last.finish_reason == "length"
+        assert prefill.submitted[-1].emitted == tuple(answer(i) for i in range(3))
+
+    play(scene, silence_s=0.3)
+
+
+def test_a_broken_event_stream_costs_no_token_and_repeats_none() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.pause_at = 3
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router, 9)))
+        await decode.paused.wait()
+        decode.broken = True  # the next event breaks the stream
+        decode.go.set()
+        await until(lambda: not decode.jobs)
+        decode.broken = False
+        tokens, _ = await asking
+        assert tokens == [answer(i) for i in range(9)]
+        assert len(prefill.submitted) == 1
+
+    play(scene, silence_s=30.0)
+
+
+def test_a_silent_worker_is_fenced_before_it_works_again() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.deaf = True
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router)))
+        await until(lambda: not router.ready)
+        decode.deaf = False
+        tokens, _ = await asking
+        assert len(tokens) == 5
+        assert decode.fenced == [2]
+        assert prefill.submitted[-1].decode_epoch == 2
+
+    play(scene, silence_s=0.2)
+
+
+@pytest.mark.parametrize("error", [ModelError("no"), RequestError("no")], ids=lambda e: e.reason)
+def test_what_a_worker_refuses_for_good_reaches_the_client(error: DisaggError) -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        prefill.refuses = error
+        join(router, prefill, decode)
+        with pytest.raises(type(error)):
+            await collect(ask(router))
+        assert router.running == 0
+
+    play(scene)
+
+
+def test_a_request_without_workers_ends_at_its_deadline() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        with pytest.raises(DeadlineError, match="queued"):
+            await collect(ask(router))
+
+    play(scene, deadline_s=0.1)
+
+
+def test_closing_ends_every_answer_by_name() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        asking = asyncio.create_task(collect(ask(router)))
+        await until(lambda: router.running == 1)
+        await router.close()
+        with pytest.raises(PeerLostError, match="shutting down"):
+            await asking
+
+    play(scene)
+
+
+def test_status_tells_who_answers_and_who_does_not() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        join(router, prefill, decode)
+        decode.broken = True
+        status = await router.status()
+        assert isinstance(status["d"], PeerLostError)
+        assert not isinstance(status["p"], DisaggError)
+        assert status["p"].gauges == {"jobs": 0}
+
+    play(scene, silence_s=30.0)
