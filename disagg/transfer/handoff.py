@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from disagg.errors import CorruptFrameError, LayoutError, ReservationError
 from disagg.plan import GroupState
 from disagg.transfer.items import Checklist, Records
-from disagg.transfer.messages import Ack, Placement, Request, State
+from disagg.transfer.messages import Ack, Placement, Request, State, Write
 from disagg.wire import Commit, Item, PageFrame, Ticket
 
 
@@ -70,38 +70,37 @@ class Handoff:
                 f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
             )
 
-    def begin_write(self, frame: PageFrame) -> list[Placement]:
-        """Open a write: where the new items of a frame go.
+    def begin_write(self, frame: PageFrame) -> Write:
+        """Open a write of the items that are neither here nor being written.
 
-        Items that are here with the same digest are left out. Raises LayoutError for items that
-        are not of this prompt, CorruptFrameError for one that came before with another digest.
+        Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
+        came with another digest before.
         """
         self.checklist.check(frame)
-        placements = []
+        items: dict[Item, int] = {}
+        placements: list[Placement] = []
         for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
-            known = self.marks.get(item, self._writing.get(item, expected))
-            if known != expected:
-                raise CorruptFrameError(
-                    f"{item.kind} {item.record} of layer {item.layer} came with digest "
-                    f"{known:016x} before and with {expected:016x} now"
-                )
-            if item not in self.marks and self.offered.get(item) != expected:
+            known = self.marks.get(item) or self._writing.get(item) or items.get(item)
+            if known is None and self.offered.get(item) != expected:
+                items[item] = expected
                 placements.append(Placement(self._records.start(item), data))
-        for item, expected in zip(frame.items(), frame.digests, strict=True):
-            if item not in self.marks and self.offered.get(item) != expected:
-                self.offered.pop(item, None)
-                self._writing[item] = expected
+            elif known not in (None, expected):
+                raise CorruptFrameError(
+                    f"{item} came as {known:016x} before, as {expected:016x} now"
+                )
+        self._writing |= items
+        for item in items:
+            self.offered.pop(item, None)
         self.writes += 1
-        return placements
+        return Write(self.nonce, items, tuple(placements))
 
-    def end_write(self, frame: PageFrame, written: bool) -> None:
+    def end_write(self, write: Write, written: bool) -> None:
         """Close a write; `written` only if the bytes matched their digests and are in place."""
         self.writes -= 1
-        for item, expected in zip(frame.items(), frame.digests, strict=True):
-            self._writing.pop(item, None)
-            if written and self.state.live:
-                self.offered.pop(item, None)
-                self.marks[item] = expected
+        for item in write.items:
+            del self._writing[item]
+        if written:
+            self.marks |= write.items
 
     def have(self) -> dict[Item, int]:
         """Items that are here, with their digests."""
@@ -125,10 +124,7 @@ class Handoff:
         absent = []
         for item, expected in zip(items, commit.digests, strict=True):
             if (seen := self.marks.get(item, expected)) != expected:
-                raise CorruptFrameError(
-                    f"{item.kind} {item.record} of layer {item.layer} arrived with digest "
-                    f"{seen:016x}, the commit says {expected:016x}"
-                )
+                raise CorruptFrameError(f"{item} came as {seen:016x}, committed as {expected:016x}")
             if item not in self.marks and self.offered.get(item) != expected:
                 absent.append(item)
         return tuple(absent)

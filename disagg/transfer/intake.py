@@ -75,15 +75,15 @@ class Intake:
         if self._credit < 0:
             raise CorruptFrameError(f"a frame of {nbytes} bytes is {-self._credit} beyond credit")
         began = self._clock()
-        placements = self._ledger.begin_write(frame, began)
+        write = self._ledger.begin_write(frame, began)
         written = False
         try:
             frame.verify()
-            for placement in placements:
+            for placement in write.placements:
                 self._arena.write(placement.start, placement.data)
             written = True
         finally:
-            self._ledger.end_write(frame, written)
+            self._ledger.end_write(write, written)
         handoff = self._ledger.handoff(frame.ticket.nonce)
         assert handoff is not None
         handoff.verify_ms += 1000 * (self._clock() - began)

@@ -22,11 +22,11 @@ from disagg.transfer.messages import (
     Drop,
     Grant,
     Nack,
-    Placement,
     Request,
     Settled,
     State,
     Waiter,
+    Write,
 )
 from disagg.transfer.queue import Queue
 from disagg.transfer.terms import Terms, check_rid
@@ -93,15 +93,15 @@ class Ledger:
         """The sender is alive."""
         self._attached(ticket, now)
 
-    def begin_write(self, frame: PageFrame, now: float) -> list[Placement]:
-        """Check a frame and open a write; every one that returns is closed by `end_write`."""
+    def begin_write(self, frame: PageFrame, now: float) -> Write:
+        """Check a frame and open a write; every one is closed by `end_write`."""
         return self._attached(frame.ticket, now).begin_write(frame)
 
-    def end_write(self, frame: PageFrame, written: bool) -> None:
+    def end_write(self, write: Write, written: bool) -> None:
         """Close a write; frees the records of a hand-off that ended while it was open."""
-        handoff = self._book.get(frame.ticket.nonce)
+        handoff = self._book.get(write.nonce)
         assert handoff is not None
-        handoff.end_write(frame, written)
+        handoff.end_write(write, written)
         self._book.free(handoff)
 
     def stream_ended(self, ticket: Ticket) -> None:

@@ -131,6 +131,18 @@ class Placement:
     data: Buffer
 
 
+@dataclass(frozen=True)
+class Write:
+    """An open write: the items of a frame that are new, and where their bytes go.
+
+    An item has one open write at most, and is neither admitted nor freed while that lasts.
+    """
+
+    nonce: int
+    items: Mapping[Item, int]
+    placements: tuple[Placement, ...]
+
+
 @dataclass(eq=False)
 class Waiter:
     """A request in the queue for room; settled when it has a grant or an error."""

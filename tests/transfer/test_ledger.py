@@ -44,15 +44,15 @@ class Desk:
         return ticket
 
     def store(self, frame: PageFrame, now: float = 0.0) -> None:
-        placements = self.ledger.begin_write(frame, now)
+        write = self.ledger.begin_write(frame, now)
         written = False
         try:
             frame.verify()
-            for placement in placements:
+            for placement in write.placements:
                 self.pool.arena.write(placement.start, placement.data)
             written = True
         finally:
-            self.ledger.end_write(frame, written)
+            self.ledger.end_write(write, written)
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> None:
         for frame in prompt.frames(ticket):
@@ -279,8 +279,9 @@ def test_the_same_frame_again_changes_nothing(desk, prompt):
     ticket = desk.attach(desk.reserve(prompt))
     frame = prompt.frames(ticket)[0]
     desk.store(frame)
-    assert desk.ledger.begin_write(frame, 0.0) == []
-    desk.ledger.end_write(frame, True)
+    write = desk.ledger.begin_write(frame, 0.0)
+    assert not write.placements
+    desk.ledger.end_write(write, True)
 
 
 def test_an_item_that_comes_again_with_other_bytes_is_refused(desk, prompt):
@@ -464,11 +465,10 @@ def test_an_abort_and_a_commit_end_the_same_in_either_order(desk, prompt):
 
 def test_memory_is_freed_only_when_the_last_write_closes(desk, prompt):
     ticket = desk.attach(desk.reserve(prompt))
-    frame = prompt.frames(ticket)[0]
-    desk.ledger.begin_write(frame, 0.0)
+    write = desk.ledger.begin_write(prompt.frames(ticket)[0], 0.0)
     desk.ledger.abort("r", 0, "client gone", 0.0)
     assert desk.pool.referenced_pages > 0
-    desk.ledger.end_write(frame, True)
+    desk.ledger.end_write(write, True)
     desk.assert_nothing_held()
 
 
@@ -477,11 +477,14 @@ def test_an_item_whose_write_is_open_is_missing(desk, prompt):
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         desk.store(frame)
-    desk.ledger.begin_write(last, 0.0)
-    assert desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0) == Nack(
-        tuple(last.items())
-    )
-    desk.ledger.end_write(last, False)
+    write = desk.ledger.begin_write(last, 0.0)
+    commit, missing = CommitFrame(ticket, prompt.commit()), Nack(tuple(last.items()))
+    desk.store(last)  # again: it has no bytes of its own to write
+    assert desk.ledger.commit(commit, 0.0) == missing
+    desk.ledger.end_write(write, False)
+    assert desk.ledger.commit(commit, 0.0) == missing
+    desk.store(last)
+    assert isinstance(desk.ledger.commit(commit, 0.0), Ack)
 
 
 def test_release_frees_and_lets_the_same_attempt_reserve_again(desk, prompt):

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Placement, State, Waiter
+from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, State, Waiter, Write
 from disagg.wire import CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
 
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.prompts: dict[tuple[str, int], Prompt] = {}
         self.waiters: list[Waiter] = []
         self.tickets: list[tuple[Ticket, tuple[str, int]]] = []
-        self.open_writes: list[tuple[PageFrame, list[Placement]]] = []
+        self.open_writes: list[Write] = []
         self.engine: dict[tuple[str, int], Admission] = {}
         self.ever_admitted: set[tuple[str, int, int]] = set()
         self.gone: set[tuple[str, int]] = set()  # aborted by the router
@@ -106,16 +106,16 @@ class Machine(RuleBasedStateMachine):
             other = PROMPTS[{"a": "b", "b": "c", "c": "a"}[key[0]]]
             frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
         try:
-            placements = self.ledger.begin_write(frame, self.now)
+            write = self.ledger.begin_write(frame, self.now)
         except (ReservationError, CorruptFrameError):
             return
         try:
             frame.verify()
         except CorruptFrameError:
             assert how == "corrupt"
-            self.ledger.end_write(frame, False)
+            self.ledger.end_write(write, False)
             return
-        self.open_writes.append((frame, placements))
+        self.open_writes.append(write)
         if how != "open":
             self.end_write(len(self.open_writes) - 1)
 
@@ -125,10 +125,10 @@ class Machine(RuleBasedStateMachine):
         self.end_write(data.draw(st.integers(0, len(self.open_writes) - 1)))
 
     def end_write(self, place: int) -> None:
-        frame, placements = self.open_writes.pop(place)
-        for placement in placements:
+        write = self.open_writes.pop(place)
+        for placement in write.placements:
             self.pool.arena.write(placement.start, placement.data)
-        self.ledger.end_write(frame, True)
+        self.ledger.end_write(write, True)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), then_commit=st.booleans())
@@ -138,11 +138,10 @@ class Machine(RuleBasedStateMachine):
         for place in data.draw(st.permutations(range(len(frames)))):
             frame = frames[place]
             try:
-                for placement in self.ledger.begin_write(frame, self.now):
-                    self.pool.arena.write(placement.start, placement.data)
+                self.open_writes.append(self.ledger.begin_write(frame, self.now))
             except (ReservationError, CorruptFrameError):
                 return
-            self.ledger.end_write(frame, True)
+            self.end_write(len(self.open_writes) - 1)
         if then_commit:
             self.send_commit(ticket, key)
 
@@ -239,9 +238,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_written_to_is_not_free(self) -> None:
-        for frame, placements in self.open_writes:
-            handoff = self.ledger.handoff(frame.ticket.nonce)
-            assert not placements or (handoff and handoff.groups is not None)
+        for write in self.open_writes:
+            handoff = self.ledger.handoff(write.nonce)
+            assert not write.placements or (handoff and handoff.groups is not None)
 
     @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
