@@ -73,7 +73,7 @@ class Worker:
     def stop(self, grace_s: float | None = None) -> None:
         """Take nothing new, finish what is here within the grace, then end."""
         grace_s = self.config.cluster.grace_s if grace_s is None else grace_s
-        self._loop.call_soon_threadsafe(self._begin_stop, grace_s)
+        self._on_loop(self._begin_stop, grace_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until it has ended (True). Raises what broke it, if something did."""

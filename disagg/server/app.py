@@ -1,0 +1,183 @@
+"""HTTP: routes, server-sent events, statuses. What an answer is made of is `completions.py`.
+
+POST /v1/completions · GET /v1/models · GET /health · GET /metrics · GET /status · POST /stop
+"""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from disagg.errors import CancelledError, DisaggError
+from disagg.server.completions import Completions, Piece
+from disagg.server.schema import Choice, Completion, CompletionRequest, Usage, error_body
+
+DONE = "data: [DONE]\n\n"
+RETRY_AFTER_S = "1"
+
+
+def create_app(
+    completions: Completions,
+    token: str | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The application. `token`: the secret that POST /stop must carry, or no such route."""
+    app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_errors(app)
+    _add_views(app, completions)
+
+    @app.post("/v1/completions")
+    async def complete(request: CompletionRequest, http: Request) -> Response:
+        tokens = completions.tokens_of(request)
+        answer = Answer(completions, request, tokens)
+        if request.stream:
+            first = await answer.begin(http)
+            return StreamingResponse(answer.events(first), media_type="text/event-stream")
+        return JSONResponse(await answer.whole(http))
+
+    @app.post("/stop")
+    async def stop(http: Request) -> Response:
+        given = http.headers.get("authorization", "")
+        if token is None or not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return JSONResponse(error_body("the token is missing or wrong", "auth", 401), 401)
+        on_stop()
+        return JSONResponse({"stopping": True})
+
+    return app
+
+
+class Answer:
+    """One completion on its way to one client; a client that leaves takes it along."""
+
+    def __init__(
+        self, completions: Completions, request: CompletionRequest, tokens: tuple[int, ...]
+    ):
+        self._pieces = completions.stream(request, tokens)
+        self._request = request
+        self._prompt_tokens = len(tokens)
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = completions.served.name
+
+    async def begin(self, http: Request) -> Piece:
+        """The first piece, before any status is sent: what fails until then has its own."""
+        return await _unless_left(http, anext(self._pieces))
+
+    async def events(self, first: Piece) -> AsyncIterator[str]:
+        """Server-sent events, the last one "[DONE]"; an error in mid-stream is an event too."""
+        piece = first
+        try:
+            async with aclosing(self._pieces):
+                while piece.finish_reason is None:
+                    if piece.text:
+                        yield self._completion(piece).chunk()
+                    piece = await anext(self._pieces)
+        except DisaggError as error:
+            body = error_body(str(error), error.reason, error.http_status)
+            yield f"data: {json.dumps(body)}\n\n"
+        else:
+            last = self._completion(piece)
+            yield last.chunk()
+            if self._request.stream_options.include_usage:
+                usage = {"choices": [], "usage": self._usage(piece), "kv": None}
+                yield last.model_copy(update=usage).chunk()
+        yield DONE
+
+    async def whole(self, http: Request) -> dict[str, Any]:
+        """The answer as one body."""
+
+        async def collect() -> tuple[str, Piece]:
+            texts = []
+            async with aclosing(self._pieces):
+                async for piece in self._pieces:
+                    texts.append(piece.text)
+            return "".join(texts), piece
+
+        text, last = await _unless_left(http, collect())
+        whole = self._completion(replace(last, text=text))
+        return whole.model_copy(update={"usage": self._usage(last)}).body()
+
+    def _completion(self, piece: Piece) -> Completion:
+        wanted = self._request.kv and piece.finish_reason is not None
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[Choice(text=piece.text, finish_reason=piece.finish_reason)],
+            kv=dict(piece.kv) if wanted else None,
+        )
+
+    def _usage(self, piece: Piece) -> Usage:
+        total = self._prompt_tokens + piece.num_tokens
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=piece.num_tokens,
+            total_tokens=total,
+        )
+
+
+async def _unless_left(http: Request, work: Any) -> Any:
+    """The result of `work`; CancelledError, with the work cancelled, if the client goes first."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CancelledError("the client left")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, DisaggError):
+                await task
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(DisaggError)
+    async def refused(request: Request, error: DisaggError) -> Response:
+        headers = {"Retry-After": RETRY_AFTER_S} if error.http_status == 503 else None
+        body = error_body(str(error), error.reason, error.http_status)
+        return JSONResponse(body, error.http_status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{param}: {first['msg']}" if param else first["msg"]
+        return JSONResponse(error_body(message, "request", 400, param or None), 400)
+
+
+def _add_views(app: FastAPI, completions: Completions) -> None:
+    served, router = completions.served, completions.router
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if router.ready else 503
+        return JSONResponse({"status": "ok" if router.ready else "starting"}, status)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "disagg"}
+        model["max_model_len"] = served.context_length
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/status")
+    async def status() -> Response:
+        return JSONResponse(await completions.status())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await completions.scrape(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,149 @@
+"""A whole service in this process: HTTP and router on a thread of their own, workers through Ray.
+
+main thread    Ray: start workers, wait            (signals arrive here)
+http thread    one asyncio loop: uvicorn, router
+ray-watch      deaths and replacements, told to the loop
+"""
+
+import asyncio
+import secrets
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from disagg.config import Config
+from disagg.errors import ConfigError
+from disagg.model.describe import describe_model
+from disagg.model.tokenizer import Tokenizer
+from disagg.transfer.channel import Link, Security, connect
+from disagg.transfer.control import WorkerClient
+from disagg.workers.members import Peer, Started
+from disagg.workers.router import Router
+from disagg.workers.session import Session
+
+if TYPE_CHECKING:
+    import uvicorn
+
+LOCAL = "local"
+EVERYWHERE = "0.0.0.0"
+GRACE_S = 2  # for answers on their way when the service stops
+DEFAULT_NAME = "default"
+
+
+class Service:
+    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.stopped = threading.Event()
+        self.secret = secrets.token_hex(16)
+        self._stack = ExitStack()
+        self._links: dict[str, Link] = {}
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
+        self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
+
+    def __enter__(self) -> Self:
+        server, cluster = self.config.server, self.config.cluster
+        self._socket = bind(server.host, server.port)
+        host = "127.0.0.1" if server.host == EVERYWHERE else server.host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        with ExitStack() as stack:
+            stack.callback(self._socket.close)
+            session = stack.enter_context(Session()) if cluster.address == LOCAL else None
+            self._token = session.token if session else None
+            self._thread.start()
+            stack.callback(self._stop_http)
+            # here, not above: Ray reads its environment when it is imported
+            from disagg.workers.launch import Cluster, connected
+
+            folder = session.folder if session else None
+            stack.enter_context(connected(cluster.address, folder))
+            workers = Cluster(self.config, self._token)
+            stack.callback(workers.close)
+            for started in workers.start():
+                self._up(started)
+            workers.watch(self._up, self._down)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    # -- on the http thread
+
+    def _run_http(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._serving.done():
+                self._serving.set_exception(error)
+            raise
+
+    async def _serve(self) -> None:
+        # here, not above: imported while Ray starts, on the other thread
+        import uvicorn
+
+        from disagg.server.app import create_app
+        from disagg.server.completions import Completions, Served
+
+        config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
+        name = config.model.name or DEFAULT_NAME
+        served = Served(name, info.context_length, info.vocab_size, config.codec)
+        self._router = Router(config.router)
+        tokenizer = Tokenizer.load(config.model.name)
+        completions = Completions(served, tokenizer, self._router)
+        app = create_app(completions, self.secret, self.stopped.set)
+        options = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        server = uvicorn.Server(options)
+        self._serving.set_result((asyncio.get_running_loop(), server))
+        await server.serve([self._socket])
+        for link in self._links.values():
+            await link.close()
+
+    def _add(self, started: Started) -> None:
+        link = self._links[started.name] = connect(started.address, Security(token=self._token))
+        self._router.add(Peer(started, WorkerClient(link)))
+
+    # -- from other threads
+
+    def _up(self, started: Started) -> None:
+        loop, _ = self._serving.result()
+        loop.call_soon_threadsafe(self._add, started)
+
+    def _down(self, name: str) -> None:
+        loop, _ = self._serving.result()
+        loop.call_soon_threadsafe(self._router.died, name)
+
+    def _stop_http(self) -> None:
+        if self._serving.exception() is None:
+            loop, server = self._serving.result()
+            asyncio.run_coroutine_threadsafe(self._router.close(), loop).result()
+            server.should_exit = True
+        self._thread.join()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError where the address is taken or not ours."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What a state file says of a service, beside where it is."""
+    return {"model": config.model.name or DEFAULT_NAME, "codec": config.codec}

@@ -1,0 +1,26 @@
+"""One torch thread, and the packaged model three times: an engine has a model of its own."""
+
+import pytest
+import torch
+
+from disagg.model.runner import Runner
+from disagg.model.tokenizer import Tokenizer
+
+torch.set_num_threads(1)
+
+STORY = (
+    "The old house by the river had stood empty for years. Nobody in the village remembered who "
+    "had built it, and nobody cared to ask. On winter evenings the children dared each other to "
+    "touch its door, and ran home before the echo of their own steps could follow them. "
+)
+
+
+@pytest.fixture(scope="session")
+def runners() -> list[Runner]:
+    return [Runner.load() for _ in range(3)]
+
+
+@pytest.fixture(scope="session")
+def story() -> tuple[int, ...]:
+    """About 230 tokens: two or three pages and a tail."""
+    return tuple(Tokenizer.load().encode(STORY * 3))

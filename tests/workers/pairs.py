@@ -1,0 +1,95 @@
+"""Two plain workers in this process, real gRPC on the loopback, and a router on the test's loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from disagg.config import Config, RouterConfig
+from disagg.model.runner import Runner
+from disagg.transfer.channel import Security, connect
+from disagg.transfer.control import WorkerClient
+from disagg.workers.clients import Output
+from disagg.workers.members import Peer, Role
+from disagg.workers.router import Router
+from disagg.workers.worker import Worker
+from tests.workers.fakes import until
+
+GREEDY = {"max_tokens": 12, "ignore_eos": True}
+TOKEN = "a shared secret"
+IDLE = {"arena_bytes"}  # the only gauge that is not zero when nothing goes on
+
+
+@dataclass
+class House:
+    """Workers by name, and their router."""
+
+    config: Config
+    router: Router
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+    def add(self, name: str, role: Role, runner: Runner) -> Worker:
+        """Start a worker and tell the router."""
+        worker = Worker(self.config, role, name, security=Security(token=TOKEN), runner=runner)
+        self.workers[name] = worker
+        started = worker.start()
+        link = connect(started.address, Security(token=TOKEN))
+        self.router.add(Peer(started, WorkerClient(link)))
+        return worker
+
+    def kill(self, name: str) -> None:
+        """End a worker at once, in the middle of whatever it does."""
+        worker = self.workers.pop(name)
+        worker.stop(0.0)
+        worker.wait()
+        self.router.died(name)
+
+    async def complete(
+        self, prompt: tuple[int, ...], codec: str, **params: int | float | bool
+    ) -> tuple[list[int], Output]:
+        """Tokens and end of one answer."""
+        tokens: list[int] = []
+        outputs = self.router.generate(prompt, GREEDY | params, codec)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.token is not None:
+                    tokens.append(output.token)
+        return tokens, output
+
+    async def gauges(self) -> dict[str, Mapping[str, float]]:
+        """What each worker holds."""
+        return {name: (await worker.status()).gauges for name, worker in self.workers.items()}
+
+    async def empty(self) -> None:
+        """Wait until every gauge of every worker is zero, and the pools are whole."""
+
+        def nothing() -> bool:
+            return all(
+                not value
+                for gauges in self.seen.values()
+                for name, value in gauges.items()
+                if name not in IDLE
+            )
+
+        self.seen = await self.gauges()
+        async with asyncio.timeout(30):
+            while not nothing():
+                await asyncio.sleep(0.01)
+                self.seen = await self.gauges()
+        for worker in self.workers.values():
+            worker.engine.pool.check_integrity()
+
+
+@asynccontextmanager
+async def house(config: Config | None = None, **router: float) -> AsyncIterator[House]:
+    """Nobody home yet; everybody leaves at the end."""
+    found = House(config or Config(), Router(RouterConfig(**router)))  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(90):
+            yield found
+    finally:
+        await found.router.close()
+        for worker in found.workers.values():
+            worker.stop(0.0)
+        for worker in found.workers.values():
+            await until(lambda worker=worker: worker.wait(0.0))  # type: ignore[misc]
