@@ -60,6 +60,7 @@ class LayerGroup:
     window:   tokens a query sees, itself included; None: all
     residual: R, the least number of exact tokens in the tail
     flush_page, flush_segment: layouts of pages sealed while decoding, where they differ
+    kept, kept_limit: exact tokens that a seal, and that all of them, set aside in raw pages
     """
 
     layers: tuple[int, ...]
@@ -75,6 +76,8 @@ class LayerGroup:
     side: Layout | None = None
     flush_page: Layout | None = None
     flush_segment: Layout | None = None
+    kept: int = 0
+    kept_limit: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,13 +129,13 @@ class LayerGroup:
         sealed = self.sealed(n)
         segments = -(-sealed // SEGMENT_TOKENS) if self.segment else 0
         tail_len = n - sealed
-        return Inventory(
-            pages=sealed // self.page.tokens,
-            segments=segments,
-            sides=1 if self.side else 0,
-            raws=-(-tail_len // RAW_TOKENS),
-            tail_len=tail_len,
-        )
+        raws = -(-tail_len // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
+        pages, sides = sealed // self.page.tokens, 1 if self.side else 0
+        return Inventory(pages, segments, sides, raws, tail_len)
+
+    def kept_raws(self, seals: int) -> int:
+        """Raw pages for what `seals` seals set aside; all of a prompt is one."""
+        return -(-min(seals * self.kept, self.kept_limit) // RAW_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,13 @@ class Run:
 
 @dataclass
 class GroupState:
-    """One sequence in one group, as page ids: runs, tail, side record."""
+    """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed."""
 
     runs: list[Run] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     side: int | None = None
+    kept: list[int] = field(default_factory=list)
+    seals: int = 0
 
     def page_ids(self) -> list[int]:
         """The pages of all runs, in token order."""
@@ -198,10 +203,9 @@ class GroupState:
 
     def ids(self) -> Iterator[int]:
         """Every record owned, each once."""
-        for run in self.runs:
-            yield from run.pages
+        yield from self.page_ids()
         yield from dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
-        yield from self.tail
+        yield from (*self.tail, *self.kept)
         if self.side is not None:
             yield self.side
 
@@ -222,18 +226,14 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
             allocator.release(taken)
         raise
     pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
-    per_run = SEGMENT_TOKENS // group.page.tokens if segments else max(1, len(pages))
+    step = SEGMENT_TOKENS // group.page.tokens if segments else max(1, len(pages))
     runs = [
-        Run(
-            layout=group.page,
-            segment=segments[i // per_run] if segments else None,
-            first=i * group.page.tokens,
-            pages=pages[i : i + per_run],
-        )
-        for i in range(0, len(pages), per_run)
+        Run(group.page, s if segments else None, i * group.page.tokens, pages[i : i + step])
+        for i, s in zip(range(0, len(pages), step), segments or [0], strict=False)
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
-    return GroupState(runs, ids.get(Kind.RAW, []), side)
+    raws, split = ids.get(Kind.RAW, []), -(-inventory.tail_len // RAW_TOKENS)
+    return GroupState(runs, raws[:split], side, raws[split:], 1 if pages else 0)
 
 
 def record_id(state: GroupState, kind: Kind, index: int) -> int:
@@ -241,9 +241,9 @@ def record_id(state: GroupState, kind: Kind, index: int) -> int:
     if kind is Kind.PAGE:
         found = state.page_ids()
     elif kind is Kind.RAW:
-        found = state.tail
+        found = state.tail + state.kept
     else:
-        ids = [run.segment for run in state.runs] if kind is Kind.SEGMENT else [state.side]
+        ids = {Kind.SEGMENT: [run.segment for run in state.runs]}.get(kind, [state.side])
         found = [page for page in ids if page is not None]
     if not 0 <= index < len(found):
         raise LayoutError(f"no {kind} record {index}; the sequence has {len(found)}")

@@ -36,13 +36,17 @@ class Encoded:
     blocks:   [P, H, block_bytes] u8 - pages in token order
     segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
     side:     [H, side block_bytes] u8, or None - the side record after these tokens
+    kept:     [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
     flush:    the pages were sealed while decoding, so they have the flush layouts of their group
+    first:    position of the first token, for `decode`
     """
 
     blocks: Tensor
     segments: Tensor | None = None
     side: Tensor | None = None
+    kept: Tensor | None = None
     flush: bool = False
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class Codec(ABC):
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         """One page sealed while decoding: k, v [H, T, D].
 
-        before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one
+        before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
+                `side` and `kept` as they are, with room for what this seal may set aside
         """
         return self.encode(k, v, first, layer)
 

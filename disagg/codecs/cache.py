@@ -156,14 +156,23 @@ class CompressedKV:
                 layout = segment_layout(group, run.layout)
                 assert layout is not None
                 segments = read_blocks(group, layout, self.layer, arena, [run.segment])
-            found.append(Encoded(blocks, segments, flush=flushed))
+            side, kept = self._kept()
+            found.append(Encoded(blocks, segments, side, kept, flushed, run.first))
         return found
+
+    def _kept(self) -> tuple[Tensor | None, Tensor | None]:
+        """The side record, and the raw pages of kept tokens."""
+        group, state, arena = self.group, self._state, self._arena.bytes
+        if group.side is None or state.side is None or not state.kept:
+            return None, None
+        side = read_blocks(group, group.side, self.layer, arena, [state.side])
+        return side[0], read_blocks(group, group.raw, self.layer, arena, state.kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes really stored: pages, segments, side record, and raw pages of the tail."""
         group, state = self.group, self._state
-        total = len(state.tail) * group.layer_bytes(group.raw)
+        total = (len(state.tail) + len(state.kept)) * group.layer_bytes(group.raw)
         total += sum(len(run.pages) * group.layer_bytes(run.layout) for run in state.runs)
         segments = {run.segment: segment_layout(group, run.layout) for run in state.runs}
         total += sum(group.layer_bytes(layout) for layout in segments.values() if layout)

@@ -64,19 +64,24 @@ def write_prompt(
         new_k, new_v = k[:, start:end].to(dtype), v[:, start:end].to(dtype)
         encoded = codec.encode(new_k, new_v, start, layer)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
-        pages = state.page_ids()[first : first + count]
-        _store(group, group.page, layer, arena, encoded.blocks, pages)
-        written.append(Written(Kind.PAGE, first, count))
         if encoded.segments is not None and group.segment is not None:
             index = start // SEGMENT_TOKENS
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
-            written.insert(0, Written(Kind.SEGMENT, index, len(chosen)))
-    if done == total and state.tail:
-        blocks = raw_blocks(k[:, end:].to(dtype), v[:, end:].to(dtype))
-        _store(group, group.raw, layer, arena, blocks, state.tail)
-        written.append(Written(Kind.RAW, 0, len(state.tail)))
+            written.append(Written(Kind.SEGMENT, index, len(chosen)))
+        pages = state.page_ids()[first : first + count]
+        _store(group, group.page, layer, arena, encoded.blocks, pages)
+        written.append(Written(Kind.PAGE, first, count))
+        _store_kept(group, layer, arena, encoded, state)
+    if done == total:
+        if state.side is not None:
+            written.append(Written(Kind.SIDE, 0, 1))
+        if state.tail:
+            blocks = raw_blocks(k[:, end:].to(dtype), v[:, end:].to(dtype))
+            _store(group, group.raw, layer, arena, blocks, state.tail)
+        if raws := len(state.tail) + len(state.kept):
+            written.append(Written(Kind.RAW, 0, raws))
     return written
 
 
@@ -101,6 +106,7 @@ def write_step(
             layout = group.flush_segment or group.layout(Kind.SEGMENT)
             offset = group.layer_offset(layout, layer)
             store_blocks(arena, encoded.segments, seal.segment, offset)
+        _store_kept(group, layer, arena, encoded, seal.state)
 
 
 def attend_step(
@@ -158,13 +164,31 @@ def read_blocks(
 
 
 def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:
-    """What a flush may look at: the segment that its page joins."""
-    nothing = arena.new_zeros(0)
-    if seal.segment is None or seal.fresh or group.segment is None:
-        return Encoded(nothing)
-    base = group.layer_offset(group.segment, layer)
-    size = group.segment.block_bytes
-    return Encoded(nothing, load_blocks(arena, seal.segment, base, group.heads, size))
+    """What a flush may look at: the segment that its page joins, the side record, kept tokens."""
+
+    def load(layout: Layout | None, ids: Tensor | None) -> Tensor | None:
+        if layout is None or ids is None:
+            return None
+        base = group.layer_offset(layout, layer)
+        return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
+
+    side = load(group.side, seal.side)
+    return Encoded(
+        blocks=arena.new_zeros(0),
+        segments=None if seal.fresh else load(group.segment, seal.segment),
+        side=None if side is None else side[0],
+        kept=load(group.raw, seal.kept),
+    )
+
+
+def _store_kept(
+    group: LayerGroup, layer: int, arena: Tensor, encoded: Encoded, state: GroupState
+) -> None:
+    """The side record and the raw pages that it names."""
+    if encoded.side is not None and group.side is not None and state.side is not None:
+        _store(group, group.side, layer, arena, encoded.side.unsqueeze(0), [state.side])
+    if encoded.kept is not None and state.kept:
+        _store(group, group.raw, layer, arena, encoded.kept, state.kept)
 
 
 def _store(

@@ -80,13 +80,10 @@ class PagedCodec(Codec):
         head_dim = k.shape[2]
         page = self.flush_page_layout(head_dim) or self.page_layout(head_dim)
         segment = self.flush_segment_layout(head_dim) or self.segment_layout(head_dim)
-        if segment is None:
-            return self.encode(k, v, first, layer)
         frozen = None if before.segments is None else before.segments[0]
         fmt = self.format_of(page, segment, head_dim)
         blocks, shared = encode_paged(k, v, fmt, seed_of(layer, first), frozen)
-        assert shared is not None
-        return Encoded(blocks, shared[None], flush=True)
+        return Encoded(blocks, None if shared is None else shared[None], flush=True)
 
     def attend(
         self,

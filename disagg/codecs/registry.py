@@ -10,6 +10,7 @@ from disagg.codecs.gear import Gear, GearL
 from disagg.codecs.int8 import Int8
 from disagg.codecs.kcvt import Kcvt
 from disagg.codecs.kivi import Kivi
+from disagg.codecs.ott import Ott
 from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError
@@ -25,6 +26,7 @@ CODECS: dict[str, type[Codec]] = {
         Int8,
         Kcvt,
         Kivi,
+        Ott,
         PerToken,
         Raw,
     )

@@ -36,6 +36,7 @@ class Seal:
     tail:    [1, T/16] int32 - the raw pages read; page: [1] int32 - the page written
     first:   position of the first token sealed
     segment: [1] int32, or None - the page's segment; `fresh`: it begins with this page
+    side:    [1] int32, or None - the side record; kept: [K] int32 - the raw pages that it names
     """
 
     state: GroupState
@@ -44,6 +45,8 @@ class Seal:
     first: int
     segment: Tensor | None = None
     fresh: bool = False
+    side: Tensor | None = None
+    kept: Tensor | None = None
 
 
 @dataclass
@@ -90,6 +93,7 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
         if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
             pages += 1
             segments += begun_segment(group, growth.state) is not None
+            raws += _more_kept(group, growth.state)
     wanted: list[tuple[RecordShape | None, int]] = [
         (group.record(group.raw), raws),
         (group.record(flush_layout(group)), pages),
@@ -104,6 +108,11 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
             allocator.release(ids)
         raise
     return Fresh(*map(iter, taken))
+
+
+def _more_kept(group: LayerGroup, state: GroupState) -> int:
+    """Raw pages that the next seal may need for the tokens it sets aside."""
+    return group.kept_raws(state.seals + 1) - len(state.kept)
 
 
 def append_tokens(
@@ -156,6 +165,8 @@ def _seal_one(
         segment = state.runs[-1].segment
     page = next(fresh.pages)
     _extend(state, flush_layout(group), segment, first, page)
+    state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))
+    state.seals += 1
 
     def as_ints(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -167,6 +178,8 @@ def _seal_one(
         first=first,
         segment=None if segment is None else as_ints([segment]),
         fresh=begins,
+        side=None if state.side is None else as_ints([state.side]),
+        kept=as_ints(state.kept) if state.kept else None,
     )
 
 

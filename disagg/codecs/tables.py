@@ -11,7 +11,7 @@ the last layer is done. Layers only follow it; no bookkeeping happens between th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class PageTable:
     segments:  [B, S] int32 - the segments of each sequence, in order; None: the layout has none
     owner:     [B, P] int32 - the index in `segments` of each page's
     following: the pages of the same sequences in another layout, sealed while decoding
+    kept:      [B, K] int32 - raw pages of tokens kept exact beside their page; None: there are none
+    sides:     [B] int32 - the side records, which say what `kept` holds
     """
 
     pages: Tensor
@@ -41,6 +43,8 @@ class PageTable:
     segments: Tensor | None = None
     owner: Tensor | None = None
     following: "PageTable | None" = None
+    kept: Tensor | None = None
+    sides: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,11 @@ def build_tables(
             continue
         runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
         sealed = _table(group, layout, runs, growths, longest, device, sealed) or sealed
+    if sealed is not None and any(growth.state.kept for growth in growths):
+        ids = [_rectangle([growth.state.kept for growth in growths])]
+        ids += [[[growth.state.side or 0 for growth in growths]]]
+        kept, sides = (torch.tensor(x, dtype=torch.int32, device=device) for x in ids)
+        sealed = replace(sealed, kept=kept, sides=sides[0])
     return sealed, tail
 
 

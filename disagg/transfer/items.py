@@ -32,6 +32,12 @@ class Checklist:
         self.plan = plan
         self.tokens = tokens
         self._counts = [group.inventory(tokens) for group in plan.groups]
+        self._nbytes = {
+            (index, kind): group.layer_bytes(group.layout(kind))
+            for index, group in enumerate(plan.groups)
+            for kind in Kind
+            if self._counts[index].count(kind)
+        }
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -51,9 +57,8 @@ class Checklist:
         return [Item(kind, group, layer, record) for record in range(first, first + count)]
 
     def nbytes(self, item: Item) -> int:
-        """Size of an item: one block per KV head."""
-        group = self.plan.groups[item.group]
-        return group.layer_bytes(group.layout(item.kind))
+        """Size of an item of this prompt: one block per KV head."""
+        return self._nbytes[item.group, item.kind]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -63,7 +68,7 @@ class Checklist:
     @cached_property
     def frame_bytes(self) -> int:
         """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
-        return max(FRAME_BYTES, *(message_bytes(self.nbytes(item), 1) for item in self.items))
+        return max(FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values()))
 
     @property
     def window_bytes(self) -> int:

@@ -14,6 +14,7 @@ AT_MOST = {  # percent of fp16 at 8192 and 2048 tokens, tail included, head dim 
     "gear-l:bits=4": (29.2, 29.2),
     "gear:bits=4": (31.5, 31.5),
     "decoquant:bits=4,block=16": (25.9, 25.9),
+    "ott": (15.7, 20.3),
     "fp8": (50.1, 50.1),
     "pertoken:bits=4,group=64": (28.2, 28.2),
     "raw": (100.0, 100.0),

@@ -1,0 +1,217 @@
+"""OTT: KIVI with the tokens that would ruin their group kept exact (arXiv:2505.10938)."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.base import Encoded, Partial, require
+from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.raw import raw_format
+from disagg.codecs.tables import PageTable
+from disagg.kernels.formats import RawFormat
+from disagg.kernels.reference_kept import (
+    FREE,
+    KeptFormat,
+    attend_kept,
+    compete,
+    join,
+    keep,
+    raw_of,
+    view_kept,
+    with_group_means,
+)
+from disagg.page import RAW_TOKENS, FinalAt, Kind, Layout, make_layout, make_raw_layout
+from disagg.plan import LayerGroup
+
+
+@dataclass(frozen=True)
+class Ott(PagedCodec):
+    """Outlier token tracing: tokens of small keys leave their group and stay in 16 bits.
+
+    Each KV head keeps the `outliers` tokens of smallest |K|_1. Among the codes the mean of their
+    group stands for them, masked in attention. All tokens of a prompt that are sealed compete once;
+    while decoding, each page competes with the pool. Beaten tokens stay kept, up to `aux` of them;
+    a head whose slots do not suffice for the winners of a page lets none of them in.
+
+    bits:        2, 4 or 8
+    group:       32, 64 or 128 - tokens that share a scale of K; channels that share one of V
+    residual:    R, exact tokens always kept; the tail holds R .. R+127
+    skip_layers: the first layers, which are quantised without outliers
+    rank:        of a low-rank matrix for what the codes miss, as in GEAR; 0: none
+    error:       none for kept tokens; else that of KIVI on the tokens and means of a group
+    source:      OTT, arXiv:2505.10938; scores per KV head, one competition for a prompt, which ends
+                 in the same pool as one for each group; ranks compose with GEAR, arXiv:2403.05527
+    """
+
+    name: ClassVar[str] = "ott"
+    final_at: ClassVar[FinalAt] = FinalAt.PROMPT
+    page_tokens: ClassVar[int] = 128
+
+    bits: int = 2
+    group: int = 128
+    residual: int = 32
+    outliers: int = 3
+    aux: int = 32
+    skip_layers: int = 2
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.bits in (2, 4, 8), f"ott:bits is {self.bits}; 2, 4 and 8 are known")
+        known = self.group in (32, 64, 128)
+        require(known, f"ott:group is {self.group}; 32, 64 and 128 are known")
+        whole = self.residual >= 0 and self.residual % RAW_TOKENS == 0
+        require(whole, f"ott:residual is {self.residual}; a multiple of 16 tokens is wanted")
+        for option in ("outliers", "aux", "skip_layers"):
+            value = getattr(self, option)
+            require(0 <= value <= 128, f"ott:{option} is {value}; 0 to 128 is wanted")
+        require(0 <= self.rank <= 16, f"ott:rank is {self.rank}; 0 to 16 is wanted")
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.residual
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a head can keep."""
+        return self.outliers + self.aux
+
+    def page_planes(self, head_dim: int) -> Planes:
+        v_group = min(self.group, head_dim)
+        divides = head_dim % v_group == 0 and head_dim % 16 == 0
+        require(divides, f"ott:group={self.group} does not divide the head dim {head_dim}")
+        tokens = self.page_tokens
+        k, v = (tokens // self.group, head_dim), (head_dim // v_group, tokens)
+        scales = [("k_scale", k), ("k_zero", k), ("v_scale", v), ("v_zero", v)]
+        factors = [("k_low", (tokens, self.rank)), ("v_low", (tokens, self.rank))]
+        return [
+            *code_planes(self.bits, tokens, head_dim),
+            *((name, "float16", shape) for name, shape in scales),
+            *((name, "float16", shape) for name, shape in factors if self.rank),
+            ("valid", "uint8", (tokens // 8, 1)),
+        ]
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        shape = (head_dim, self.rank)
+        return [(f"{x}_basis", "float16", shape) for x in "kv"] if self.rank else []
+
+    def flush_segment_layout(self, head_dim: int) -> Layout | None:
+        return self.segment_layout(head_dim)
+
+    def side_layout(self, head_dim: int) -> Layout | None:
+        if not self.slots:
+            return None
+        names = [("positions", "int32"), ("scores", "float32"), ("states", "uint8")]
+        planes = [(name, dtype, (self.slots,)) for name, dtype in names]
+        return make_layout(self.spec, Kind.SIDE, 0, planes)
+
+    def layer_group(
+        self,
+        layers: tuple[int, ...],
+        heads: int,
+        head_dim: int,
+        model_dtype: str,
+        window: int | None = None,
+    ) -> LayerGroup:
+        group = super().layer_group(layers, heads, head_dim, model_dtype, window)
+        return replace(group, kept=self.outliers, kept_limit=self.slots)
+
+    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
+        return self._seal(k, v, first, layer, None)
+
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        return self._seal(k, v, first, layer, before)
+
+    def _seal(
+        self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded | None
+    ) -> Encoded:
+        """Let tokens compete, put means in the place of the winners, quantise, note who left."""
+        won = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+        side, blocks = self._kept_before(k, before)
+        if side is not None and blocks is not None and layer >= self.skip_layers:
+            raw = _raw_of_dtype(k)
+            layout = self.side_layout(k.shape[2])
+            assert layout is not None
+            kept = view_kept(side, blocks, kept_format(layout), raw)
+            scores = k.float().abs().sum(2)
+            won = compete(kept, scores, self.outliers)
+            keep(kept, won, scores, k, v, first)
+            blocks = raw_of(kept, raw)
+        full_k, full_v = (with_group_means(x.float(), won, self.group) for x in (k, v))
+        if before is None:
+            encoded = super().encode(full_k, full_v, first, layer)
+        else:
+            encoded = super().flush(full_k, full_v, first, layer, before)
+        page = self.page_layout(k.shape[2])
+        valid = page.plane("valid")
+        bits = (~won).unflatten(1, (-1, page.tokens // 8, 8)).transpose(0, 1)
+        weights = 1 << torch.arange(8, device=k.device)
+        packed = (bits * weights).sum(-1).to(torch.uint8)
+        encoded.blocks[..., valid.offset : valid.offset + valid.nbytes] = packed
+        return replace(encoded, side=side, kept=blocks)
+
+    def _kept_before(
+        self, k: Tensor, before: Encoded | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The side record and the raw pages so far; a prompt begins with empty ones."""
+        layout = self.side_layout(k.shape[2])
+        if layout is None:
+            return None, None
+        if before is not None and before.side is not None:
+            return before.side.clone(), before.kept
+        empty = torch.zeros(k.shape[0], layout.block_bytes, dtype=torch.uint8, device=k.device)
+        raws = -(-min(self.outliers, self.slots) // RAW_TOKENS)
+        return empty, empty.new_zeros(raws, k.shape[0], _raw_of_dtype(k).block_bytes)
+
+    def attend(
+        self,
+        q: Tensor,
+        arena: Tensor,
+        table: PageTable,
+        group: LayerGroup,
+        layer: int,
+        scale: float,
+    ) -> Partial:
+        codes = super().attend(q, arena, table, group, layer, scale)
+        if table.kept is None or table.sides is None or group.side is None:
+            return codes
+        kept = attend_kept(
+            q,
+            arena,
+            table.kept,
+            table.sides,
+            table.lo,
+            table.hi,
+            raw_format(group.raw),
+            kept_format(group.side),
+            group.layer_offset(group.raw, layer),
+            group.layer_offset(group.side, layer),
+            group.heads,
+            scale,
+        )
+        return join([codes, kept])
+
+    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+        k, v = super().decode(encoded, group)
+        if encoded.side is not None and encoded.kept is not None and group.side is not None:
+            raw = raw_format(group.raw)
+            kept = view_kept(encoded.side, encoded.kept, kept_format(group.side), raw)
+            here = kept.positions - encoded.first
+            inside = (kept.states != FREE) & (here >= 0) & (here < k.shape[1])
+            head, slot = inside.nonzero(as_tuple=True)
+            k[head, here[head, slot].long()] = kept.k[head, slot].float()
+            v[head, here[head, slot].long()] = kept.v[head, slot].float()
+        return k, v
+
+
+@lru_cache
+def kept_format(side: Layout) -> KeptFormat:
+    """What a kernel needs to know of the side record."""
+    offsets = {plane.name: plane.offset for plane in side.planes}
+    return KeptFormat(side.plane("states").shape[0], side.block_bytes, **offsets)
+
+
+def _raw_of_dtype(k: Tensor) -> RawFormat:
+    return raw_format(make_raw_layout(str(k.dtype).removeprefix("torch."), k.shape[2]))
