@@ -1,15 +1,16 @@
 """The attention kernel on exact K and V: the tail, and every page of the raw codec.
 
-A raw page is 16 tokens; a tile is four of them, gathered by their ids, so that the matrix products
-are as tall as those on codes. fp16 goes to the tensor core as it is. bf16 has too few digits for q
-and p, so these go as two bf16 terms. fp32 goes as three tf32 products: an
-exact cache stays exact.
+A raw page is 16 tokens; an iteration takes a tile of four pages, each at its own address, so that
+bookkeeping is paid once for 64 tokens. fp16 goes to the tensor core as it is. bf16 has too few
+digits for q and p, so these go as two bf16 terms. fp32 goes as three tf32 products, or as fp32
+where there are none: an exact cache stays exact.
 """
 
 import triton
 import triton.language as tl
 
 from disagg.kernels.tiles import (
+    below,
     column_of,
     empty_softmax,
     hide,
@@ -17,24 +18,24 @@ from disagg.kernels.tiles import (
     query_unit,
     softmax_step,
     store_lse,
+    upper_lower,
     whole_tiles,
 )
 from disagg.kernels.units import find_unit
-
-TILE_PAGES = tl.constexpr(4)
 
 
 @triton.jit
 def attend_raw_kernel(
     q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, o_ptr, lse_ptr,
     scale, base, batch, width,
-    FMT: tl.constexpr, SHAPE: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+    FMT: tl.constexpr, SHAPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of C columns over the tiles of one unit; arguments as paged_attention.py says.
 
     arena_ptr: the arena as items of the raw dtype; OPERAND: dtype of what is multiplied
     """
-    T: tl.constexpr = FMT.tokens * TILE_PAGES
+    T: tl.constexpr = FMT.tokens * 4
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     C: tl.constexpr = SHAPE.columns
@@ -53,24 +54,25 @@ def attend_raw_kernel(
     o_d = tl.arange(0, D_PAD)
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
     q = operands(tl.trans(b_q * factor[:, None]), OPERAND)
-    m, l = empty_softmax(T, C)
-    b_o = tl.zeros([D_PAD, C], tl.float32)
+    m, l = empty_softmax(FMT.tokens, C)
+    state = (m, l, tl.zeros([D_PAD, C], tl.float32))
 
+    ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
+    block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
     row_ptr = pages_ptr + i_b * width
-    o_page = tl.arange(0, T) // FMT.tokens
     whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
-    pages = tl.load(row_ptr + tl.minimum(whole * TILE_PAGES + o_page, width - 1))
+    pages = load_pages(row_ptr, whole, width)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
-        tokens = token_rows(arena_ptr, pages, base, i_head, FMT)
-        pages = tl.load(row_ptr + tl.minimum((i + 1) * TILE_PAGES + o_page, width - 1))
-        m, l, b_o = add_tokens(tokens, q, unit, (), m, l, b_o, FMT, OPERAND)
+        blocks = addresses(block_ptr, pages)
+        pages = load_pages(row_ptr, i + 1, width)
+        state = add_tile(blocks, q, unit, (), state, FMT, OPERAND, PRECISION)
     for i in tl.range(start, end - (whole_end - whole), num_stages=1):
         i_tile = tl.where(i < whole, i, i + (whole_end - whole))
-        pages = tl.load(row_ptr + tl.minimum(i_tile * TILE_PAGES + o_page, width - 1))
-        tokens = token_rows(arena_ptr, pages, base, i_head, FMT)
-        seen = (i_tile * T + tl.arange(0, T), lo, hi)
-        m, l, b_o = add_tokens(tokens, q, unit, seen, m, l, b_o, FMT, OPERAND)
+        blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width))
+        seen = (i_tile * T, lo, hi)
+        state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
 
+    m, l, b_o = state
     i_out = i_slot * SHAPE.rows + i_row
     inverse = store_lse(lse_ptr + i_out, m, l, m_c)
     p_o = o_ptr + i_out.to(tl.int64)[None, :] * D + o_d[:, None]
@@ -88,36 +90,59 @@ def operands(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def token_rows(arena_ptr, pages, base, i_head, FMT: tl.constexpr):
-    """[T] pointers to the rows of a tile's tokens in their blocks, before the offset of K or V."""
-    ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
-    o_slot = tl.arange(0, pages.shape[0]) % FMT.tokens
-    at = pages.to(tl.int64) * (128 // ITEM) + o_slot * FMT.head_dim
-    return arena_ptr + at + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
+def load_pages(row_ptr, i_tile, width):
+    """The ids of the four pages of a tile; the last one again beyond the end of the table."""
+    ids = ()
+    for j in tl.static_range(4):
+        ids = ids + (tl.load(row_ptr + tl.minimum(i_tile * 4 + j, width - 1)),)
+    return ids
 
 
 @triton.jit
-def add_tokens(tokens, q, unit, seen, m, l, o, FMT: tl.constexpr, OPERAND: tl.constexpr):
-    """(m, l, o) after one more tile.
+def addresses(block_ptr, pages):
+    """Where the blocks of four pages begin."""
+    ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
+    blocks = ()
+    for j in tl.static_range(4):
+        blocks = blocks + (block_ptr + pages[j].to(tl.int64) * (128 // ITEM),)
+    return blocks
 
-    tokens: [T] pointers to rows of D items; q: tiles [D, C]; o: [D, C] fp32
-    seen:   (positions [T], lo [C], hi [C]), or () for a tile that all columns see whole
+
+@triton.jit
+def add_tile(
+    blocks, q, unit, seen, state, FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The state (m, l, o) after one more tile, whose blocks begin at four pointers.
+
+    q:    tiles [D, C], to be summed
+    seen: (first token of the tile, lo, hi), or () for a tile that all columns see whole
     """
+    m, l, b_o = state
     D: tl.constexpr = FMT.head_dim
-    ITEM: tl.constexpr = tokens.dtype.element_ty.primitive_bitwidth // 8
-    o_d = tl.arange(0, o.shape[0])[None, :]
-    WHOLE: tl.constexpr = o.shape[0] == D
-    # [T, D]
-    b_k = load_tile(tokens[:, None] + FMT.k // ITEM + o_d, o_d < D, WHOLE).to(OPERAND)
-    s = tl.dot(b_k, q[0], input_precision="tf32x3")
-    for i in tl.static_range(1, len(q)):
-        s = tl.dot(b_k, q[i], s)
+    D_PAD: tl.constexpr = b_o.shape[0]
+    ITEM: tl.constexpr = blocks[0].dtype.element_ty.primitive_bitwidth // 8
+    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, FMT.tokens)
+    o_k = o_t[:, None] * D + o_d[None, :]
+    o_v = o_d[:, None] + o_t[None, :] * D
+    s = ()
+    for j in tl.static_range(4):
+        # [16, D]
+        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, (o_d < D)[None, :], D == D_PAD).to(OPERAND)
+        b_s = tl.dot(b_k, q[0], input_precision=PRECISION)
+        for i in tl.static_range(1, len(q)):
+            b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
+        s = s + (b_s,)
+    s = below(below(s[0], s[1]), below(s[2], s[3]))
     if len(seen) > 0:
-        s = hide(s, seen[0], seen[1], seen[2])
-    p, decay, m, l = softmax_step(s, unit, m, l, l.shape[0])
-    b_v = load_tile(tokens[:, None] + FMT.v // ITEM + o_d, o_d < D, WHOLE).to(OPERAND)
-    o *= decay[None, :]
-    terms = operands(p, OPERAND)
-    for i in tl.static_range(len(terms)):
-        o = tl.dot(tl.trans(b_v), terms[i], o, input_precision="tf32x3")
-    return m, l, o
+        s = hide(s, seen[0] + tl.arange(0, FMT.tokens * 4), seen[1], seen[2])
+    p, decay, m, l = softmax_step(s, unit, m, l, FMT.tokens)
+    first, second = upper_lower(p)
+    p = upper_lower(first) + upper_lower(second)
+    b_o *= decay[None, :]
+    for j in tl.static_range(4):
+        # [D, 16]
+        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, (o_d < D)[:, None], D == D_PAD).to(OPERAND)
+        terms = operands(p[j], OPERAND)
+        for i in tl.static_range(len(terms)):
+            b_o = tl.dot(b_v, terms[i], b_o, input_precision=PRECISION)
+    return m, l, b_o

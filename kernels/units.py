@@ -13,7 +13,9 @@ by reduce.py, which finds the same cut.
 import triton
 import triton.language as tl
 
-MIN_TILES = 4  # fewer than these cost more in partial results than they win in parallel reads
+MIN_TILES = tl.constexpr(
+    4
+)  # fewer than these cost more in partial results than they win in parallel reads
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def find_cut(lo_ptr, hi_ptr, batch, slots, TILE: tl.constexpr, BATCH_PAD: tl.con
     first = lo // TILE
     tiles = tl.where(hi > lo, (hi + TILE - 1) // TILE - first, 0)
     # sum of ceil(tiles / longest) <= slots, because slots > batch
-    longest = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots - batch), 4)
+    longest = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots - batch), MIN_TILES)
     units = (tiles + longest - 1) // longest
     return first, tiles, units, tl.cumsum(units, 0) - units
 

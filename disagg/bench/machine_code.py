@@ -1,0 +1,71 @@
+"""What the compiler makes of the attention kernels on chips that need not be there.
+
+    python -m disagg.bench.machine_code --json
+    python -m disagg.bench.machine_code --target sm_90
+
+Each kernel is compiled in a process of its own, because some configurations abort the compiler and
+the process with it. The figures are explained in kernels/machine_code.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import typer
+
+from disagg.kernels.machine_code import KERNELS, TARGETS, Row
+
+COMPILE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A kernel that did not compile, with the last thing the compiler said."""
+
+    kernel: str
+    target: str
+    reason: str
+
+
+def compile_all(
+    kernels: Iterable[str] = KERNELS, targets: Iterable[str] = tuple(TARGETS)
+) -> list[Row | Failed]:
+    """One row for each kernel and target."""
+    pairs = list(product(kernels, targets))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda pair: compile_one(*pair), pairs))
+
+
+def compile_one(kernel: str, target: str) -> Row | Failed:
+    """Compile in a fresh process, which the interpreter of a test run does not reach."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "disagg.kernels.machine_code", kernel, target]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Failed(kernel, target, f"not done after {COMPILE_SECONDS:.0f} s")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Failed(kernel, target, said[-1] if said else f"exit code {done.returncode}")
+    return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(as_json: bool = typer.Option(False, "--json"), target: list[str] | None = None) -> None:
+    """Compile every attention kernel and print instructions per element, registers, spills."""
+    rows = compile_all(targets=target or TARGETS)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in asdict(row).items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""How attention kernels are launched, in plain numbers: machine_code.py compiles what runs."""
+
+from dataclasses import dataclass
+
+from disagg.kernels.formats import QuantFormat, RawFormat
+
+NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
+AMD_COLUMNS = 16
+NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
+AMD_SHARED_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel needs to know of the queries.
+
+    queries:   M of each sequence; group: query heads of a KV head; rows: M * Hq
+    columns:   C, queries times heads of one program
+    copies:    how often each column is repeated in the product with K, to fill the tensor core
+    groups:    V groups that lie side by side in the product with V, likewise
+    batch_pad: B, rounded up to a power of two
+    """
+
+    queries: int
+    group: int
+    rows: int
+    columns: int
+    copies: int
+    groups: int
+    batch_pad: int
+
+
+def raw_shape(queries: tuple[int, int, int], heads: int, tensor_columns: int) -> Shape:
+    """The shape for (B, M, Hq) queries over exact pages."""
+    return _shape(queries, heads, tensor_columns, 1, 1)
+
+
+def quantized_shape(
+    queries: tuple[int, int, int], heads: int, fmt: QuantFormat, tensor_columns: int
+) -> Shape:
+    """The shape for (B, M, Hq) queries over codes.
+
+    Where half the columns of the tensor core are enough, each query takes two: both are the same
+    for K, so that no thread holds a score twice, and they carry two groups of channels of V.
+    """
+    _, m, query_heads = queries
+    if m * query_heads // heads > tensor_columns // 2:
+        return _shape(queries, heads, tensor_columns, 1, 1)
+    whole_planes = fmt.v_group % (fmt.head_dim // 4) == 0
+    pairs = whole_planes and fmt.head_dim // fmt.v_group % 2 == 0
+    return _shape(queries, heads, tensor_columns // 2, 2, 2 if pairs else 1)
+
+
+def tile_tokens(fmt: RawFormat | QuantFormat) -> int:
+    """Tokens that a kernel takes in one iteration: a page, or four raw pages."""
+    return fmt.tokens * 4 if isinstance(fmt, RawFormat) else fmt.tokens
+
+
+def compile_options(fmt: RawFormat | QuantFormat, nvidia: bool) -> dict[str, int | bool]:
+    """What the compiler is told. One warp: the softmax then never crosses warps.
+
+    Left alone, ptxas stops at 168 registers for exact pages and spills (Triton 3.9).
+    """
+    options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
+    if nvidia and isinstance(fmt, RawFormat):
+        options["maxnreg"] = 224
+    return options
+
+
+def pipeline_stages(fmt: RawFormat | QuantFormat, nvidia: bool) -> int:
+    """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one."""
+    shared = NVIDIA_SHARED_BYTES if nvidia else AMD_SHARED_BYTES
+    return 3 if 2 * _tile_bytes(fmt) + 2048 <= shared else 2
+
+
+def programs_per_processor(fmt: RawFormat | QuantFormat) -> int:
+    """Programs that are resident together: bound by registers to 8, or by shared memory."""
+    buffered = (pipeline_stages(fmt, True) - 1) * _tile_bytes(fmt)
+    return max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
+
+
+def _tile_bytes(fmt: RawFormat | QuantFormat) -> int:
+    """Bytes of one iteration."""
+    return tile_tokens(fmt) // fmt.tokens * fmt.block_bytes
+
+
+def _shape(
+    queries: tuple[int, int, int], heads: int, columns: int, copies: int, groups: int
+) -> Shape:
+    batch, m, query_heads = queries
+    batch_pad = 1 << (batch - 1).bit_length()
+    return Shape(m, query_heads // heads, m * query_heads, columns, copies, groups, batch_pad)
