@@ -189,7 +189,8 @@ class PrefillSide:
             spec=work.codec,
             wait_s=min(ROOM_WAIT_S, work.deadline_s),
         )
-        options = Options(
-            deadline_s=work.deadline_s, frame_bytes=self._config.frame_bytes, pace=self._pace
-        )
+        frame_bytes = self._config.frame_bytes
+        if self._pace is not None:
+            frame_bytes = min(frame_bytes, self._pace.burst_bytes)
+        options = Options(deadline_s=work.deadline_s, frame_bytes=frame_bytes, pace=self._pace)
         return Sender(self._link(work.decode_address), request, plan, offering.read, options)

@@ -1,0 +1,124 @@
+"""A client of the service: HTTP and server-sent events with the standard library alone."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from disagg.errors import ConfigError, PeerLostError, error_from
+
+CONNECT_S = 5.0
+
+
+@dataclass
+class Answer:
+    """A completion as a client saw it. Milliseconds from sending the request."""
+
+    text: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str = ""
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    kv: Mapping[str, Any] = field(default_factory=dict)
+
+
+def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
+    """Stream a completion; `show` gets every piece of text. Closing early cancels it there.
+
+    Raises the error that the service named, or PeerLostError where there is none.
+    """
+    wanted = {"stream": True, "stream_options": {"include_usage": True}, "kv": True}
+    answer, times = Answer(), [time.monotonic()]
+    with _exchange(url, "POST", "/v1/completions", dict(body) | wanted, timeout_s=None) as response:
+        for event in _events(response):
+            if "error" in event:
+                raise error_from(event["error"]["type"], event["error"]["message"])
+            if usage := event.get("usage"):
+                answer.prompt_tokens = usage["prompt_tokens"]
+                answer.completion_tokens = usage["completion_tokens"]
+            for choice in event["choices"]:
+                times.append(time.monotonic())
+                answer.text += choice["text"]
+                answer.finish_reason = choice["finish_reason"] or ""
+                show(choice["text"])
+            answer.kv = event.get("kv") or answer.kv
+    if not answer.finish_reason:
+        raise PeerLostError(f"the answer of {url} broke off")
+    answer.ttft_ms = 1e3 * (times[1] - times[0])
+    answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
+    return answer
+
+
+def get(url: str, path: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
+    """The JSON object at a path."""
+    with _exchange(url, "GET", path, None, timeout_s) as response:
+        return _json(url, response.read())
+
+
+def post(url: str, path: str, token: str) -> dict[str, Any]:
+    """Ask for something that only the owner of the service may ask for."""
+    with _exchange(url, "POST", path, {}, CONNECT_S, token) as response:
+        return _json(url, response.read())
+
+
+@contextmanager
+def _exchange(
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    timeout_s: float | None,
+    token: str = "",
+) -> Iterator[HTTPResponse]:
+    """A response with a good status; the connection is closed on every way out."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        connection.connect()
+        connection.sock.settimeout(timeout_s)
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, parts.path.rstrip("/") + path, payload, headers)
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise _error(url, response.status, response.read())
+        yield response
+    except (OSError, HTTPException) as error:
+        raise PeerLostError(f"no service answers at {url}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _error(url: str, status: int, body: bytes) -> Exception:
+    try:
+        error = json.loads(body)["error"]
+        return error_from(error["type"], error["message"])
+    except (ValueError, KeyError, TypeError):
+        return PeerLostError(f"{url} answers with status {status}; is it a disagg service?")
+
+
+def _json(url: str, body: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(body))
+    except (ValueError, TypeError) as error:
+        raise PeerLostError(f"{url} does not answer with JSON; is it a disagg service?") from error
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of server-sent events, up to [DONE]."""
+    for line in response:
+        data = line.decode().strip().removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data:
+            yield json.loads(data)

@@ -1,0 +1,65 @@
+"""`disagg codecs` and `disagg page`: what a codec costs, and where its bytes are."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from disagg.cli import options
+from disagg.cli.output import print_json, print_table
+
+Heads = Annotated[int, typer.Option(min=1, help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Length of the prompt.")]
+Spec = Annotated[str, typer.Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
+
+
+def codecs(
+    heads: Heads = 8, head_dim: HeadDim = 128, tokens: Tokens = 2048, as_json: options.Json = False
+) -> None:
+    """Every codec: its options, its page, and its size beside fp16 (tail included)."""
+    from disagg.codecs.describe import describe_all
+
+    rows = describe_all(heads, head_dim, tokens)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment bytes", ">% of fp16"]
+    cells = [
+        [
+            row.spec,
+            f"{row.bits_per_element:.2f}",
+            str(row.page_tokens),
+            f"{row.page_bytes:,}",
+            f"{row.segment_bytes:,}",
+            f"{row.fp16_pct:.1f}",
+        ]
+        for row in rows
+    ]
+    print_table(f"{heads} KV heads of {head_dim}, {tokens} tokens", columns, cells)
+
+
+def page(spec: Spec, model: options.Model = None, as_json: options.Json = False) -> None:
+    """Draw the layouts of a model's KV under a codec: every plane of every kind of record."""
+    from disagg.cli.pages import layouts_of
+
+    found = layouts_of(spec, model)
+    if as_json:
+        print_json(found)
+        return
+    for group in found["groups"]:
+        _draw(group)
+
+
+def _draw(group: dict[str, Any]) -> None:
+    print(f"layers {group['layers']} · {group['codec']} · {group['heads']} KV heads")
+    for layout in group["layouts"]:
+        title = (
+            f"{layout['kind']}: {layout['tokens']} tokens, {layout['block_bytes']:,} bytes a block,"
+            f" {layout['record_bytes']:,} a record · {layout['fingerprint']}"
+        )
+        rows = [
+            [str(plane[key]) for key in ("name", "dtype", "shape", "offset", "bytes")]
+            for plane in layout["planes"]
+        ]
+        print_table(title, ["plane", "dtype", "shape", ">offset", ">bytes"], rows)

@@ -1,0 +1,63 @@
+"""Options that several commands share, and the config that comes out of them."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from disagg.config import Config, as_dict, load_config
+from disagg.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model = Annotated[
+    str | None, typer.Option(help="Folder or Hugging Face name; the packaged one unless given.")
+]
+Codec = Annotated[
+    str | None, typer.Option(help='Codec spec, "kivi:bits=2,group=64,residual=64", or a plan.')
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file; see --show-config for its keys.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Any config key: engine.max_sequences=8.")
+]
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", help="Print the config that would be used, and exit.")
+]
+StateFile = Annotated[
+    Path | None, typer.Option("--state-file", help="Where a running service says where it is.")
+]
+
+
+def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> Config:
+    """Defaults, a file, `--set key=value`, flags: the later one wins."""
+    given: dict[str, Any] = {}
+    for item in sets or []:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item!r} has no value; write key=value")
+        given[key.strip()] = value.strip()
+    return load_config(path, given | {k: v for k, v in flags.items() if v is not None})
+
+
+def print_config(config: Config, as_json: bool) -> None:
+    """As YAML that `--config` reads, or as JSON."""
+    if as_json:
+        print(json.dumps(as_dict(config)))
+        return
+    import yaml
+
+    print(yaml.safe_dump(as_dict(config), sort_keys=False), end="")
+
+
+def state_path(given: Path | str | None) -> Path:
+    """The state file of this user, unless another one is given."""
+    if given is not None:
+        return Path(given)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}"
+    return folder / "disagg.json"

@@ -1,0 +1,45 @@
+"""A service for one prompt: checked before anything heavy starts, gone afterwards."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from disagg.config import DEFAULT_CODEC, Config
+from disagg.errors import CancelledError
+from disagg.model.describe import ModelInfo, describe_model
+from disagg.model.tokenizer import Tokenizer
+from disagg.server.limits import check_prompt
+
+
+def check(config: Config, body: Mapping[str, Any]) -> None:
+    """Everything about a prompt that can be known before workers run: model, length, codec."""
+    info = describe_model(config.model.name, config.model.dtype)
+    tokens = Tokenizer.load(config.model.name).encode(body["prompt"])
+    check_prompt(len(tokens), info.context_length)
+    if config.codec != DEFAULT_CODEC:
+        check_codec(config.codec, info)
+
+
+def check_codec(spec: str, info: ModelInfo) -> None:
+    """ConfigError unless a spec makes a plan for a model. Imports torch, which takes a second."""
+    from disagg.codecs.planning import KVShape, parse_plan
+
+    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+    parse_plan(spec, shape)
+
+
+@contextmanager
+def private_service(config: Config) -> Iterator[str]:
+    """The URL of a service that ends with this block, whatever ends it."""
+    config = replace(config, server=replace(config.server, host="127.0.0.1", port=0))
+    workers = f"{config.cluster.prefill} prefill and {config.cluster.decode} decode worker"
+    print(f"starting a private service: {workers} ...", file=sys.stderr, flush=True)
+    from disagg.server.service import Service
+
+    try:
+        with Service(config) as service:
+            yield service.url
+    except KeyboardInterrupt as error:
+        raise CancelledError("cancelled") from error

@@ -1,0 +1,118 @@
+"""`disagg submit`: one prompt, its continuation, and what the hand-off saved."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from disagg.cli import options
+from disagg.cli.client import Answer, complete
+from disagg.cli.output import answer_object, print_json, print_savings
+from disagg.cli.state import read_state
+from disagg.errors import CancelledError, RequestError
+
+Text = Annotated[str, typer.Argument(help='The prompt; "-" reads standard input, "@FILE" a file.')]
+Url = Annotated[str | None, typer.Option(help="A service; else the running one, else a new one.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Choose among the tokens that make up this share.")]
+TopK = Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Go on behind the end of the text.")]
+
+
+def submit(
+    text: Text,
+    url: Url = None,
+    model: options.Model = None,
+    codec: options.Codec = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    config: options.ConfigFile = None,
+    sets: options.Set = None,
+    state_file: options.StateFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Continue a prompt. Uses --url, else the running service, else a private one."""
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+    sampling |= {"top_k": top_k, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
+    body = {"prompt": read_prompt(text), "model": model, "codec": codec, **sampling}
+    flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
+    with somewhere(url, config, sets, flags, body) as found, cancelled_by_ctrl_c():
+        answer = complete(found, body, (lambda piece: None) if as_json else show)
+    if as_json:
+        print_json(answer_object(answer))
+    else:
+        finish(answer)
+
+
+def read_prompt(text: str) -> str:
+    """The prompt itself, or what "-" or "@FILE" point to; RequestError if it is empty."""
+    try:
+        if text == "-":
+            text = sys.stdin.read()
+        elif text.startswith("@"):
+            text = Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the prompt {text}: {error}") from error
+    if not text:
+        raise RequestError("the prompt is empty; at least one token is wanted")
+    return text
+
+
+@contextmanager
+def somewhere(
+    url: str | None,
+    path: Path | None,
+    sets: list[str] | None,
+    flags: dict[str, Any],
+    body: dict[str, Any],
+) -> Iterator[str]:
+    """The URL of a service: the given one, the running one, or a private one for this prompt."""
+    if url is not None:
+        yield url
+        return
+    config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})
+    if path is None and not sets:
+        running = read_state(options.state_path(config.server.state_file))
+        if running is not None:
+            yield running.url
+            return
+    from disagg.cli.private import check, private_service
+
+    check(config, body)
+    with private_service(config) as found:
+        yield found
+
+
+@contextmanager
+def cancelled_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C becomes an error like any other: what is open is closed on the way out."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise CancelledError("cancelled") from error
+
+
+def show(piece: str) -> None:
+    """A piece of the answer, as soon as it is there."""
+    print(piece, end="", flush=True)
+
+
+def finish(answer: Answer) -> None:
+    """The end of the answer's last line, and the table."""
+    print()
+    print_savings(answer)

@@ -1,0 +1,341 @@
+"""HTTP as clients see it: bodies, events, statuses, and what a client that leaves takes along."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError
+from disagg.server.app import create_app
+from disagg.server.completions import Completions
+from disagg.workers.lifecycle import Action
+from tests.workers.fakes import Network, until
+
+Scene = Callable[[httpx.AsyncClient], Awaitable[None]]
+STATS_OF_A_PROMPT = {
+    "codec": "raw",
+    "tokens": 3,
+    "fp16_bytes": 40,
+    "fp8_bytes": 20,
+    "wire_bytes": 10,
+    "resident_bytes": 8,
+    "encode_ms": 1.0,
+    "wire_ms": 2.0,
+    "exposed_ms": 0.5,
+    "admit_ms": 0.1,
+}
+
+
+@pytest.fixture
+def app(completions: Completions) -> FastAPI:
+    return create_app(completions, token="secret")
+
+
+def visit(app: FastAPI, completions: Completions, network: Network, scene: Scene) -> None:
+    """Run a scene against the application, with a pair of fakes behind it."""
+
+    async def run() -> None:
+        prefill, decode = network.pair()
+        for worker in (prefill, decode):
+            completions.router.add(worker.peer)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        try:
+            async with (
+                asyncio.timeout(30),
+                httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+            ):
+                await scene(client)
+        finally:
+            await completions.router.close()
+
+    asyncio.run(run())
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "abc", "max_tokens": 4, **fields}
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture(autouse=True)
+def figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.workers.fakes.STATS", STATS_OF_A_PROMPT)
+
+
+def test_a_completion_has_the_shape_that_clients_know(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        body = (await client.post("/v1/completions", json=ask())).json()
+        assert body["object"] == "text_completion"
+        assert body["model"] == "tiny"
+        choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
+        assert body["choices"] == [choice]
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+            3,
+            4,
+            7,
+        )
+        assert "kv" not in body
+
+    visit(app, completions, network, scene)
+
+
+def test_the_figures_of_the_hand_off_come_when_they_are_asked_for(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        whole = (await client.post("/v1/completions", json=ask(kv=True))).json()
+        assert whole["kv"] == STATS_OF_A_PROMPT
+        streamed = await client.post("/v1/completions", json=ask(kv=True, stream=True))
+        assert [event.get("kv") for event in events(streamed.text)][-1] == STATS_OF_A_PROMPT
+
+    visit(app, completions, network, scene)
+
+
+def test_a_stream_says_every_token_then_the_usage_then_done(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await client.post("/v1/completions", json=ask(**options))
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, usage = events(response.text)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c", "d", ""]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 4
+        assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+        assert all("usage" not in chunk for chunk in chunks)
+
+    visit(app, completions, network, scene)
+
+
+def test_token_ids_are_a_prompt_too(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        await client.post("/v1/completions", json=ask(prompt=[5, 6, 7], codec="kivi", seed=9))
+        submit = network.workers["p"].submitted[0]
+        assert (submit.prompt, submit.codec) == ((5, 6, 7), "kivi")
+        assert submit.sampling["seed"] == 9
+
+    visit(app, completions, network, scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer_and_frees_the_workers(
+    stream: bool, app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        network.workers["d"].pause_at = 4
+        body = ask(max_tokens=9, stop=["zz", "cd"], stream=stream)
+        response = await client.post("/v1/completions", json=body)
+        chunks = events(response.text) if stream else [response.json()]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["text"] for choice in choices) == "ab"
+        assert choices[-1]["finish_reason"] == "stop"
+        await until(lambda: bool(network.workers["d"].aborted))
+        assert completions.router.running == 0
+
+    visit(app, completions, network, scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reason", "says"),
+    [
+        ({"prompt": ""}, 400, "request", "empty"),
+        ({"prompt": []}, 400, "request", "empty"),
+        ({"prompt": "x" * 20}, 400, "prompt_too_long", "at most 19"),
+        ({"prompt": [200]}, 400, "request", "not below 200"),
+        ({"prompt": [[1], [2]]}, 400, "request", "prompt"),
+        ({"max_tokens": 0}, 400, "request", "max_tokens"),
+        ({"max_tokens": "many"}, 400, "request", "max_tokens"),
+        ({"model": "gpt-4"}, 404, "model", "'tiny' is"),
+        ({"n": 2}, 400, "request", "n=2"),
+        ({"echo": True}, 400, "request", "echo=True"),
+    ],
+    ids=lambda value: str(value)[:24] if isinstance(value, dict) else None,
+)
+def test_a_request_that_cannot_be_gets_its_status_and_reason(
+    fields: dict[str, Any],
+    status: int,
+    reason: str,
+    says: str,
+    app: FastAPI,
+    completions: Completions,
+    network: Network,
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            response = await client.post("/v1/completions", json=ask(**fields, stream=stream))
+            assert response.status_code == status
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["type"], error["code"]) == (reason, status)
+            assert says in error["message"]
+
+    visit(app, completions, network, scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_workers_refuse_has_a_status_of_its_own(
+    stream: bool, app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        network.workers["p"].refuses = ConfigError("unknown codec 'zip'")
+        response = await client.post("/v1/completions", json=ask(stream=stream))
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "config"
+
+    visit(app, completions, network, scene)
+
+
+def test_an_error_in_mid_stream_is_an_event(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        decode = network.workers["d"]
+        decode.pause_at = 2
+        body = ask(max_tokens=9, stream=True)
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        await decode.paused.wait()
+        await completions.router.close()
+        *_, last = events((await asking).text)
+        assert last["error"]["type"] == "peer_lost"
+
+    visit(app, completions, network, scene)
+
+
+def test_unknown_fields_are_ignored_with_a_warning(
+    app: FastAPI, completions: Completions, network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        body = ask(flavour="mint", user="me", n=1)
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    with caplog.at_level(logging.WARNING):
+        visit(app, completions, network, scene)
+    assert "'flavour'" in caplog.text
+    assert "'user'" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_both_sides(
+    stream: bool, app: FastAPI, completions: Completions, network: Network
+) -> None:
+    """Spoken to as a web server would, because the client library cannot leave in the middle."""
+    sent: list[Any] = []
+    left = asyncio.Event()
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        decode = network.workers["d"]
+        decode.pause_at = 2
+        body = json.dumps(ask(max_tokens=9, stream=stream)).encode()
+        arrived = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            for message in arrived:
+                return message
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        serving = asyncio.create_task(app(SCOPE, receive, send))  # type: ignore[arg-type]
+        await decode.paused.wait()
+        left.set()
+        await asyncio.wait([serving])
+        await until(lambda: bool(decode.aborted and network.workers["p"].aborted))
+        assert not decode.jobs
+        assert completions.router.running == 0
+
+    visit(app, completions, network, scene)
+
+
+SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "http_version": "1.1",
+    "method": "POST",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+}
+
+
+def test_health_follows_the_workers(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/health")).status_code == 200
+        completions.router.died("d")
+        response = await client.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "starting"})
+
+    visit(app, completions, network, scene)
+
+
+def test_models_status_and_metrics_tell_what_is_served(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        await client.post("/v1/completions", json=ask())
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 20)
+        status = (await client.get("/status")).json()
+        assert [worker["name"] for worker in status["workers"]] == ["p", "d"]
+        assert status["workers"][0]["gauges"] == {"jobs": 0.0}
+        text = (await client.get("/metrics")).text
+        assert 'disagg_worker{role="decode",what="jobs",worker="d"} 0.0' in text
+        assert 'disagg_kv_transfer_bytes_total{codec="raw",kind="wire"' in text
+        assert 'finished_reason="length"' in text
+
+    visit(app, completions, network, scene)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CapacityError("full"), 503), (PeerLostError("gone"), 503)]
+)
+def test_come_back_later_says_when(
+    error: DisaggError, status: int, app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        def refuse(*args: object) -> list[Action]:
+            raise error
+
+        completions.router.dispatch.submit = refuse  # type: ignore[method-assign,assignment]
+        response = await client.post("/v1/completions", json=ask())
+        assert response.status_code == status
+        assert response.headers["retry-after"] == "1"
+
+    visit(app, completions, network, scene)
+
+
+def test_only_who_knows_the_secret_may_stop_the_service(completions: Completions) -> None:
+    stopped: list[bool] = []
+    app = create_app(completions, "secret", lambda: stopped.append(True))
+
+    async def scene() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for header in ("", "Bearer wrong", "Bearer "):
+                response = await client.post("/stop", headers={"authorization": header})
+                assert response.status_code == 401
+            assert not stopped
+            await client.post("/stop", headers={"authorization": "Bearer secret"})
+
+    asyncio.run(scene())
+    assert stopped == [True]
