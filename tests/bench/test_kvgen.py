@@ -1,0 +1,20 @@
+import torch
+
+from disagg.bench.kvgen import Knobs, generate
+from tests.codecs.test_golden import golden
+
+
+def test_the_golden_input_is_made_again_bit_by_bit() -> None:
+    made, stored = generate(1234), golden("inputs")
+    assert torch.equal(made.q, stored["q"][0])
+    assert torch.equal(made.k, stored["k"][0])
+    assert torch.equal(made.v, stored["v"][0])
+    assert torch.equal(made.outliers, stored["outlier_tokens"])
+
+
+def test_outlier_tokens_have_small_keys_and_three_channels_are_loud() -> None:
+    layer = generate(0, Knobs(n=512, outliers=5))
+    norms = layer.k.float().norm(dim=2)
+    assert (norms[:, layer.outliers] < 0.3 * norms.median(1).values[:, None]).all()
+    loudest = layer.k.float().abs().mean(1).topk(4, 1).values
+    assert (loudest[:, 2] > 2 * loudest[:, 3]).all()
