@@ -81,6 +81,8 @@ def running(state_file: Any) -> State:
 
 def run_service(config: Config, as_json: bool) -> None:
     """Serve until SIGINT, SIGTERM or `disagg stop`; the state file lives as long."""
+    from disagg.cli.private import check_codec
+    from disagg.model.describe import describe_model
     from disagg.server.service import Service
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -88,6 +90,7 @@ def run_service(config: Config, as_json: bool) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     path = options.state_path(config.server.state_file)
+    check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
     try:
         with Service(config) as service:
             write_state(path, State(service.url, os.getpid(), service.secret))

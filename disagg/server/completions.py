@@ -127,7 +127,8 @@ class Completions:
             started = peer.started
             worker = {"name": name, "role": started.role.value, "address": started.address}
             if isinstance(answer, WorkerStatus):
-                workers.append(worker | {"epoch": answer.epoch, "gauges": dict(answer.gauges)})
+                said = {"epoch": answer.epoch, "gauges": dict(answer.gauges), **answer.info}
+                workers.append(worker | said)
             else:
                 workers.append(worker | {"error": str(answer)})
         served = {"model": self.served.name, "codec": self.served.codec}

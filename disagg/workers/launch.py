@@ -38,6 +38,8 @@ class Shell:
         tune_malloc()
         self._config, self._role, self._name, self._token = config, role, name, token
         self._started: Started | None = None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self._worker.stop())
 
     def start(self, host: str | None) -> Started | tuple[str, str]:
         """Load and serve; again: the same answer. An error comes as (reason, message)."""
@@ -52,11 +54,9 @@ class Shell:
             try:
                 address = host or ray.util.get_node_ip_address()
                 self._worker = Worker(self._config, self._role, self._name, address, security)
+                self._started = self._worker.start()
             except DisaggError as error:
                 return error.reason, str(error)
-            self._started = self._worker.start()
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: self._worker.stop())
         return self._started
 
     @ray.method(concurrency_group="watch")

@@ -9,6 +9,7 @@ Prefill and decode workers are the same class; a role only says what is admitted
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class Worker:
     # -- from any thread
 
     def start(self) -> Started:
-        """Serve; returns when it can be reached."""
+        """Serve; returns when it can be reached. ConfigError if its codec does not fit."""
         self._threads[0].start()
         started = self._started.result()
         self._threads[1].start()
@@ -131,9 +132,8 @@ class Worker:
             "arena_bytes": pool.arena.nbytes,
         }
         gauges |= {f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()}
-        plan = self.engine.plan(self.config.codec).fingerprint
-        info = {"name": self.name, "role": self.role.value}
-        return WorkerStatus(self.epoch, self._runner.fingerprint, plan, gauges, info)
+        plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
+        return WorkerStatus(self.epoch, model, plan, gauges, {"pid": os.getpid()})
 
     # -- threads
 
@@ -151,9 +151,9 @@ class Worker:
             asyncio.run(self._serve())
         except BaseException as error:
             self._failure = error
-            if not self._started.done():
-                self._started.set_exception(error)
-            raise
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,0 +1,87 @@
+"""A real HTTP server on a free port, with fakes behind it, for commands that need a service."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from disagg.cli.state import State, write_state
+from disagg.server.app import create_app
+from disagg.server.completions import Completions, Served
+from disagg.server.service import bind
+from disagg.workers.router import Router
+from tests.server.conftest import Letters
+from tests.workers.fakes import Network
+
+STATS = {
+    "codec": "kivi:bits=2,group=64,residual=64",
+    "tokens": 3,
+    "fp16_bytes": 4000,
+    "fp8_bytes": 2000,
+    "wire_bytes": 1000,
+    "resident_bytes": 800,
+    "encode_ms": 1.0,
+    "wire_ms": 2.0,
+    "exposed_ms": 0.5,
+    "admit_ms": 0.1,
+}
+
+
+@dataclass
+class Running:
+    """The service, and what a test may look at."""
+
+    url: str
+    network: Network
+    completions: Completions
+    loop: asyncio.AbstractEventLoop
+    stopped: threading.Event
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr("tests.workers.fakes.STATS", STATS)
+    listening, stopped = bind("127.0.0.1", 0), threading.Event()
+    started: list[Running] = []
+    ready, servers = threading.Event(), list[uvicorn.Server]()
+
+    async def serve() -> None:
+        network = Network()
+        served = Served("tiny", context_length=200, vocab_size=200, codec="raw")
+        completions = Completions(served, Letters(), Router())
+        for worker in network.pair():
+            completions.router.add(worker.peer)
+        app = create_app(completions, "secret", stopped.set)
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        servers.append(uvicorn.Server(config))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        loop = asyncio.get_running_loop()
+        started.append(Running(url, network, completions, loop, stopped))
+        ready.set()
+        await servers[0].serve([listening])
+        await completions.router.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield started[0]
+    servers[0].should_exit = True
+    thread.join()
+    listening.close()
+
+
+@pytest.fixture
+def state_file(tmp_path: Path) -> Path:
+    return tmp_path / "private" / "disagg.json"
+
+
+@pytest.fixture
+def known(running: Running, state_file: Path) -> Running:
+    """The service, announced in a state file under the id of this process."""
+    write_state(state_file, State(running.url, os.getpid(), "secret"))
+    return running

@@ -1,0 +1,61 @@
+"""`codecs` and `page`: what they print adds up."""
+
+import json
+
+import pytest
+
+from disagg.cli.app import run
+
+COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
+
+
+def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_codecs_lists_every_codec_with_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
+    rows = look(capsys, "codecs", *size)
+    assert isinstance(rows, list)
+    assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
+    found = {row["name"]: row for row in rows}
+    assert found["raw"]["page_tokens"] == 16
+    assert found["kivi"]["fp16_pct"] < 30
+    assert run(["codecs", *size]) == 0
+    assert "kivi:bits=2" in capsys.readouterr().out
+
+
+def test_the_planes_of_a_page_lie_one_behind_the_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = look(capsys, "page", "kivi:bits=2,group=64,residual=64")
+    assert isinstance(found, dict)
+    (group,) = found["groups"]
+    page, raw = group["layouts"]
+    names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]
+    assert [plane["name"] for plane in page["planes"]] == names
+    ends = [plane["offset"] + plane["bytes"] for plane in page["planes"]]
+    assert [plane["offset"] for plane in page["planes"]] == [0, *ends[:-1]]
+    assert page["block_bytes"] == ends[-1]
+    assert (page["kind"], raw["kind"], raw["tokens"]) == ("page", "raw", 16)
+
+
+def test_a_page_is_drawn_for_every_layer_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["page", "0-1:kivi:bits=4;2-:raw"]) == 0
+    drawn = capsys.readouterr().out
+    assert "layers 0, 1 ·" in drawn
+    assert "layers 2, 3, 4, 5 ·" in drawn
+    assert "k_codes" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["page", "zip"], 2), (["page", "kivi:group=48"], 2), (["page", "raw", "--model", "/no"], 3)],
+    ids=["codec", "option", "model"],
+)
+def test_what_cannot_be_drawn_says_why(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    assert capsys.readouterr().err.startswith("error: ")

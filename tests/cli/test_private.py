@@ -1,0 +1,151 @@
+"""The real thing: processes, Ray, gRPC, HTTP. Whatever ends it, nothing of it is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.cli.client import complete, get
+from disagg.cli.state import State, read_state
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "It was a dark evening in November, and the old house by the river "
+PATIENCE_S = 60.0
+GONE_S = 20.0  # 7 s on two idle cores
+
+
+@dataclass
+class Home:
+    """A home folder of its own: what carries it in its environment was started by the test."""
+
+    folder: Path
+    before: set[Path] = field(default_factory=lambda: set(Path("/tmp").glob("dg-*")))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command of ours."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "disagg", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def processes(self) -> list[str]:
+        """Whoever has this home."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"HOME={self.folder}".encode() in entry.read_bytes().split(b"\0"):
+                    found.append((entry.parent / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return found
+
+    def left(self) -> list[object]:
+        """Processes, session folders, files at home."""
+        return [
+            *self.processes(),
+            *(set(Path("/tmp").glob("dg-*")) - self.before),
+            *self.folder.iterdir(),
+        ]
+
+    def empties(self) -> None:
+        """Nothing is left, soon."""
+        wait_for(lambda: not self.left(), GONE_S, self.left)
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    patience_s: float = PATIENCE_S,
+    told: Callable[[], object] = lambda: "",
+) -> None:
+    until = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < until, told()
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    found = Home(tmp_path)
+    yield found
+    found.empties()
+
+
+def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
+    process = home.start("submit", PROMPT * 8, "--max-tokens", "16", "--json")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    answer = json.loads(out)
+    assert answer["completion_tokens"] == 16
+    assert answer["kv"]["wire_bytes"] > answer["kv"]["resident_bytes"] > 0
+    assert err.splitlines() == ["starting a private service: 1 prefill and 1 decode worker ..."]
+    assert home.left() == []
+
+
+def test_ctrl_c_in_mid_stream_leaves_nothing(home: Home) -> None:
+    process = home.start("submit", PROMPT, "--max-tokens", "4000", "--ignore-eos")
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "error: cancelled"
+    assert home.left() == []
+
+
+def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
+    home: Home,
+) -> None:
+    path = home.folder / "disagg.json"
+    process = home.start("serve", "--port", "0")
+    wait_for(path.exists)
+    state = read_state(path)
+    assert state is not None
+    asked = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    whole = complete(state.url, asked, lambda piece: None)
+
+    kill_after_pieces(state, asked, whole.text, "decode")
+    kill_after_pieces(state, asked, whole.text, "prefill")
+    wait_for(lambda: idle(state), told=lambda: get(state.url, "/status"))
+
+    process.kill()
+    process.communicate()
+    path.unlink()
+
+
+def kill_after_pieces(state: State, asked: dict[str, Any], expected: str, role: str) -> None:
+    """kill -9 of a worker in mid-answer: the text is the same, no piece lost or doubled."""
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 20:
+            (victim,) = [w for w in workers(state) if w["role"] == role]
+            os.kill(victim["pid"], signal.SIGKILL)
+
+    answer = complete(state.url, asked, show)
+    assert answer.text == expected
+    assert answer.completion_tokens == 200
+    wait_for(lambda: {w["role"] for w in workers(state) if "pid" in w} == {"prefill", "decode"})
+
+
+def workers(state: State) -> list[dict[str, Any]]:
+    return list(get(state.url, "/status")["workers"])
+
+
+def idle(state: State) -> bool:
+    gauges = [worker["gauges"] for worker in workers(state)]
+    return not any(v for each in gauges for name, v in each.items() if name != "arena_bytes")

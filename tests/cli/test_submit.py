@@ -1,0 +1,188 @@
+"""`disagg submit` against a running service, and every prompt that cannot be."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.app import run
+from tests.cli.conftest import STATS, Running
+
+KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_continuation_goes_to_stdout_and_a_table_follows(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5"]) == 0
+    text, _, table = capsys.readouterr().out.partition("\n")
+    assert text == "abcde"
+    assert "25.0 % of fp16" in table
+    assert "50.0 % of fp8" in table
+
+
+def test_json_is_one_object_with_the_promised_keys(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == KEYS
+    assert (answer["text"], answer["prompt_tokens"], answer["completion_tokens"]) == ("abcde", 3, 5)
+    assert answer["finish_reason"] == "length"
+    assert answer["kv"] == STATS
+    assert answer["ttft_ms"] > 0
+
+
+def test_the_state_file_leads_to_the_running_service(
+    known: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "abc", "--state-file", str(state_file), "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("ab\n")
+
+
+def test_options_reach_the_service(running: Running) -> None:
+    options = ["--codec", "kivi", "--seed", "7", "--temperature", "0.5", "--top-k", "3"]
+    assert run(["submit", "abc", "--url", running.url, *options, "--stop", "cd", "--json"]) == 0
+    submit = running.network.workers["p"].submitted[0]
+    assert submit.codec == "kivi"
+    assert (submit.sampling["seed"], submit.sampling["temperature"]) == (7, 0.5)
+    assert submit.sampling["top_k"] == 3
+
+
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_a_prompt_can_come_from_elsewhere(
+    way: str, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("four")
+    monkeypatch.setattr(sys, "stdin", path.open())
+    text = f"@{path}" if way == "file" else "-"
+    assert run(["submit", text, "--url", running.url, "--json"]) == 0
+    assert len(running.network.workers["p"].submitted[0].prompt) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["", "--url", "{url}"], 4, "request"),
+        (["@/no/such/file", "--url", "{url}"], 4, "request"),
+        (["x" * 200, "--url", "{url}"], 4, "prompt_too_long"),
+        (["abc", "--url", "{url}", "--model", "gpt-4"], 3, "model"),
+        (["abc", "--url", "http://127.0.0.1:1"], 8, "peer_lost"),
+        (["abc", "--url", "ftp://x"], 2, "config"),
+        (["abc", "--state-file", "{empty}", "--model", "/no/such/model"], 3, "model"),
+        (["", "--state-file", "{empty}"], 4, "request"),
+        (["words " * 5000, "--state-file", "{empty}"], 4, "prompt_too_long"),
+        (["abc", "--state-file", "{empty}", "--codec", "zip"], 2, "unknown_name"),
+        (["abc", "--state-file", "{empty}", "--codec", "kivi:bits=3"], 2, "config"),
+        (["abc", "--state-file", "{empty}", "--set", "engine.max=3"], 2, "unknown_name"),
+        (["abc", "--state-file", "{empty}", "--set", "engine"], 2, "config"),
+    ],
+    ids=[
+        "empty",
+        "no-file",
+        "too-long",
+        "other-model",
+        "wrong-port",
+        "no-url",
+        "private-no-model",
+        "private-empty",
+        "private-too-long",
+        "private-no-codec",
+        "private-codec-value",
+        "private-no-key",
+        "private-no-value",
+    ],
+)
+def test_bad_input_has_an_exit_code_and_one_line(
+    arguments: list[str],
+    code: int,
+    reason: str,
+    running: Running,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is started for any of them: what would start a service is not even imported."""
+    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
+    places = {"url": running.url, "empty": tmp_path / "none.json"}
+    given = ["submit", *(x.format(**places) if x.startswith("{") else x for x in arguments)]
+    assert run(given) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert run([*given, "--json"]) == code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == reason
+
+
+def test_an_unknown_codec_is_named_with_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = str(tmp_path / "none.json")
+    assert run(["submit", "abc", "--state-file", empty, "--codec", "zip"]) == 2
+    assert "kivi" in capsys.readouterr().err
+
+
+def test_an_answer_that_ends_in_an_error_has_its_exit_code(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode = running.network.workers["d"]
+    decode.pause_at = 2
+
+    def close() -> None:
+        wait_for(decode.paused.is_set)
+        router = running.completions.router
+        asyncio.run_coroutine_threadsafe(router.close(), running.loop).result()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert run(["submit", "abc", "--url", running.url]) == 8
+    closing.join()
+    assert "shutting down" in capsys.readouterr().err
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_ctrl_c_cancels_the_request_at_the_service(running: Running) -> None:
+    decode = running.network.workers["d"]
+    decode.pause_at = 2
+    command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(decode.paused.is_set)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "error: cancelled\n"
+    wait_for(lambda: bool(decode.aborted))
+    assert running.completions.router.running == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["submit", "abc", "--url", "{url}", "--json"]], ids=["help", "submit"]
+)
+def test_a_client_imports_nothing_heavy(arguments: list[str], running: Running) -> None:
+    code = (
+        "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
+        "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy', 'fastapi', 'tokenizers'}; "
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
+    )
+    given = [x.format(url=running.url) for x in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "[]\n")
