@@ -7,8 +7,9 @@ would make the compiler keep one page in flight instead of two or three (Triton 
 import triton
 import triton.language as tl
 
-from disagg.kernels.quantized_tiles import add_values, page_scores, plane_values
+from disagg.kernels.quantized_tiles import add_values, largest_bias, page_scores, plane_values
 from disagg.kernels.tiles import (
+    P_BIAS,
     column_of,
     empty_softmax,
     hide,
@@ -59,9 +60,9 @@ def attend_quantized_kernel(
         seen = (i_page * T, lo, hi)
         state = add_page(words_ptr + at, q, unit, seen, state, FMT, SHAPE, SPELLING)
 
-    m, l, o, z = state
+    m, l, bias, o, z = state
     i_out = i_slot * SHAPE.rows + i_row
-    inverse = store_lse(lse_ptr + i_out, m, l, m_c)
+    inverse = store_lse(lse_ptr + i_out, m, l, bias, m_c)
     o_w = tl.arange(0, W_PAD)[:, None]
     for f in tl.static_range(4):
         b_o = plane_values(o, z, f, FMT, SHAPE.groups, SPELLING) * inverse[None, :]
@@ -73,20 +74,21 @@ def attend_quantized_kernel(
 def add_page(
     block, q, unit, seen, state, FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr
 ):
-    """The state (m, l, o, z) after one more page, whose block begins at the int16 pointer `block`.
+    """The state (m, l, bias, o, z) after one more page; `block`: int16 pointer to its block.
 
     seen: (first token of the page, lo, hi), or () for a page that all columns see whole
     """
-    m, l, o, z = state
+    m, l, bias, o, z = state
     X: tl.constexpr = SHAPE.groups
     s = page_scores(block, q, SHAPE.copies, FMT, SPELLING)
     if len(seen) > 0:
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens), seen[1], seen[2])
-    p, decay, m, l = softmax_step(s, unit, m, l, FMT.tokens // 4)
+    new_bias = largest_bias(block, bias, FMT)
+    p, decay, m, l = softmax_step(s, unit, m, l, bias, new_bias, FMT.tokens // 4)
     if X == 2:
         decay = tl.reshape(tl.join(decay, decay), [decay.shape[0] * 2])
     o, z = add_values(block, p, decay, o, z, FMT, X, SPELLING)
-    return m, l, o, z
+    return m, l, new_bias, o, z
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def load_query(p_q, m_c, factor, COPIES: tl.constexpr, FMT: tl.constexpr):
 
 @triton.jit
 def empty_state(FMT: tl.constexpr, SHAPE: tl.constexpr):
-    """(m, l, o, z) before any page."""
+    """(m, l, bias, o, z) before any page: l, o and z are times 2**bias."""
     C: tl.constexpr = SHAPE.columns
     X: tl.constexpr = SHAPE.groups
     GROUPS: tl.constexpr = FMT.head_dim // FMT.v_group
@@ -117,4 +119,5 @@ def empty_state(FMT: tl.constexpr, SHAPE: tl.constexpr):
     z = ()
     for _ in tl.static_range(0, GROUPS, X):
         z = z + (tl.zeros([16, C * X], tl.float32),)
-    return m, l, (b_o, b_o, b_o, b_o), z
+    bias = tl.max(tl.full([C], P_BIAS, tl.float32), 0)
+    return m, l, bias, (b_o, b_o, b_o, b_o), z

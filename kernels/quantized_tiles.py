@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.bits import field, weight
-from disagg.kernels.tiles import below, load_tile, upper_lower
+from disagg.kernels.tiles import P_BIAS, below, load_tile, upper_lower
 
 
 @triton.jit
@@ -87,6 +87,18 @@ def page_scores(block, q, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.
             b_s = tl.dot(field(b_words, f, j, BITS, SPELLING), b_q[j], b_s)
         s = s + (first_of(b_s, COPIES) * weight(f, BITS, SPELLING) + first_of(b_bias, COPIES),)
     return below(below(s[0], s[1]), below(s[2], s[3]))
+
+
+@triton.jit
+def largest_bias(block, bias, FMT: tl.constexpr):
+    """The largest bias of p, up to `bias`, with which p times a scale of V stays in fp16."""
+    COUNT: tl.constexpr = FMT.head_dim // FMT.v_group * FMT.tokens
+    PAD: tl.constexpr = triton.next_power_of_2(COUNT)
+    o_s = tl.arange(0, PAD)
+    b_scale = load_tile(as_scales(block, FMT.v_scale) + o_s, o_s < COUNT, COUNT == PAD)
+    top = tl.max(b_scale, 0).to(tl.float32)
+    above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
+    return tl.minimum(bias, P_BIAS - above.to(tl.float32))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.tiles import (
+    P_BIAS,
     below,
     column_of,
     empty_softmax,
@@ -74,7 +75,7 @@ def attend_raw_kernel(
 
     m, l, b_o = state
     i_out = i_slot * SHAPE.rows + i_row
-    inverse = store_lse(lse_ptr + i_out, m, l, m_c)
+    inverse = store_lse(lse_ptr + i_out, m, l, P_BIAS, m_c)
     p_o = o_ptr + i_out.to(tl.int64)[None, :] * D + o_d[:, None]
     tl.store(p_o, b_o * inverse[None, :], mask=m_c[None, :] & (o_d < D)[:, None])
 
@@ -135,7 +136,7 @@ def add_tile(
     s = below(below(s[0], s[1]), below(s[2], s[3]))
     if len(seen) > 0:
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens * 4), seen[1], seen[2])
-    p, decay, m, l = softmax_step(s, unit, m, l, FMT.tokens)
+    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, FMT.tokens)
     first, second = upper_lower(p)
     p = upper_lower(first) + upper_lower(second)
     b_o *= decay[None, :]

@@ -8,7 +8,7 @@ pair that reads this KV head; the C columns of a program are padded to a power o
 import triton
 import triton.language as tl
 
-P_BIAS = tl.constexpr(8.0)  # weights are kept times 2**8, so that a flat tail is no fp16 subnormal
+P_BIAS = tl.constexpr(15.0)  # weights are kept times 2**15, so that fp16 holds a flat tail too
 EMPTY = tl.constexpr(-1e30)  # the running maximum before any token; finite, so no inf - inf
 
 
@@ -43,16 +43,16 @@ def empty_softmax(R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, unit, m, l, R: tl.constexpr):
+def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr):
     """Take scores of T tokens into the running maximum and sum.
 
     s, unit: [T, C] fp32 and [C]; their product is in log2 units
-    m, l:    [C] and [R, C]; l is summed over R only at the end
-    returns: weights p [T, C] times 2**P_BIAS, what older sums are multiplied by [C], m, l
+    m, l:    [C] and [R, C]; l is summed over R only at the end, and is times 2**bias
+    returns: weights p [T, C] times 2**new_bias, what older sums are multiplied by [C], m, l
     """
     m_new = tl.maximum(m, tl.max(s, 0) * unit)
-    decay = tl.exp2(m - m_new)
-    p = tl.exp2(s * unit[None, :] - (m_new - P_BIAS)[None, :])
+    decay = tl.exp2(m - m_new + (new_bias - bias))
+    p = tl.exp2(s * unit[None, :] - (m_new - new_bias)[None, :])
     l = l * decay[None, :] + tl.sum(tl.reshape(p, [s.shape[0] // R, R, s.shape[1]]), 0)
     return p, decay, m_new, l
 
@@ -65,10 +65,10 @@ def hide(s, o_t, lo, hi):
 
 
 @triton.jit
-def store_lse(p_lse, m, l, m_c):
+def store_lse(p_lse, m, l, bias, m_c):
     """Store log2-sum-exp [C] of a finished softmax and return what its sums are multiplied by."""
     total = tl.sum(l, 0)
-    tl.store(p_lse, m + tl.log2(total) - P_BIAS, mask=m_c)
+    tl.store(p_lse, m + tl.log2(total) - bias, mask=m_c)
     return tl.where(total > 0, 1.0 / total, 0.0)
 
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from disagg.kernels import paged_attention
+from disagg.kernels.bits import MAGIC, PLAIN, PTX
+from disagg.kernels.reference_encode import decode_quantized, encode_quantized
+from disagg.kernels.selftest import spelling_for, takes_subnormals
 from tests.kernels.cases import (
     BASE,
     Case,
     exact_attention,
+    place,
     quant_case,
     quant_format,
     raw_case,
@@ -93,3 +97,41 @@ def test_queries_and_scales_that_overflow_fp16_together_do_not():
     fmt = quant_format(2, 64, 64, 64)
     case = quant_case(fmt, [200], heads=1, width=2)
     check(replace(case, q=case.q * 300), fmt, heads=1, tolerance=5e-3)
+
+
+def test_a_flat_tail_under_a_sink_is_not_lost():
+    fmt = quant_format(2, 64, 64, 64)
+    case = quant_case(fmt, [640], heads=1, width=1)
+    k, v = torch.full((1, 640, 64), 0.01), 1 + 0.1 * case.v[:, :, :640]
+    k[:, 0], v[..., 0, :] = 4.0, 0.0  # one token takes nearly all weight and gives nothing
+    blocks = encode_quantized(k, v[0], fmt)
+    arena, pages = place(blocks.unsqueeze(0))
+    exact = [x.transpose(0, 1).flatten(1, 2)[None] for x in decode_quantized(blocks, fmt)]
+    query = torch.full((1, 1, 1, 64), 0.28)
+    case = replace(case, q=query, arena=arena, pages=pages, k=exact[0], v=exact[1])
+    check(case, fmt, heads=1, tolerance=5e-3)  # q is the same in all channels, so is its rounding
+
+
+def test_values_at_the_end_of_fp16_stay_finite():
+    fmt = quant_format(2, 64, 64, 64)
+    case = quant_case(fmt, [64], heads=1, width=1)
+    k, v = torch.randn(1, 64, 64), torch.randn(1, 64, 64) * 1e5
+    arena, pages = place(encode_quantized(k, v, fmt).unsqueeze(0))
+    tensors = [x.to(DEVICE) for x in (case.q, arena, pages, case.lo, case.hi)]
+    o, lse = paged_attention.attend_quantized(*tensors, fmt, BASE, 1, 0.2)
+    assert torch.isfinite(o).all()
+    assert torch.isfinite(lse).all()
+
+
+def test_the_magic_number_form_equals_exact_attention(monkeypatch):
+    monkeypatch.setattr(paged_attention, "spelling_for", lambda device: MAGIC)
+    for bits in (2, 4):
+        fmt = quant_format(bits, 64, 64, 64)
+        check(quant_case(fmt, [130], heads=1, width=4), fmt, heads=1)
+
+
+def test_the_start_up_test_tells_right_from_wrong_spellings():
+    device = torch.device(DEVICE)
+    assert takes_subnormals(device, PLAIN)
+    assert takes_subnormals(device, MAGIC)
+    assert spelling_for(device) in (PLAIN, PTX)
