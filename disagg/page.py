@@ -41,6 +41,8 @@ class Kind(StrEnum):
     SIDE = "side"
     RAW = "raw"
 
+    __hash__ = str.__hash__  # as equality does; and every item is looked up by its kind
+
 
 class FinalAt(StrEnum):
     """When the bytes of a codec's pages are final: what can be sent early, shared and resumed."""

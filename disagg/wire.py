@@ -75,13 +75,13 @@ class PageFrame:
     def items(self) -> list[Item]:
         """The items, in the order of the payload."""
         places = zip(self.layers, self.records, strict=True)
-        return [Item(self.kind, self.group, *place) for place in places]
+        return [Item(self.kind, self.group, layer, record) for layer, record in places]
 
     def verify(self) -> None:
         """CorruptFrameError that names the first item whose bytes do not have its digest."""
-        for item, expected, data in zip(self.items(), self.digests, self.payload, strict=True):
+        for place, (expected, data) in enumerate(zip(self.digests, self.payload, strict=True)):
             if (seen := digest(data)) != expected:
-                raise CorruptFrameError(f"{item} has digest {seen:x}, its frame says {expected:x}")
+                raise CorruptFrameError(f"{self.items()[place]} is {seen:x}, sent as {expected:x}")
 
 
 @dataclass(frozen=True)

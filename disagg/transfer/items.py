@@ -11,7 +11,7 @@ from disagg.errors import LayoutError
 from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import GroupState, Plan
 from disagg.pool import Arena
-from disagg.wire import FRAME_BYTES, Item, PageFrame
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 
@@ -23,6 +23,12 @@ ITEM_HEADER_BYTES = 20  # layer, record and digest of each item
 def message_bytes(payload: int, items: int) -> int:
     """An upper bound of the message that carries a payload."""
     return HEADER_BYTES + items * ITEM_HEADER_BYTES + payload
+
+
+def items_in_frame(frame_bytes: int, nbytes: int) -> int:
+    """How many items of `nbytes` a message of `frame_bytes` carries; a larger one goes alone."""
+    fitting = (frame_bytes - HEADER_BYTES) // (ITEM_HEADER_BYTES + nbytes)
+    return min(MAX_ITEMS, max(1, fitting))
 
 
 class Checklist:
@@ -87,11 +93,11 @@ class Checklist:
                 f"{layout.fingerprint} ({layout.spec})"
             )
         count, nbytes = self._counts[frame.group].count(frame.kind), group.layer_bytes(layout)
-        for item, data in zip(frame.items(), frame.payload, strict=True):
-            if item.layer not in group.layers or item.record >= count or len(data) != nbytes:
+        for layer, record, data in zip(frame.layers, frame.records, frame.payload, strict=True):
+            if layer not in group.layers or record >= count or len(data) != nbytes:
                 raise LayoutError(
-                    f"{item.kind} {item.record} of layer {item.layer}, {len(data)} bytes; group "
-                    f"{item.group} has {count} of {nbytes} bytes in layers {group.layers}"
+                    f"{frame.kind} {record} of layer {layer}, {len(data)} bytes; group "
+                    f"{frame.group} has {count} of {nbytes} bytes in layers {group.layers}"
                 )
 
 
@@ -99,18 +105,18 @@ class Records:
     """Where the items of one sequence lie in an arena, from the page ids of its groups."""
 
     def __init__(self, plan: Plan, states: Sequence[GroupState]):
-        self._plan = plan
-        self._ids = {
-            (index, kind): ids
-            for index, state in enumerate(states)
-            for kind, ids in _ids_by_kind(state).items()
-        }
+        self._places: dict[tuple[int, Kind], tuple[list[int], dict[int, int]]] = {}
+        for index, (group, state) in enumerate(zip(plan.groups, states, strict=True)):
+            for kind, ids in _ids_by_kind(state).items():
+                if ids:
+                    layout = group.layout(kind)
+                    offsets = {layer: group.layer_offset(layout, layer) for layer in group.layers}
+                    self._places[index, kind] = ids, offsets
 
     def start(self, item: Item) -> int:
         """Byte offset of an item in the arena."""
-        group = self._plan.groups[item.group]
-        page = self._ids[item.group, item.kind][item.record]
-        return page * ARENA_UNIT + group.layer_offset(group.layout(item.kind), item.layer)
+        ids, offsets = self._places[item.group, item.kind]
+        return ids[item.record] * ARENA_UNIT + offsets[item.layer]
 
 
 class ArenaSource:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.convert import frame_message
-from disagg.transfer.items import Checklist, message_bytes
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame, Ticket, digest, pack
+from disagg.transfer.items import Checklist, items_in_frame
+from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest, pack
 
 
 @dataclass(frozen=True)
@@ -117,24 +117,22 @@ class Outbox:
     def _pack(self, ticket: Ticket) -> Parcel | None:
         """A frame of the items at the head of the queue that share kind and group."""
         kind, group = self._queue[0][:2]
+        nbytes = self.checklist.nbytes(self._queue[0])
+        most = items_in_frame(self.frame_bytes, nbytes)
         items: list[Item] = []
+        digests: list[int] = []
         payload: list[memoryview] = []
-        size = 0
-        while self._queue and self._queue[0][:2] == (kind, group) and len(items) < MAX_ITEMS:
-            item = self._queue[0]
-            nbytes = self.checklist.nbytes(item)
-            if items and message_bytes(size + nbytes, len(items) + 1) > self.frame_bytes:
-                break
-            self._queue.popleft()
+        while self._queue and self._queue[0][:2] == (kind, group) and len(items) < most:
+            item = self._queue.popleft()
             data = self._read(item)
-            if item not in self._digests:
-                self._digests[item] = digest(data)
-            if self._is_there(item):
+            if (expected := self._digests.get(item)) is None:
+                expected = self._digests[item] = digest(data)
+            if self._there.get(item) == expected:
                 self.skipped_bytes += nbytes
                 continue
             items.append(item)
+            digests.append(expected)
             payload.append(data)
-            size += nbytes
         if not items:
             return None
         frame = PageFrame(
@@ -144,11 +142,11 @@ class Outbox:
             layout=self.checklist.plan.groups[group].layout(kind).fingerprint,
             layers=tuple(item.layer for item in items),
             records=tuple(item.record for item in items),
-            digests=tuple(self._digests[item] for item in items),
+            digests=tuple(digests),
             payload=tuple(payload),
         )
         message = frame_message(pack(frame))
-        return Parcel(message, size, self._given[items[0]])
+        return Parcel(message, nbytes * len(items), self._given[items[0]])
 
     def _is_there(self, item: Item) -> bool:
         expected = self._digests.get(item)

@@ -179,7 +179,7 @@ class Receiver:
         try:
             async for message in messages:
                 reply = intake.take(message)
-                self._act()
+                self._act(sooner=False)
                 if reply is not None:
                     yield reply
                 if intake.done:
@@ -203,9 +203,10 @@ class Receiver:
             handoff.ack = answer = replace(answer, admit_ms=admit_ms)
         return answer
 
-    def _act(self) -> None:
-        """Carry out what the ledger decided; raises what the engine says to a prompt."""
-        self._changed.set()
+    def _act(self, sooner: bool = True) -> None:
+        """Do what the ledger decided, wake the ticker if `sooner`; raises the engine's refusal."""
+        if sooner:
+            self._changed.set()
         refusal: DisaggError | None = None
         for action in self.ledger.take_actions():
             if isinstance(action, Settled):
