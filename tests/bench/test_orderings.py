@@ -1,0 +1,163 @@
+"""The papers' orderings of methods, on keys and values that have what the papers build on.
+
+Where an ordering does not hold here, a test says so and why.
+"""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.bench.kvgen import Knobs, generate
+from disagg.bench.orderings import Errors, Source, compare, made, prefilled
+from disagg.bench.synthetic import relative_error
+from disagg.codecs import get_codec
+from disagg.kernels.formats_paged import Scale, Side
+from disagg.kernels.reference_aligned import FEWER_AT, exponents, k_drops, v_drops
+from disagg.kernels.reference_quantize import expand, quantize_side
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+BACKBONES = {2: "kivi", 4: "kcvt"}
+SINK, CONTENT = 1.0, 0.5
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """A made layer of each kind, and layers of the default model."""
+    model = prefilled(TEXT.read_text(), 1000, (0, 2, 5))
+    return (made("content", 0, CONTENT, 2, 704), made("sinks", 1, SINK, 8, 704), *model)
+
+
+def errors(source: Source, *specs: str) -> list[Errors]:
+    return list(compare(source, specs).values())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_k_is_quantised_better_per_channel_than_per_token(bits: int) -> None:
+    for source in sources():
+        token, channel = errors(
+            source, f"pertoken:bits={bits},group=32", f"kivi:bits={bits},group=32,residual=0"
+        )
+        assert channel.k < token.k
+        assert channel.v == pytest.approx(token.v)
+
+
+def test_kivi_attention_is_better_per_channel_on_content_heads_but_not_on_sink_heads() -> None:
+    """A sink token ruins the group of K that it falls into, which is what OTT is about."""
+    specs = ("pertoken:bits=2,group=32", "kivi:bits=2,group=32,residual=0")
+    content = errors(made("content", 0, CONTENT, 2), *specs)
+    sinks = errors(made("sinks", 0, SINK, 8), *specs)
+    assert (content[1].output or 0) < (content[0].output or 0)
+    assert (sinks[1].output or 0) > (sinks[0].output or 0)
+
+
+@pytest.mark.parametrize("bits", BACKBONES)
+def test_gear_is_better_than_gear_l_and_that_than_its_backbone(bits: int) -> None:
+    backbone = BACKBONES[bits]
+    plain = f"kivi:bits={bits},group=64,residual=64" if bits == 2 else f"kcvt:bits={bits}"
+    for source in sources():
+        base, low_rank, both = errors(
+            source,
+            plain,
+            f"gear-l:bits={bits},backbone={backbone}",
+            f"gear:bits={bits},backbone={backbone}",
+        )
+        assert both.k < low_rank.k < base.k
+        assert both.v < low_rank.v < base.v
+        if base.output is not None and source.name == "content":
+            assert (both.output or 0) < (low_rank.output or 0) < base.output
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kept", [1, 8])
+def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(kept: int, seed: int) -> None:
+    kivi, ott = errors(
+        made("sinks", seed, SINK, kept),
+        "ott:outliers=0,aux=0,residual=0",  # KIVI's quantisers with OTT's groups
+        f"ott:outliers={kept},aux=0,residual=0",
+    )
+    assert (ott.output or 0) < (0.6 if kept == 8 else 1.0) * (kivi.output or 0)
+
+
+def test_ott_gains_little_while_it_keeps_fewer_tokens_than_there_are_sinks() -> None:
+    """Its table has the jump from 0 to 1 outlier on a model with one sink; here are eight."""
+    specs = ("ott:outliers=0,aux=0,residual=0", "ott:outliers=1,aux=0,residual=0")
+    kivi, few = errors(made("sinks", 0, SINK, 8), *specs)
+    assert 0.9 * (kivi.output or 0) < (few.output or 0) < (kivi.output or 0)
+
+
+def round_to_nearest(x: Tensor) -> Tensor:
+    """x [H, n, D] in 4 bits, symmetric, one scale for each token and head: no rotation."""
+    side = Side(x.shape[1], x.shape[2], 4, 0, Scale("row", x.shape[2], 0, center=-8))
+    codes, scales, zeros = quantize_side(x.float()[None], side)
+    return ((codes + expand(zeros, side)) * expand(scales, side))[0]
+
+
+def test_decoquant_beats_round_to_nearest_on_k_and_more_with_larger_blocks() -> None:
+    for source in sources()[:2] + sources()[3:]:
+        plain = relative_error(round_to_nearest(source.k), source.k)
+        small, large = errors(source, "decoquant:block=16", "decoquant:block=64")
+        assert large.k < small.k < plain
+
+
+def test_decoquant_gains_nothing_on_v_whose_channels_are_alike() -> None:
+    """The paper's figure 4 is of K; V of the generator has no channels to mix."""
+    source = sources()[0]
+    plain = relative_error(round_to_nearest(source.v), source.v)
+    (turned,) = errors(source, "decoquant:block=16")
+    assert turned.v == pytest.approx(plain, rel=0.1)
+
+
+def shares(approximate: Tensor, exact: Tensor) -> list[float]:
+    """Table 1 of AlignedKV: exact in fp16, below 2**-10, 2**-9, 2**-8, 2**-7, and above."""
+    exact, approximate = exact.half().double(), approximate.half().double()
+    error = ((approximate - exact) / exact).abs()
+    edges = [0.0, *(2.0**-e for e in (10, 9, 8, 7)), torch.inf]
+    counts = [(error == 0).double().mean()]
+    counts += [((error > a) & (error <= b)).double().mean() for a, b in pairwise(edges)]
+    return [float(x) for x in counts]
+
+
+def cut(x: Tensor, missing: Tensor) -> Tensor:
+    """fp16 x without its last bits, 100...0 in their place."""
+    words = x.view(torch.int16).int() & 0xFFFF
+    half = torch.where(missing > 0, 1 << (missing - 1).clamp_min(0), 0)
+    return (words >> missing << missing | half).short().view(torch.float16)
+
+
+def missing_bits(drop: Tensor) -> Tensor:
+    return 4 * (drop >= FEWER_AT[0]).int() + 4 * (drop >= FEWER_AT[1]).int()
+
+
+def test_alignedkv_reads_11_to_14_bits_and_its_errors_are_spread_as_in_table_1() -> None:
+    layer = generate(0, Knobs(n=1024, group=1, num_queries=8, sink=CONTENT))
+    columns = layer.q.float().transpose(1, 2)[None] / 128**0.5
+    top_k, top_v = (exponents(x.abs().amax(1))[None, :, :, None] for x in (layer.k, layer.v))
+    k_missing = missing_bits(k_drops(columns, top_k))[0].transpose(1, 2)
+    q, k, three = layer.q.float(), layer.k.unsqueeze(2), torch.tensor(3)
+    keys = (k, cut(k, k_missing.unsqueeze(1)), cut(k, three))  # [H, n, 1 or queries, D]
+    qk = [(x.float() * q.unsqueeze(1)).sum(3) for x in keys]
+    assert 11 <= 16 - float(k_missing.float().mean()) <= 14
+    p = (qk[0] / 128**0.5).softmax(1)
+    high = cut(layer.v, torch.tensor(8)).float()
+    v_missing = missing_bits(v_drops(p[None], high[None], top_v))[0]
+    assert 11 <= 16 - float(v_missing.float().mean()) <= 14
+    v = layer.v.unsqueeze(2)
+    values = (v, cut(v, v_missing.unsqueeze(3)), cut(v, three))  # [H, n, 1 or queries, D]
+    sv = [(x.float() * p.unsqueeze(3)).sum(1) for x in values]
+    for exact, aligned, truncated in (qk, sv):
+        found, thirteen_bits = shares(aligned, exact), shares(truncated, exact)
+        assert found[0] > 0.5
+        assert found[0] + found[1] > 0.85
+        assert found[0] > 2 * thirteen_bits[0]
+        assert sum(found[3:]) < sum(thirteen_bits[3:])
+
+
+def test_eight_bits_are_nearly_lossless_and_int8_beats_fp8() -> None:
+    for source in sources():
+        int8, fp8 = errors(source, "int8", "fp8")
+        assert int8.k < fp8.k < 0.03
+    assert get_codec("int8").spec == "int8"
