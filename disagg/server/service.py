@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError
@@ -131,7 +131,8 @@ class Service:
     def _stop_http(self) -> None:
         if self._serving.exception() is None:
             loop, server = self._serving.result()
-            asyncio.run_coroutine_threadsafe(self._router.close(), loop).result()
+            closing = self._router.close(self.config.cluster.grace_s)
+            asyncio.run_coroutine_threadsafe(closing, loop).result()
             server.should_exit = True
         self._thread.join()
 
@@ -142,8 +143,3 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def describe(config: Config) -> dict[str, Any]:
-    """What a state file says of a service, beside where it is."""
-    return {"model": config.model.name or DEFAULT_NAME, "codec": config.codec}

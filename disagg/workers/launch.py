@@ -64,11 +64,6 @@ class Shell:
         """Returns when the worker has ended; dies with it otherwise."""
         self._worker.wait()
 
-    @ray.method(concurrency_group="watch")
-    def stop(self, grace_s: float) -> None:
-        """Drain and end."""
-        self._worker.stop(grace_s)
-
 
 @dataclass
 class Watched:
@@ -130,7 +125,7 @@ class Cluster:
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(concurrency_groups={"watch": 2})(Shell).options(**options)
+        actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
         return handle, handle.start.remote("127.0.0.1" if self._private else None)
 
@@ -157,18 +152,18 @@ def connected(address: str, folder: Path | None) -> Iterator[None]:
     Never "auto": that joins whichever cluster is near. PeerLostError where nothing listens.
     """
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
-    if address == LOCAL:
-        ray.init(
-            address=LOCAL,
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(folder),
-            **quiet,
-        )
-    else:
+    local = {
+        "num_cpus": os.cpu_count(),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_temp_dir": str(folder),
+    }
+    if address != LOCAL:
         _knock(address)
-        ray.init(address=address, **quiet)
+    try:
+        ray.init(address=address, **quiet, **(local if address == LOCAL else {}))
+    except (RuntimeError, ConnectionError, TimeoutError) as error:
+        raise PeerLostError(f"Ray does not start or answer: {error}") from error
     try:
         yield
     finally:

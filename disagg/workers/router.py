@@ -50,6 +50,7 @@ class Router:
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._closing = False
 
     # -- for clients
 
@@ -60,6 +61,8 @@ class Router:
 
         Use it with `contextlib.aclosing`, so that leaving is noticed at once.
         """
+        if self._closing:
+            raise PeerLostError("the service is shutting down")
         deadline = self._clock() + self.config.deadline_s
         work = Work(uuid.uuid4().hex, prompt, params, codec, deadline)
         client = self._clients[work.rid] = Client()
@@ -116,8 +119,12 @@ class Router:
         answers = await asyncio.gather(*(ask(self.peers[name]) for name in names))
         return dict(zip(names, answers, strict=True))
 
-    async def close(self) -> None:
-        """Cancel every request, tell the workers, end the streams."""
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Take nothing new, let requests end within the grace; then cancel them by name."""
+        self._closing = True
+        until = self._clock() + grace_s
+        while self.running and self._clock() < until:
+            await asyncio.sleep(TICK_S)
         for rid, client in self._clients.items():
             self._act(self.dispatch.cancel(rid))
             client.inbox.put_nowait(PeerLostError("the service is shutting down"))

@@ -201,6 +201,25 @@ def test_closing_ends_every_answer_by_name() -> None:
     play(scene)
 
 
+def test_a_closing_router_lets_answers_end_and_takes_no_new_ones() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.pause_at = 3
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router)))
+        await decode.paused.wait()
+        closing = asyncio.create_task(router.close(grace_s=30.0))
+        await asyncio.sleep(0)
+        with pytest.raises(PeerLostError, match="shutting down"):
+            await collect(ask(router))
+        decode.go.set()
+        tokens, last = await asking
+        assert (len(tokens), last.finish_reason) == (5, "length")
+        await closing
+
+    play(scene)
+
+
 def test_status_tells_who_answers_and_who_does_not() -> None:
     async def scene(router: Router, network: Network) -> None:
         prefill, decode = network.pair()
