@@ -79,7 +79,7 @@ def measure(runs: int = 5) -> dict[str, Any]:
     late = measure_side(False, prompt, runs)
     rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
     return {
-        "command": "python -m disagg.bench.overlap --json",
+        "command": "disagg bench overlap --out benchmarks/results/overlap.json",
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "machine": {"cpus": os.cpu_count(), "load_1min": os.getloadavg()[0]},
         "link_mbps": LINK_MBPS,

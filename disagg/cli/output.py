@@ -7,6 +7,12 @@ from typing import Any
 
 from disagg.cli.client import Answer
 
+COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
+TIMES = (
+    "hand-off: encode {encode_ms:.1f} ms, wire {wire_ms:.1f} ms, of that exposed "
+    "{exposed_ms:.1f} ms, admit {admit_ms:.1f} ms"
+)
+
 
 def print_json(value: Any) -> None:
     """One JSON value on one line."""
@@ -36,21 +42,18 @@ def answer_object(answer: Answer) -> dict[str, Any]:
 def print_savings(answer: Answer) -> None:
     """What the hand-off saved, after the text of an answer."""
     kv = answer.kv
-    tokens = f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated"
-    rows = [(tokens, "", f"first after {answer.ttft_ms:.0f} ms, then {answer.tpot_ms:.1f} ms each")]
     if kv:
-        rows += list(_byte_rows(kv))
-        times = "encode {encode_ms:.1f} ms, wire {wire_ms:.1f} ms, exposed {exposed_ms:.1f} ms, "
-        times += "admit {admit_ms:.1f} ms"
-        rows.append(("hand-off", "", times.format(**kv)))
-    title = f"KV by {kv['codec']}" if kv else "no hand-off was needed"
-    print_table(title, ["", ">bytes", ""], rows)
+        print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, _byte_rows(kv))
+        print(TIMES.format(**kv))
+    print(
+        f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated: the first "
+        f"after {answer.ttft_ms:.0f} ms, then {answer.tpot_ms:.1f} ms each"
+    )
 
 
-def _byte_rows(kv: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    exact = kv["fp16_bytes"]
-    yield "fp16 would be", f"{exact:,}", ""
-    yield "fp8 would be", f"{kv['fp8_bytes']:,}", ""
-    for name, key in (("on the wire", "wire_bytes"), ("in decode memory", "resident_bytes")):
-        share = f"{100 * kv[key] / exact:.1f} % of fp16, {100 * kv[key] / kv['fp8_bytes']:.1f} %"
-        yield name, f"{kv[key]:,}", f"{share} of fp8"
+def _byte_rows(kv: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
+    fp16, fp8 = kv["fp16_bytes"], kv["fp8_bytes"]
+    rows = [("as fp16", fp16), ("as fp8", fp8)]
+    rows += [("on the wire", kv["wire_bytes"]), ("resident in decode", kv["resident_bytes"])]
+    for name, nbytes in rows:
+        yield name, f"{nbytes:,}", f"{100 * nbytes / fp16:.1f}", f"{100 * nbytes / fp8:.1f}"

@@ -41,8 +41,10 @@ def check_codec(spec: str, info: ModelInfo) -> None:
 def private_service(config: Config) -> Iterator[str]:
     """The URL of a service that ends with this block, whatever ends it."""
     config = replace(config, server=replace(config.server, host="127.0.0.1", port=0))
-    workers = f"{config.cluster.prefill} prefill and {config.cluster.decode} decode worker"
-    print(f"starting a private service: {workers} ...", file=sys.stderr, flush=True)
+    cluster = config.cluster
+    workers = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
+    where = "a private Ray" if cluster.address == "local" else f"Ray at {cluster.address}"
+    print(f"starting {workers} on {where} ...", file=sys.stderr, flush=True)
     from disagg.server.service import Service
 
     try:

@@ -12,7 +12,7 @@ import typer
 from disagg.cli import options
 from disagg.cli.client import get, post
 from disagg.cli.output import print_json, print_table
-from disagg.cli.state import State, read_state, write_state
+from disagg.cli.state import State, announced, read_state
 from disagg.config import Config
 from disagg.errors import DeadlineError, PeerLostError
 
@@ -88,20 +88,18 @@ def run_service(config: Config, as_json: bool) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
     path = options.state_path(config.server.state_file)
     check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
     try:
         with Service(config) as service:
-            write_state(path, State(service.url, os.getpid(), service.secret))
-            if as_json:
-                print_json({"url": service.url, "pid": os.getpid()})
-            print(f"serving at {service.url}", file=sys.stderr, flush=True)
-            service.stopped.wait()
+            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
+            with announced(path, State(service.url, os.getpid(), service.secret)):
+                if as_json:
+                    print_json({"url": service.url, "pid": os.getpid()})
+                print(f"serving at {service.url}", file=sys.stderr, flush=True)
+                service.stopped.wait()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +36,17 @@ def write_state(path: Path, state: State) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(asdict(state), file)
+
+
+@contextmanager
+def announced(path: Path, state: State) -> Iterator[None]:
+    """The state file exists inside this block; one that somebody else wrote meanwhile stays."""
+    write_state(path, state)
+    try:
+        yield
+    finally:
+        if read_state(path) == state:
+            path.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> State | None:

@@ -91,7 +91,7 @@ def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
     answer = json.loads(out)
     assert answer["completion_tokens"] == 16
     assert answer["kv"]["wire_bytes"] > answer["kv"]["resident_bytes"] > 0
-    assert err.splitlines() == ["starting a private service: 1 prefill and 1 decode worker ..."]
+    assert err.splitlines() == ["starting 1 prefill and 1 decode worker on a private Ray ..."]
     assert home.left() == []
 
 

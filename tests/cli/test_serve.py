@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.app import run
-from disagg.cli.state import State, read_state, write_state
+from disagg.cli.state import State, announced, read_state, write_state
 from disagg.config import load_config
 from disagg.errors import ConfigError
 from tests.cli.conftest import Running
@@ -38,6 +38,17 @@ def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file: Path) ->
     os.waitpid(pid, 0)
     write_state(state_file, State("http://127.0.0.1:1", pid, "secret"))
     assert read_state(state_file) is None
+
+
+def test_a_service_removes_its_own_state_file_and_no_other(state_file: Path) -> None:
+    ours = State("http://127.0.0.1:1", os.getpid(), "ours")
+    other = State("http://127.0.0.1:2", os.getpid(), "other")
+    with announced(state_file, ours):
+        assert read_state(state_file) == ours
+    assert not state_file.exists()
+    with announced(state_file, ours):
+        write_state(state_file, other)
+    assert read_state(state_file) == other
 
 
 def test_a_broken_state_file_is_named(state_file: Path) -> None:

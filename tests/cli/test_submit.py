@@ -25,8 +25,9 @@ def test_the_continuation_goes_to_stdout_and_a_table_follows(
     assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5"]) == 0
     text, _, table = capsys.readouterr().out.partition("\n")
     assert text == "abcde"
-    assert "25.0 % of fp16" in table
-    assert "50.0 % of fp8" in table
+    wire = next(line.split() for line in table.splitlines() if "on the wire" in line)
+    assert wire[-3:] == ["1,000", "25.0", "50.0"]
+    assert "3 prompt tokens, 5 generated" in table
 
 
 def test_json_is_one_object_with_the_promised_keys(
