@@ -1,0 +1,36 @@
+"""What a result file says beside its rows: the command, the versions, the machine."""
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+PACKAGES = ("torch", "grpcio", "xxhash", "numpy")
+
+
+def result_of(module: str, rows: Iterable[Any], notes: str) -> dict[str, Any]:
+    """A result as a JSON object; `rows` are dataclasses."""
+    return {
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "notes": notes,
+        "versions": {"python": platform.python_version()} | {x: version(x) for x in PACKAGES},
+        "machine": asdict(describe_machine()),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it ran; `load` counts the processes that wanted a core during the last minute."""
+
+    system: str
+    cores: int
+    load: float
+
+
+def describe_machine() -> Machine:
+    """This one, now."""
+    return Machine(platform.platform(), os.cpu_count() or 1, round(os.getloadavg()[0], 2))

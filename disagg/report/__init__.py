@@ -1,0 +1,1 @@
+"""Pictures of what benchmarks measured. Needs the extra `disagg[plot]`."""

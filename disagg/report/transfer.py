@@ -1,0 +1,105 @@
+"""Time to the first decode token against the rate of the link, one line for each codec.
+
+    python -m disagg.report.transfer benchmarks/results/transfer.json transfer.png
+
+Solid lines: encoded while it is sent; dashed: pages were ready. A cross marks a point where encode
+takes longer than the link: from there on a faster link helps no more.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+except ImportError as error:
+    raise ConfigError("pictures need matplotlib: pip install 'disagg[plot]'") from error
+
+Row = Mapping[str, Any]  # a row of `disagg.bench.transfer`
+
+COLORS = ("#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31")
+KEY = (
+    Line2D([], [], color="black", label="encoded while it is sent"),
+    Line2D([], [], color="black", linestyle="--", linewidth=1, label="encoded beforehand"),
+    Line2D([], [], color="black", marker="X", linestyle="", label="encode is the bottleneck"),
+)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw the rows of one run to a file whose name says the format."""
+    make_figure(rows).savefig(file, dpi=150)
+
+
+def make_figure(rows: Sequence[Row]) -> Figure:
+    """The picture, with a panel for each prompt length; ConfigError where there are no rows."""
+    if not rows:
+        raise ConfigError("there are no rows to draw")
+    lengths = sorted({row["tokens"] for row in rows})
+    codecs = list(dict.fromkeys(row["codec"] for row in rows))
+    figure = Figure(figsize=(1 + 5.5 * len(lengths), 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for panel, tokens in zip(panels, lengths, strict=True):
+        chosen = [row for row in rows if row["tokens"] == tokens]
+        _panel(panel, chosen, codecs)
+        panel.set_title(f"prompt of {tokens:,} tokens, {_megabytes(chosen)} MB in fp16")
+    panels[0].set_ylabel("seconds to the first decode token, without compute")
+    lines = [
+        Line2D([], [], color=color, label=codec)
+        for codec, color in zip(codecs, _colors(len(codecs)), strict=True)
+    ]
+    figure.legend(handles=[*lines, *KEY], loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
+    for codec, color in zip(codecs, _colors(len(codecs)), strict=True):
+        for pages, style in (("inline", "-"), ("ready", "--")):
+            line = sorted(
+                (row for row in rows if (row["codec"], row["pages"]) == (codec, pages)),
+                key=lambda row: row["gbps"],
+            )
+            x, y = [row["gbps"] for row in line], [row["seconds"] for row in line]
+            panel.plot(x, y, style, color=color, linewidth=1.8 if pages == "inline" else 1.0)
+            for row in line:
+                marker = "X" if row["bottleneck"] == "encode" else "o"
+                size = 8 if marker == "X" else 3.5
+                panel.plot(row["gbps"], row["seconds"], marker, color=color, markersize=size)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xticks(sorted({row["gbps"] for row in rows}))
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.set_xlabel("link, Gb/s")
+    panel.grid(which="major", color="#dddddd", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]
+
+
+def _megabytes(rows: Sequence[Row]) -> str:
+    return f"{1e-6 * rows[0]['fp16_bytes']:,.0f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, help="what `disagg.bench.transfer --out` wrote")
+    parser.add_argument("picture", type=Path, help="a .png, .svg or .pdf file")
+    given = parser.parse_args(arguments)
+    draw(json.loads(given.result.read_text())["rows"], given.picture)
+
+
+if __name__ == "__main__":
+    main()

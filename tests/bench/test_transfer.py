@@ -1,0 +1,85 @@
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.shape import Shape
+from disagg.bench.transfer import RAW, TransferOptions, run, table
+from disagg.codecs.describe import stored_bytes
+from disagg.errors import UnknownNameError
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+OPTIONS = TransferOptions(
+    codecs=(KIVI, "fp8"), tokens=(333, 70), gbps=(0.5, 3.0), rounds=1, shape=Shape(3, 2, 64)
+)
+
+
+def children() -> list[str]:
+    """Processes that this one started and that are there, even if only as zombies."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return [pid for task in tasks for pid in (task / "children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    before = children()
+    found = run(OPTIONS)
+    assert children() == before
+    return found
+
+
+def test_there_is_a_row_for_every_case_and_raw_is_among_the_codecs(rows):
+    seen = [(row.tokens, row.gbps, row.codec, row.pages) for row in rows]
+    assert len(set(seen)) == len(seen)
+    assert set(seen) == {
+        (tokens, gbps, codec, pages)
+        for tokens in OPTIONS.tokens
+        for gbps in OPTIONS.gbps
+        for codec in (RAW, KIVI, "fp8")
+        for pages in ("ready", "inline")
+    }
+
+
+def test_bytes_are_those_of_the_layouts_to_the_last(rows):
+    for row in rows:
+        plan, raw = (OPTIONS.shape.plan(spec) for spec in (row.codec, RAW))
+        assert row.payload_bytes == 3 * stored_bytes(plan.groups[0], row.tokens)
+        assert row.byte_ratio == 3 * stored_bytes(raw.groups[0], row.tokens) / row.payload_bytes
+        assert row.fp16_bytes == 2 * 2 * 3 * 2 * 64 * row.tokens
+        assert row.payload_bytes < row.wire_bytes < 1.1 * row.payload_bytes + 4096
+        assert row.link_s == 8e-9 * row.wire_bytes / row.gbps
+
+
+def test_only_inline_rows_have_an_encode_and_the_link_rate_that_it_keeps_up_with(rows):
+    for row in rows:
+        if row.pages == "ready":
+            assert (row.encode_s, row.crossover_gbps) == (0.0, None)
+            assert row.bottleneck != "encode"
+        else:
+            assert 0 < row.encode_s <= row.seconds
+            assert row.crossover_gbps == 8e-9 * row.wire_bytes / row.encode_s
+        if row.bottleneck == "encode":
+            assert row.gbps > row.crossover_gbps
+
+
+def test_times_are_compared_with_raw_on_the_same_link(rows):
+    raw = {(x.tokens, x.gbps, x.pages): x for x in rows if x.codec == RAW}
+    for row in rows:
+        assert row.time_ratio == raw[row.tokens, row.gbps, row.pages].seconds / row.seconds
+    assert all(row.time_ratio == 1 for row in raw.values())
+
+
+def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
+    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["codec"] == RAW
+    header, *lines = table(rows).splitlines()
+    assert header.startswith("codec")
+    assert [line.split()[0] for line in lines] == [row.codec for row in rows]
+
+
+def test_an_unknown_codec_ends_all_processes():
+    before = children()
+    with pytest.raises(UnknownNameError):
+        run(TransferOptions(codecs=("zip",), tokens=(70,), shape=OPTIONS.shape))
+    assert children() == before

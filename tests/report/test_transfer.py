@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from disagg.errors import ConfigError
+
+pytest.importorskip("matplotlib")
+
+from disagg.report.transfer import draw, main, make_figure
+
+CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
+
+
+def make_rows() -> list[dict]:
+    return [
+        {
+            "codec": codec,
+            "tokens": tokens,
+            "gbps": gbps,
+            "pages": pages,
+            "seconds": tokens / gbps / (1 + index),
+            "bottleneck": "encode" if pages == "inline" and gbps > 1 else "link",
+            "fp16_bytes": 1000 * tokens,
+        }
+        for index, codec in enumerate(CODECS)
+        for tokens in (100, 333)
+        for gbps in (10.0, 0.1, 1.0)
+        for pages in ("ready", "inline")
+    ]
+
+
+def test_every_codec_has_a_line_of_its_colour_in_every_panel():
+    figure = make_figure(make_rows())
+    assert len(figure.axes) == 2
+    for panel in figure.axes:
+        lines = [line for line in panel.lines if len(line.get_xdata()) > 1]
+        assert len(lines) == 2 * len(CODECS)
+        assert len({line.get_color() for line in lines}) == len(CODECS)
+        assert all(list(line.get_xdata()) == [0.1, 1.0, 10.0] for line in lines)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][: len(CODECS)] == list(CODECS)
+
+
+def test_points_where_encode_is_the_bottleneck_are_marked():
+    figure = make_figure(make_rows())
+    for panel in figure.axes:
+        marked = [line for line in panel.lines if line.get_marker() == "X"]
+        assert len(marked) == len(CODECS)
+        assert {line.get_xdata()[0] for line in marked} == {10.0}
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_the_name_of_the_file_says_its_format(name, start, tmp_path):
+    draw(make_rows(), tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_a_result_file_becomes_a_picture(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": make_rows()}))
+    main([str(tmp_path / "rows.json"), str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(ConfigError, match="no rows"):
+        make_figure([])
