@@ -41,8 +41,8 @@ class Speed:
     fp16_pct: float
 
 
-def measure(spec: str, k: Tensor, v: Tensor) -> Speed:
-    """Encode k, v [H, n, D] fp16 as prefill does, and copy them, by turns."""
+def measure(spec: str, q: Tensor, k: Tensor, v: Tensor) -> Speed:
+    """Encode k, v [H, n, D] fp16 as prefill does, and copy them, by turns; q are last queries."""
     codec = get_codec(spec)
     target = torch.empty_like(k), torch.empty_like(v)
 
@@ -52,7 +52,7 @@ def measure(spec: str, k: Tensor, v: Tensor) -> Speed:
 
     encode_s = copy_s = float("inf")
     for _ in range(RUNS):
-        encode_s = min(encode_s, _seconds(lambda: codec.encode(k, v, 0, 2)))
+        encode_s = min(encode_s, _seconds(lambda: codec.encode_prompt(k, v, 0, 2, q, k.shape[1])))
         copy_s = min(copy_s, _seconds(copy))
     nbytes = 2 * k.numel() * k.element_size()
     size = describe(spec, HEADS, HEAD_DIM, TOKENS).fp16_pct
@@ -62,8 +62,8 @@ def measure(spec: str, k: Tensor, v: Tensor) -> Speed:
 def measure_all() -> list[Speed]:
     """Every registered codec with its defaults, and some more."""
     torch.set_num_threads(1)
-    layer = generate(0, Knobs(kv_heads=HEADS, group=1, n=TOKENS, head_dim=HEAD_DIM))
-    return [measure(spec, layer.k, layer.v) for spec in (*codec_names(), *MORE_SPECS)]
+    layer = generate(0, Knobs(kv_heads=HEADS, group=1, n=TOKENS, head_dim=HEAD_DIM, num_queries=32))
+    return [measure(spec, layer.q, layer.k, layer.v) for spec in (*codec_names(), *MORE_SPECS)]
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from disagg.errors import ConfigError
@@ -132,6 +133,16 @@ class Codec(ABC):
         error: see the codec's own docstring
         """
 
+    def encode_prompt(
+        self, k: Tensor, v: Tensor, first: int, layer: int, q: Tensor | None, total: int
+    ) -> Encoded:
+        """As `encode`, with the last queries of the prompt, for codecs that choose by attention.
+
+        q:     [Hq, W, D] or None - queries of tokens total - W .. total - 1, after RoPE
+        total: tokens of the whole prompt
+        """
+        return self.encode(k, v, first, layer)
+
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         """One page sealed while decoding: k, v [H, T, D].
 
@@ -162,15 +173,24 @@ class Codec(ABC):
     def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
         """The (k', v') [H, n, D] fp32 that these bytes stand for; for tests and reports."""
 
-    def compress(self, k: Tensor, v: Tensor, layer: int = 0) -> "CompressedKV":
+    def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
+        """Which tokens attention sees at all: [H, n] bool. Only a dropping codec has others."""
+        count, heads = encoded.blocks.shape[:2]
+        shape = (heads, count * group.page.tokens)
+        return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)
+
+    def compress(
+        self, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
+    ) -> "CompressedKV":
         """Compress one layer of one sequence: the codec alone, without a service.
 
         k, v:  [H, n, D], any float dtype - keys after RoPE
         layer: of the model; it matters to codecs that treat the first layers differently
+        q:     [Hq, W, D] - the last queries, for codecs that choose tokens by attention
         """
         from disagg.codecs.cache import CompressedKV
 
-        return CompressedKV.from_prompt(self, k, v, layer)
+        return CompressedKV.from_prompt(self, k, v, layer, q)
 
 
 def require(condition: bool, message: str) -> None:

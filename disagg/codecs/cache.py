@@ -63,15 +63,17 @@ class CompressedKV:
         self._arena = arena
 
     @classmethod
-    def from_prompt(cls, codec: Codec, k: Tensor, v: Tensor, layer: int = 0) -> "CompressedKV":
-        """Compress k, v [H, n, D] as prefill does."""
+    def from_prompt(
+        cls, codec: Codec, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
+    ) -> "CompressedKV":
+        """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)
         heads, n, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
         group = codec.layer_group((layer,), heads, head_dim, dtype)
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
-        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n)
+        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, q)
         cache.num_tokens = n
         return cache
 
@@ -144,6 +146,13 @@ class CompressedKV:
     def layer(self) -> int:
         """The model layer that this is."""
         return self.group.layers[0]
+
+    def present(self) -> Tensor:
+        """[H, n] bool: the tokens that attention sees; all of them unless the codec drops some."""
+        sealed = [self.codec.present(encoded, self.group) for encoded in self.runs()]
+        tail = self.num_tokens - sum(x.shape[1] for x in sealed)
+        rest = torch.ones(self.group.heads, tail, dtype=torch.bool, device=self._arena.bytes.device)
+        return torch.cat([*sealed, rest], 1)
 
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""

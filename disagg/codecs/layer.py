@@ -49,12 +49,14 @@ def write_prompt(
     v: Tensor,
     before: int,
     total: int,
+    q: Tensor | None = None,
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of `state`.
 
     k, v:   [H, done, D] - exact K and V of all tokens so far, after RoPE
     before: tokens that earlier calls for this layer had seen
     total:  tokens of the whole prompt; at done == total the tail is written too
+    q:      [Hq, W, D] - queries of the last W of the tokens so far, for codecs that choose by them
     """
     done = k.shape[1]
     dtype = getattr(torch, group.raw.plane("k").dtype)
@@ -62,7 +64,7 @@ def write_prompt(
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
         new_k, new_v = k[:, start:end].to(dtype), v[:, start:end].to(dtype)
-        encoded = codec.encode(new_k, new_v, start, layer)
+        encoded = codec.encode_prompt(new_k, new_v, start, layer, q, total)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         if encoded.segments is not None and group.segment is not None:
             index = start // SEGMENT_TOKENS

@@ -7,6 +7,7 @@ from disagg.codecs.base import Codec
 from disagg.codecs.decoquant import DecoQuant
 from disagg.codecs.fp8 import Fp8
 from disagg.codecs.gear import Gear, GearL
+from disagg.codecs.h2o import H2O
 from disagg.codecs.int8 import Int8
 from disagg.codecs.kcvt import Kcvt
 from disagg.codecs.kivi import Kivi
@@ -23,6 +24,7 @@ CODECS: dict[str, type[Codec]] = {
         Fp8,
         Gear,
         GearL,
+        H2O,
         Int8,
         Kcvt,
         Kivi,

@@ -165,8 +165,9 @@ class Engine:
             index = sequence.plan.group_of[layer]
             group, state = sequence.plan.groups[index], sequence.groups[index]
             start = time.perf_counter()
+            q = workspace.queries(layer)
             written = write_prompt(
-                codecs[index], group, state, layer, self.arena, k, v, before, total
+                codecs[index], group, state, layer, self.arena, k, v, before, total, q
             )
             sequence.encode_s += time.perf_counter() - start
             if sequence.handoff is not None and written:

@@ -107,6 +107,7 @@ class BatchAttention:
             exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
             window = self.windows[layer]
             out[rows] = attend_exact(q[:, rows], *exact, scale, window).transpose(0, 1)
+            chunk.workspace.observe(layer, q[:, rows], chunk.before)
             chunk.sink(layer, *exact, chunk.before)
         for decode in self.batch.by_layer.get(layer, ()):
             rows_of_step = decode.step.rows

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+LAST_QUERIES = 32
+
 
 class PassThrough(Cache):
     """A cache that keeps nothing: `update` returns the new K and V untouched."""
@@ -27,12 +29,16 @@ class PassThrough(Cache):
 
 
 class Workspace:
-    """Exact K and V of one prompt in all layers, after RoPE, as the model computed them."""
+    """Exact K and V of one prompt in all layers, after RoPE, as the model computed them.
+
+    And the queries of its last tokens, for codecs that choose tokens by attention.
+    """
 
     def __init__(self, layers: int, heads: int, total: int, head_dim: int):
         self.total = total
         self._shape = (2, heads, total, head_dim)
         self._layers: list[Tensor | None] = [None] * layers
+        self._queries: list[Tensor | None] = [None] * layers
 
     @property
     def stored_bytes(self) -> int:
@@ -52,3 +58,15 @@ class Workspace:
         if done == self.total:
             self._layers[layer] = None
         return stored[0, :, :done], stored[1, :, :done]
+
+    def observe(self, layer: int, q: Tensor, before: int) -> None:
+        """Remember those of a chunk's queries q [Hq, c, D] that belong to the last tokens."""
+        start = max(0, self.total - LAST_QUERIES - before)
+        earlier = self._queries[layer] if before else None
+        if start < q.shape[1]:
+            parts = [x for x in (earlier, q[:, start:]) if x is not None]
+            self._queries[layer] = torch.cat(parts, 1)
+
+    def queries(self, layer: int) -> Tensor | None:
+        """The queries of the last tokens, [Hq, W, D] when the prompt is done; None: not yet."""
+        return self._queries[layer]

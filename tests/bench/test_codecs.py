@@ -4,7 +4,7 @@ from disagg.bench.kvgen import Knobs, generate
 
 def test_a_speed_is_measured_against_a_copy_of_the_same_tensors() -> None:
     layer = generate(0, Knobs(kv_heads=1, group=1, n=256))
-    speed = measure("int8", layer.k, layer.v)
+    speed = measure("int8", layer.q, layer.k, layer.v)
     assert speed.spec == "int8"
     assert speed.gb_per_s > 0
     assert speed.copies > 1

@@ -1,0 +1,49 @@
+"""H2O keeps the heaviest and the most recent tokens of a prompt, and all that come later."""
+
+import pytest
+import torch
+
+from disagg.bench.synthetic import realistic
+from disagg.codecs import get_codec
+from disagg.errors import RequestError
+
+
+def test_tokens_that_the_last_queries_look_at_are_kept() -> None:
+    k, v = torch.randn(2, 2, 320, 64, generator=torch.Generator().manual_seed(0)).half()
+    wanted = torch.tensor([17, 101, 140])
+    q = 40 * torch.nn.functional.normalize(k[:, wanted].float(), dim=2)  # one head for each KV head
+    cache = get_codec("h2o:keep=0.25").compress(k, v, q=q)
+    there = cache.present()
+    assert there[:, wanted].all()
+    assert there[:, -40:].all()  # recent: half of a quarter of 320
+    assert (there.sum(1) == 80).all()
+    seen_k, seen_v = cache.reconstruct()
+    assert torch.equal(seen_k[there], k[there].float())
+    assert torch.equal(seen_v[there], v[there].float())
+
+
+def test_query_heads_of_a_kv_head_choose_together() -> None:
+    k, v = torch.randn(2, 1, 128, 64, generator=torch.Generator().manual_seed(1)).half()
+    q = torch.cat([40 * torch.nn.functional.normalize(k[:, [t]].float(), dim=2) for t in (9, 33)])
+    there = get_codec("h2o:keep=0.25").compress(k, v, q=q).present()
+    assert there[0, [9, 33]].all()
+
+
+def test_decoded_tokens_are_all_kept() -> None:
+    k, v = realistic(2, 400, 64)
+    cache = get_codec("h2o").compress(k[:, :200], v[:, :200], q=torch.randn(2, 8, 64))
+    cache.append(k[:, 200:], v[:, 200:])
+    assert cache.present()[:, 192:].all()
+    assert (cache.present().sum(1) == 96 + 208).all()
+
+
+def test_half_the_tokens_take_half_the_bytes() -> None:
+    k, v = (x.half() for x in realistic(1, 2048, 128))
+    cache = get_codec("h2o:keep=0.5").compress(k, v, q=torch.randn(4, 16, 128))
+    assert 0.5 <= cache.nbytes / (4 * k.numel()) < 0.51
+
+
+def test_without_queries_it_says_what_it_needs() -> None:
+    k, v = realistic(1, 128, 64)
+    with pytest.raises(RequestError, match="last queries of the prompt"):
+        get_codec("h2o").compress(k, v)
