@@ -1,0 +1,68 @@
+"""What sealing while decoding does to runs, segments and layouts: the documented state machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disagg.bench.synthetic import exact_attention, realistic, relative_error
+from disagg.codecs import codec_names, get_codec
+from disagg.codecs.base import Encoded
+from disagg.codecs.cache import CompressedKV
+
+
+def grown(spec: str, prompt: int, total: int) -> CompressedKV:
+    """A prompt and then tokens one block after another."""
+    k, v = realistic(2, total, 64)
+    cache = get_codec(spec).compress(k[:, :prompt], v[:, :prompt], 2, q=k[:, :8])
+    cache.append(k[:, prompt:], v[:, prompt:])
+    return cache
+
+
+@pytest.mark.parametrize("spec", ["kcvt", "gear-l:bits=4", "gear:bits=2,backbone=kivi"])
+def test_each_page_sealed_while_decoding_has_a_segment_of_its_own(spec: str) -> None:
+    cache = grown(spec, 320, 600)
+    tail = cache.codec.tail_tokens
+    prompt, *flushed = cache.runs()
+    assert prompt.blocks.shape[0] == (320 - tail) // 64
+    assert len(flushed) == (600 - tail) // 64 - prompt.blocks.shape[0]
+    assert all(run.blocks.shape[0] == 1 for run in flushed)
+    assert len({run.segments.numpy().tobytes() for run in flushed if run.segments is not None}) > 1
+
+
+def test_pages_of_gear_sealed_while_decoding_have_the_smaller_rank() -> None:
+    cache = grown("gear-l:bits=4,rank=4,decode_rank=2", 128, 256)
+    group = cache.group
+    assert group.flush_page is not None
+    assert group.flush_page.plane("k_low").shape == (64, 2)
+    assert [run.flush for run in cache.runs()] == [False, True, True]
+    assert cache.runs()[1].blocks.shape[2] == group.flush_page.block_bytes
+    same = get_codec("gear-l:rank=3,decode_rank=3").layer_group((0,), 1, 64, "float16")
+    assert same.flush_page is None
+
+
+@pytest.mark.parametrize("spec", ["kcvt", "gear:bits=2,backbone=kivi", "decoquant"])
+def test_a_sealed_page_holds_what_flush_makes_of_its_tokens(spec: str) -> None:
+    k, v = (x.half() for x in realistic(2, 320, 64))
+    codec = get_codec(spec)
+    cache = codec.compress(k[:, :192], v[:, :192], layer=5)
+    before = cache.runs()[-1].segments if spec == "decoquant" else None
+    first = cache.group.sealed(192)
+    cache.append(k[:, 192:], v[:, 192:])
+    part = slice(first, first + 64)
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    wanted = codec.flush(k[:, part], v[:, part], first, 5, Encoded(nothing, before))
+    blocks = torch.cat([block for run in cache.runs() for block in run.blocks.flatten(1)])
+    start = (first // 64) * cache.group.page.block_bytes * 2
+    assert torch.equal(blocks[start : start + wanted.blocks.numel()], wanted.blocks.flatten())
+
+
+@pytest.mark.parametrize("spec", codec_names())
+@pytest.mark.parametrize("window", [50, 200, 500])
+def test_a_window_hides_tokens_wherever_they_lie(spec: str, window: int) -> None:
+    cache = grown(spec, 400, 700)
+    cache.group = replace(cache.group, window=window)
+    q = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
+    visible = cache.present() & (torch.arange(700) >= 700 - window)
+    wanted = exact_attention(q, *cache.reconstruct(), 64**-0.5, visible)
+    assert relative_error(cache.attend(q), wanted) <= cache.codec.attend_error
