@@ -60,14 +60,14 @@ def attend_aligned(
     columns = columns_of(q * scale, heads)  # [B, H, D, N]
     seen = _seen_pages(lo, hi, fmt.tokens, last - first, columns.shape[3] // lo.shape[1])
     k_drop = k_drops(columns, _tops(blocks, fmt.k_top, fmt, seen))
-    scores = torch.zeros(())
+    scores = columns.new_zeros(())
     for level, share in zip(LEVELS, _by_level(columns, k_drop), strict=True):
         k = read_planes(blocks, fmt, "k", level).transpose(3, 4)  # [B, H, P, T, D]
         scores = scores + k.to(q.dtype) @ share.unsqueeze(2)
     p, lse = masked_softmax(scores.flatten(2, 3), lo, hi)
     high = read_planes(blocks, fmt, "v", 8).flatten(2, 3).to(q.dtype)
     v_drop = v_drops(p, high, _tops(blocks, fmt.v_top, fmt, seen))
-    o = torch.zeros(())
+    o = columns.new_zeros(())
     for level, share in zip(LEVELS, _by_level(p, v_drop), strict=True):
         v = read_planes(blocks, fmt, "v", level).flatten(2, 3).to(q.dtype)  # [B, H, PT, D]
         o = o + v.transpose(2, 3) @ share

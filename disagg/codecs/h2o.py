@@ -135,7 +135,8 @@ class H2O(Codec):
         """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
         count, heads = encoded.blocks.shape[:2]
         if fmt.positions is None:
-            return torch.arange(count * fmt.tokens).expand(heads, -1)
+            place = torch.arange(count * fmt.tokens, device=encoded.blocks.device)
+            return place.expand(heads, -1)
         plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
         return plane.transpose(0, 1).flatten(1).long()
 

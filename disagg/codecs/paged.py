@@ -116,7 +116,8 @@ class PagedCodec(Codec):
         segments = None
         if encoded.segments is not None:
             per_segment = SEGMENT_TOKENS // page.tokens
-            owner = torch.arange(encoded.blocks.shape[0]) // per_segment
+            count, device = encoded.blocks.shape[0], encoded.blocks.device
+            owner = torch.arange(count, device=device) // per_segment
             segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
         k, v = decode_paged(encoded.blocks, segments, fmt)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)

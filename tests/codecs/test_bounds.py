@@ -66,6 +66,8 @@ BOUNDS: dict[str, tuple[Bound, Bound]] = {
     "pertoken:bits=8,group=64": (asymmetric(8, CHANNELS, 64), asymmetric(8, CHANNELS, 64)),
     "kcvt:bits=4": (by_segment(4), asymmetric(4, CHANNELS, 0)),
     "kcvt:bits=8": (by_segment(8), asymmetric(8, CHANNELS, 0)),
+    "ott:residual=0,skip_layers=0": (asymmetric(2, TOKENS, 128), asymmetric(2, CHANNELS, 0)),
+    "alignedkv": (torch.zeros_like, torch.zeros_like),
     "int8": (int8, int8),
     "fp8": (fp8, fp8),
 }
