@@ -74,9 +74,8 @@ class Row:
 
 def measure(runs: int = 5) -> dict[str, Any]:
     """Rows for every codec, with what they were measured with."""
-    prompt = prompt_of(PROMPT_TOKENS)
-    early = measure_side(True, prompt, runs)
-    late = measure_side(False, prompt, runs)
+    prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
+    early, late = measure_side(True, prompts), measure_side(False, prompts)
     rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
     return {
         "command": "disagg bench overlap --out benchmarks/results/overlap.json",
@@ -111,8 +110,8 @@ def summarise(codec: str, early: list[Run], late: list[Run]) -> Row:
     )
 
 
-def measure_side(overlap: bool, prompt: tuple[int, ...], runs: int) -> dict[str, list[Run]]:
-    """Runs of every codec with a fresh pair of workers; one run each to warm up."""
+def measure_side(overlap: bool, prompts: list[tuple[int, ...]]) -> dict[str, list[Run]]:
+    """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     transfer = replace(
         TransferConfig(), link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap
     )
@@ -121,24 +120,22 @@ def measure_side(overlap: bool, prompt: tuple[int, ...], runs: int) -> dict[str,
             stack.enter_context(worker_process(Config(transfer=transfer), role))
             for role in (Role.DECODE, Role.PREFILL)  # the last one to start is the first to end
         ]
-        return asyncio.run(_ask_all(pair, prompt, runs))
+        return asyncio.run(_ask_all(pair, prompts))
 
 
-async def _ask_all(pair: list[Started], prompt: tuple[int, ...], runs: int) -> dict[str, list[Run]]:
+async def _ask_all(pair: list[Started], prompts: list[tuple[int, ...]]) -> dict[str, list[Run]]:
     router = Router()
     links = [connect(started.address) for started in pair]
     for started, link in zip(pair, links, strict=True):
         router.add(Peer(started, WorkerClient(link)))
     found: dict[str, list[Run]] = {codec: [] for codec in CODECS}
-    for index in range(runs + 1):
+    for prompt in prompts:
         for codec in CODECS:
-            run = await ask(router, prompt, codec)
-            if index:
-                found[codec].append(run)
+            found[codec].append(await ask(router, prompt, codec))
     await router.close()
     for link in links:
         await link.close()
-    return found
+    return {codec: runs[1:] for codec, runs in found.items()}
 
 
 async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Run:
@@ -177,10 +174,10 @@ def _work(config: Config, role: Role, pipe: Connection) -> None:
     worker.wait()
 
 
-def prompt_of(tokens: int) -> tuple[int, ...]:
-    """A prompt of so many tokens."""
+def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
+    """A prompt of so many tokens; another number begins another one, so that no page is known."""
     tokenizer = Tokenizer.load()
-    return tuple(tokenizer.encode(TEXT * tokens)[:tokens])
+    return tuple(tokenizer.encode(f"{number}. " + TEXT * tokens)[:tokens])
 
 
 def draw(result: dict[str, Any]) -> None:

@@ -16,5 +16,7 @@ def test_the_bound_is_the_slower_of_computing_and_sending() -> None:
     assert (slow_model.bound_ms, slow_model.overlapped_ratio) == (300, 1.1)
 
 
-def test_the_prompt_has_the_length_it_says() -> None:
-    assert len(prompt_of(PROMPT_TOKENS)) == PROMPT_TOKENS
+def test_prompts_have_the_length_they_say_and_share_no_begin() -> None:
+    first, second = (prompt_of(PROMPT_TOKENS, number) for number in (1, 2))
+    assert len(first) == len(second) == PROMPT_TOKENS
+    assert first[0] != second[0]
