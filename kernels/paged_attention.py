@@ -72,15 +72,17 @@ def attend_quantized(
     base: int,
     heads: int,
     scale: float,
+    spelling: str | None = None,
 ) -> Partial:
     """Attention over quantised pages, on the codes. Shapes as in reference.attend_quantized.
 
+    spelling: how codes are read, of bits.py; None: as the chip takes them
     error: about 5e-4 relative (q times scale-of-K and p times scale-of-V are rounded to fp16)
     """
     shape = quantized_shape((q.shape[0], q.shape[1], q.shape[2]), heads, fmt, TENSOR_COLUMNS)
     return run_units(
         attend_quantized_kernel, q, arena.view(torch.int16), pages, lo, hi, fmt, base, heads, scale,
-        shape, SPELLING=spelling_for(q.device),
+        shape, SPELLING=spelling or spelling_for(q.device),
     )  # fmt: skip
 
 

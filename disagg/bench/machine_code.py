@@ -1,8 +1,5 @@
 """What the compiler makes of the attention kernels on chips that need not be there.
 
-    python -m disagg.bench.machine_code --json
-    python -m disagg.bench.machine_code --target sm_90
-
 Each kernel is compiled in a process of its own, because some configurations abort the compiler and
 the process with it. The figures are explained in kernels/machine_code.py.
 """
@@ -13,10 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
-
-import typer
 
 from disagg.kernels.machine_code import KERNELS, TARGETS, Row
 
@@ -55,17 +50,3 @@ def compile_one(kernel: str, target: str) -> Row | Failed:
         said = done.stderr.strip().splitlines()
         return Failed(kernel, target, said[-1] if said else f"exit code {done.returncode}")
     return Row(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def main(as_json: bool = typer.Option(False, "--json"), target: list[str] | None = None) -> None:
-    """Compile every attention kernel and print instructions per element, registers, spills."""
-    rows = compile_all(targets=target or TARGETS)
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in asdict(row).items()))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -31,3 +31,16 @@ def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> N
         print_json(result)
     else:
         draw(result)
+
+
+@app.command()
+def kernels(
+    machine_code: bool = False, device: str = "cpu", out: Out = None, as_json: options.Json = False
+) -> None:
+    """What attention kernels cost: from machine code, or timed on this CPU or GPU."""
+    from disagg.bench.kernels import Options, draw, measure, write
+
+    result = measure(Options(machine_code, device))
+    if out is not None:
+        write(result, out)
+    (print_json if as_json else draw)(result)

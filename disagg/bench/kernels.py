@@ -1,0 +1,106 @@
+"""`disagg bench kernels`: what attention kernels cost, from machine code, on a CPU or on a GPU.
+
+    python -m disagg.bench.kernels --machine-code --json
+    python -m disagg.bench.kernels --device cpu --json
+    python -m disagg.bench.kernels --device cuda --json
+
+Machine code needs no GPU. On a CUDA device everything runs in one call: first what must be right,
+then decode of every codec and shape against fp16, then encode against a copy.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disagg.bench.kernel_encode import measure_encode
+from disagg.bench.kernel_speed import CPU_SHAPES, CUDA_SHAPES, SPECS, measure_shape
+from disagg.bench.machine_code import compile_all
+from disagg.bench.paged_layers import Shape
+from disagg.bench.provenance import result_of
+from disagg.errors import ConfigError
+
+NOTES = {
+    "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
+    "cpu": "the torch reference as a service runs it, against torch SDPA, medians by turns",
+    "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for; runs: medians are of this many."""
+
+    machine_code: bool = False
+    device: str = "cpu"
+    runs: int = 15
+    specs: Sequence[str] = SPECS
+    shapes: Sequence[Shape] = ()
+    targets: Sequence[str] = ()
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """The result as a JSON object; ConfigError for a device that is not there."""
+    if options.machine_code:
+        rows = compile_all(targets=options.targets) if options.targets else compile_all()
+        return result_of("disagg.bench.kernels", rows, NOTES["machine-code"])
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here; --machine-code needs none")
+    on_gpu = device.type == "cuda"
+    checks = check_spellings(device) if on_gpu else []
+    shapes = options.shapes or (CUDA_SHAPES if on_gpu else CPU_SHAPES)
+    decode = [
+        speed
+        for shape in shapes
+        for speed in measure_shape(shape, options.specs, device, options.runs)
+    ]
+    encode = measure_encode(device, options.runs) if on_gpu else []
+    result = result_of("disagg.bench.kernels", decode, NOTES[device.type])
+    return result | {"checks": checks, "encode": [asdict(speed) for speed in encode]}
+
+
+def check_spellings(device: torch.device) -> list[dict[str, Any]]:
+    """What kernels/spellings.py finds; it needs Triton, which a CPU does without."""
+    found = import_module("disagg.kernels.spellings").check_spellings(device)
+    return [asdict(check) for check in found]
+
+
+def draw(result: dict[str, Any]) -> None:
+    """For people: one line a row."""
+    for row in [*result.get("checks", ()), *result["rows"], *result.get("encode", ())]:
+        shown = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+        print("  ".join(f"{key}={x}" for key, x in zip(row, shown, strict=True)))
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """As JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--machine-code", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--target", action="append", default=[], help="of the machine code: sm_90")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    result = measure(Options(asked.machine_code, asked.device, asked.runs, targets=asked.target))
+    if asked.out:
+        write(result, asked.out)
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        draw(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Is every way of reading codes right on this chip? Asked before anything is timed on it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from disagg.kernels import paged_attention, reference
+from disagg.kernels.bits import MAGIC, PLAIN, PTX
+from disagg.kernels.formats import QuantFormat
+from disagg.kernels.reference_encode import encode_quantized
+from disagg.kernels.reference_pages import store_blocks
+from disagg.kernels.selftest import spelling_for, takes_subnormals
+
+TOKENS, HEADS, HEAD_DIM = 640, 2, 128
+
+
+@dataclass(frozen=True)
+class Check:
+    """One spelling on one page format.
+
+    exact_sums: whether the tensor cores take the subnormals, by selftest.py
+    error:      of attention against the torch reference, relative
+    chosen:     whether attention uses this spelling here
+    """
+
+    spelling: str
+    bits: int
+    exact_sums: bool
+    error: float
+    chosen: bool
+
+
+def check_spellings(device: torch.device) -> list[Check]:
+    """All spellings that can run on the device, at 2 and 4 bit."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    spellings = (PLAIN, PTX, MAGIC) if nvidia else (PLAIN, MAGIC)
+    return [check_spelling(spelling, bits, device) for spelling in spellings for bits in (2, 4)]
+
+
+def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
+    """Attention of four heads over ten pages, spelt so, against the reference."""
+    fmt = page_format(bits)
+    source = torch.Generator().manual_seed(bits)
+    k, v = (torch.randn(HEADS, TOKENS, HEAD_DIM, generator=source) for _ in range(2))
+    blocks = encode_quantized(k, v, fmt)
+    stride = HEADS * fmt.block_bytes // 128
+    pages = (torch.randperm(blocks.shape[0], generator=source) * stride).int()
+    arena = torch.zeros(blocks.numel(), dtype=torch.uint8)
+    store_blocks(arena, blocks, pages, 0)
+    q = torch.randn(1, 1, 4 * HEADS, HEAD_DIM, generator=source)
+    lo = torch.full((1, 1), 5, dtype=torch.int32)
+    arguments = (q, arena, pages[None], lo, lo + TOKENS - 8)
+    expected, _ = reference.attend_quantized(*arguments, fmt, 0, HEADS, 0.1)
+    there = [x.to(device) for x in arguments]
+    o, _ = paged_attention.attend_quantized(*there, fmt, 0, HEADS, 0.1, spelling)
+    return Check(
+        spelling=spelling,
+        bits=bits,
+        exact_sums=takes_subnormals(device, spelling),
+        error=float((o.cpu() - expected).norm() / expected.norm()),
+        chosen=spelling_for(device) == spelling,
+    )
+
+
+def page_format(bits: int, tokens: int = 64, head_dim: int = HEAD_DIM) -> QuantFormat:
+    """A page of 64 tokens in groups of 64."""
+    code_bytes = tokens * head_dim * bits // 8
+    sizes = [code_bytes, code_bytes, 2 * head_dim, 2 * head_dim]
+    sizes += [2 * tokens * head_dim // 64] * 2
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    return QuantFormat(bits, tokens, head_dim, 64, 64, sum(sizes), *offsets)

@@ -1,0 +1,58 @@
+"""The kernel benchmark, at sizes that say nothing of speed: what it runs and reports."""
+
+import json
+
+import pytest
+import torch
+
+from disagg.bench import kernels
+from disagg.bench.kernel_encode import measure_encode
+from disagg.bench.kernel_speed import CUDA_SHAPES, SPECS, relative_error
+from disagg.bench.machine_code import Failed
+from disagg.bench.paged_layers import Shape, make_layer
+from disagg.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_repeated_pages_are_attended_as_the_tokens_they_stand_for(spec):
+    layer = make_layer(spec, Shape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
+    assert relative_error(layer) < 1e-5
+    wrong = layer.exact().roll(1, 2)
+    assert relative_error(layer) < float((wrong - layer.exact()).norm() / wrong.norm())
+
+
+def test_a_row_of_the_cpu_says_what_it_was_compared_with(tmp_path):
+    shape = Shape(1, 192, heads=2, per_head=3, head_dim=64)
+    result = kernels.measure(kernels.Options(runs=1, specs=["int8"], shapes=[shape]))
+    (row,) = result["rows"]
+    assert row["codec"] == "int8"
+    assert row["baseline"].startswith("sdpa")
+    assert row["ratio"] == row["baseline_microseconds"] / row["microseconds"]
+    kernels.write(result, tmp_path / "new" / "kernels.json")
+    assert json.loads((tmp_path / "new" / "kernels.json").read_text()) == result
+
+
+def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
+    failed = Failed("quantized-2bit-4heads", "sm_90", "no compiler")
+    monkeypatch.setattr(kernels, "compile_all", lambda **options: [failed])
+    result = kernels.measure(kernels.Options(machine_code=True))
+    assert result["rows"][0]["reason"] == "no compiler"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_that_names_the_way_out():
+    with pytest.raises(ConfigError, match="--machine-code"):
+        kernels.measure(kernels.Options(device="cuda"))
+
+
+def test_the_shapes_of_a_gpu_are_those_of_the_issue():
+    assert {shape.name for shape in CUDA_SHAPES} >= {"1x4096", "1x131072", "32x8192", "64x4096"}
+    assert all((x.heads, x.per_head, x.head_dim) == (8, 4, 128) for x in CUDA_SHAPES)
+
+
+def test_encoding_is_measured_in_copies_of_its_input():
+    rows = measure_encode(CPU, runs=1, tokens=128)
+    assert [row.codec.split(":")[0] for row in rows] == ["kivi", "kivi", "gear-l"]
+    assert all(row.copies > 1 for row in rows)
