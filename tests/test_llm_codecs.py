@@ -1,0 +1,39 @@
+"""Every codec goes through frames, pools and attention, and gives what one engine alone gives."""
+
+import pytest
+import torch
+
+from disagg.codecs import codec_names
+from disagg.config import EngineConfig
+from disagg.llm import LLM, SamplingParams
+from disagg.model.runner import Runner
+from tests.engine.serving import make_engine, serve
+from tests.model.tiny import random_prompt, save_tiny
+
+PLAN = "0:ott:skip_layers=0;1-:gear:bits=2,backbone=kivi"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64))
+
+
+@pytest.fixture(scope="module")
+def llm(path: str) -> LLM:
+    return LLM(path, config=EngineConfig(arena_bytes=16 << 20))
+
+
+@pytest.fixture(scope="module")
+def runner(path: str) -> Runner:
+    return Runner.load(path)
+
+
+@pytest.mark.parametrize("codec", [*codec_names(), PLAN])
+def test_a_hand_off_changes_no_token(llm: LLM, runner: Runner, codec: str) -> None:
+    prompt = random_prompt(250)
+    (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
+    assert list(answer.tokens) == serve(make_engine(runner), [prompt], codec, 12)[0]
+    assert answer.kv.codec == codec
+    assert answer.kv.wire_bytes >= answer.kv.resident_bytes > 0
+    assert not llm._decode.pool.referenced_pages
