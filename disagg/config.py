@@ -60,6 +60,7 @@ class TransferConfig:
     link_mbps:   pace of the sender in megabits per second; None: as fast as it goes
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
+    dedup:       pages that the decode worker has of other prompts are not sent again
     """
 
     lease_s: float = 10.0
@@ -67,6 +68,7 @@ class TransferConfig:
     link_mbps: float | None = None
     burst_bytes: int = 64 << 10
     overlap: bool = True
+    dedup: bool = True
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ def run_service(config: Config, as_json: bool) -> None:
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:
-    gauges = {k: v for k, v in worker.get("gauges", {}).items() if v and k != "arena_bytes"}
+    stays = ("arena_bytes", "cached_bytes", "cached_pages")
+    gauges = {k: v for k, v in worker.get("gauges", {}).items() if v and k not in stays}
     holds = ", ".join(f"{name} {value:.0f}" for name, value in sorted(gauges.items()))
     told = worker.get("error") or holds or "nothing"
     return worker["name"], worker["role"], worker["address"], told

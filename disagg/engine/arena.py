@@ -8,7 +8,8 @@ from torch import Tensor
 
 from disagg.page import ARENA_UNIT, RAW_TOKENS, align
 from disagg.plan import RecordShape
-from disagg.pool import DEFAULT_SLAB_BYTES, Arena, HostArena, Pool
+from disagg.pool import DEFAULT_SLAB_BYTES, Arena, HostArena
+from disagg.transfer.keeping import KeepingPool, Kept
 
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
@@ -34,7 +35,7 @@ class DeviceArena:
         self._tensor[start : start + nbytes] = 0
 
 
-class SharedPool(Pool):
+class SharedPool(KeepingPool):
     """A pool that an engine and an io thread share: every call is atomic, bytes are not locked."""
 
     def __init__(self, arena: Arena, slab_bytes: int):
@@ -52,6 +53,22 @@ class SharedPool(Pool):
     def release(self, pages: Sequence[int]) -> None:
         with self._lock:
             super().release(pages)
+
+    def keep(self, key: bytes, pages: Sequence[int], note: object) -> None:
+        with self._lock:
+            super().keep(key, pages, note)
+
+    def take(self, keys: Sequence[bytes]) -> list[Kept]:
+        with self._lock:
+            return super().take(keys)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            super().used(keys)
+
+    def drop(self, key: bytes) -> None:
+        with self._lock:
+            super().drop(key)
 
     def free_pages(self, shape: RecordShape) -> int:
         with self._lock:

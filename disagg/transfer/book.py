@@ -1,17 +1,20 @@
 """Which hand-offs exist and who owns their records. The memory behind the ledger's rules.
 
-Every record is owned by exactly one of: a live hand-off, an ended one with an open write, the
-engine. A hand-off is remembered after its end, so that late messages are refused by name.
+Every record is owned by a live hand-off, an ended one with an open write, or the engine: by one of
+them, or shared as `sharing.py` says. A hand-off is remembered after its end, so that late messages
+are refused by name.
 """
 
 from collections import deque
 from collections.abc import Callable
 
-from disagg.errors import DisaggError, ReservationError
-from disagg.plan import Allocator, GroupState, allocate_group
+from disagg.errors import ReservationError
+from disagg.plan import Allocator, GroupState
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import Checklist
 from disagg.transfer.messages import Request, State
+from disagg.transfer.shares import Manifest
+from disagg.transfer.sharing import Library
 from disagg.transfer.terms import Terms
 from disagg.wire import Ticket
 
@@ -25,7 +28,7 @@ class Book:
         self.terms = terms
         self.live: dict[str, Handoff] = {}  # by rid: waiting for pages
         self.running: dict[str, Handoff] = {}  # by rid: the engine has it
-        self._allocator = allocator
+        self.library = Library(allocator)
         self._nonces = nonces
         self._by_nonce: dict[int, Handoff] = {}
         self._ended: deque[Handoff] = deque()  # oldest first
@@ -55,17 +58,12 @@ class Book:
             )
 
     def hold(self, request: Request, now: float) -> Handoff:
-        """A new hand-off with records of its own; CapacityError and nothing taken if no room."""
+        """A new hand-off with its records; CapacityError and nothing taken if no room."""
         plan = self.terms.plan_for(request)
-        groups: list[GroupState] = []
-        try:
-            for group in plan.groups:
-                groups.append(allocate_group(group, request.tokens, self._allocator))
-        except DisaggError:
-            self._release(groups)
-            raise
+        groups, shares = self.library.hold(plan, request)
         checklist = Checklist(plan, request.tokens)
-        return self._enter(Handoff(request, self._nonces(), checklist, groups), now)
+        handoff = Handoff(request, self._nonces(), checklist, groups, shares, shares.offered)
+        return self._enter(handoff, now)
 
     def adopt(self, old: Handoff, request: Request, now: float) -> Handoff:
         """A new hand-off that takes over records and verified items of a lower attempt."""
@@ -74,13 +72,17 @@ class Book:
         assert not old.writes
         old.groups = None
         self.end(old, State.SUPERSEDED, f"attempt {request.attempt} took over", now)
-        handoff = Handoff(request, self._nonces(), old.checklist, groups, offered)
+        handoff = Handoff(request, self._nonces(), old.checklist, groups, old.shares, offered)
         return self._enter(handoff, now)
 
     def admit(self, handoff: Handoff, now: float) -> tuple[GroupState, ...]:
-        """Give the records of a complete hand-off away, to the engine."""
+        """Give the records of a complete hand-off away, to the engine; keep what can be shared."""
+        assert handoff.groups is not None
+        assert handoff.commit is not None
+        manifest = Manifest(handoff.checklist, handoff.commit.digests)
+        self.library.keep(handoff.shares, manifest, handoff.groups)
+        handoff.pages = handoff.unit_pages()
         groups, handoff.groups = handoff.groups, None
-        assert groups is not None
         self.end(handoff, State.ADMITTED, "", now)
         self.running[handoff.request.rid] = handoff
         return groups
@@ -89,7 +91,7 @@ class Book:
         """The engine has freed what it was given."""
         handoff = self.running.get(rid)
         if handoff and handoff.request.attempt == attempt:
-            handoff.state = State.FINISHED
+            handoff.state, handoff.pages = State.FINISHED, frozenset()
             del self.running[rid]
 
     def renew(self, handoff: Handoff, now: float) -> None:
@@ -123,7 +125,7 @@ class Book:
         """Release the records of a hand-off that is over and has no open write."""
         if handoff.groups is not None and not handoff.state.live and not handoff.writes:
             groups, handoff.groups = handoff.groups, None
-            self._release(list(groups))
+            self.library.release(groups)
 
     def bury(self, rid: str, attempt: int, now: float) -> None:
         """No attempt up to this one may reserve any more."""
@@ -155,7 +157,3 @@ class Book:
         self.live[handoff.request.rid] = handoff
         self.renew(handoff, now)
         return handoff
-
-    def _release(self, groups: list[GroupState]) -> None:
-        for state in groups:
-            self._allocator.release(list(state.ids()))

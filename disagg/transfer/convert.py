@@ -93,14 +93,18 @@ def grant_to(grant: Grant) -> pb.ReserveResponse:
     """As protobuf."""
     offered = items_to(grant.offered, grant.offered.__getitem__)
     return pb.ReserveResponse(
-        nonce=grant.nonce, epoch=grant.epoch, lease_s=grant.lease_s, offered=offered
+        nonce=grant.nonce,
+        epoch=grant.epoch,
+        lease_s=grant.lease_s,
+        offered=offered,
+        cached=grant.cached,
     )
 
 
 def grant_from(message: pb.ReserveResponse) -> Grant:
     """From protobuf."""
     offered = digests_from(message.offered)
-    return Grant(message.nonce, message.epoch, message.lease_s, offered)
+    return Grant(message.nonce, message.epoch, message.lease_s, offered, tuple(message.cached))
 
 
 def attached_to(attached: Attached) -> pb.AttachResponse:

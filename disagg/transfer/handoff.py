@@ -16,9 +16,11 @@ Records are freed when the state is terminal and no write is open. Knows no cloc
 from collections.abc import Mapping, Sequence
 
 from disagg.errors import CorruptFrameError, LayoutError, ReservationError
+from disagg.page import Kind
 from disagg.plan import GroupState
-from disagg.transfer.items import Checklist, Records
+from disagg.transfer.items import Checklist, Records, ids_by_kind
 from disagg.transfer.messages import Ack, Placement, Request, State, Write
+from disagg.transfer.shares import Place, Shares
 from disagg.wire import Commit, Item, PageFrame, Ticket
 
 
@@ -31,13 +33,15 @@ class Handoff:
         nonce: int,
         checklist: Checklist,
         groups: Sequence[GroupState],
-        offered: Mapping[Item, int] | None = None,
+        shares: Shares,
+        offered: Mapping[Item, int],
     ):
         self.request = request
         self.nonce = nonce
         self.checklist = checklist
         self.groups: tuple[GroupState, ...] | None = tuple(groups)  # None: given away or freed
-        self.offered = dict(offered or {})
+        self.shares = shares
+        self.offered = dict(offered)
         self.marks: dict[Item, int] = {}
         self.state = State.HELD
         self.reason = ""
@@ -49,6 +53,7 @@ class Handoff:
         self.ack: Ack | None = None
         self.wire_bytes = 0
         self.verify_ms = 0.0
+        self.pages: frozenset[int] = frozenset()  # of its units, while the engine has them
         self._records = Records(checklist.plan, groups)
         self._writing: dict[Item, int] = {}
 
@@ -105,6 +110,38 @@ class Handoff:
     def have(self) -> dict[Item, int]:
         """Items that are here, with their digests."""
         return self.offered | self.marks
+
+    def replace(self, place: Place, page: int) -> None:
+        """Another page for a record that others have too."""
+        kind, index, record = place
+        assert self.groups is not None
+        self._records.replace(kind, index, record, page)
+        runs = self.groups[index].runs
+        if kind is Kind.SEGMENT:
+            runs[record].segment = page
+            return
+        for run in runs:
+            if record < len(run.pages):
+                run.pages[record] = page
+                return
+            record -= len(run.pages)
+
+    def unit_pages(self) -> frozenset[int]:
+        """The pages of all units: what may be shared now or later."""
+        assert self.groups is not None
+        ids = [ids_by_kind(state) for state in self.groups]
+        units = [unit for units in self.shares.units for unit in units]
+        return frozenset(page for unit in units for page in unit.ids(ids[unit.group]))
+
+    def withdraw(self, pages: frozenset[int]) -> None:
+        """These pages are not what they were: nothing of their units is offered any more."""
+        assert self.groups is not None
+        ids = [ids_by_kind(state) for state in self.groups]
+        for kind, index, record in self.shares.places:
+            if ids[index][kind][record] in pages:
+                unit = self.shares.units[index][self.shares.forget((kind, index, record))]
+                for item in unit.items(self.checklist.plan.groups[index]):
+                    self.offered.pop(item, None)
 
     def missing(self, commit: Commit) -> tuple[Item, ...]:
         """The items of a commit that are not here.

@@ -107,7 +107,7 @@ class Records:
     def __init__(self, plan: Plan, states: Sequence[GroupState]):
         self._places: dict[tuple[int, Kind], tuple[list[int], dict[int, int]]] = {}
         for index, (group, state) in enumerate(zip(plan.groups, states, strict=True)):
-            for kind, ids in _ids_by_kind(state).items():
+            for kind, ids in ids_by_kind(state).items():
                 if ids:
                     layout = group.layout(kind)
                     offsets = {layer: group.layer_offset(layout, layer) for layer in group.layers}
@@ -117,6 +117,10 @@ class Records:
         """Byte offset of an item in the arena."""
         ids, offsets = self._places[item.group, item.kind]
         return ids[item.record] * ARENA_UNIT + offsets[item.layer]
+
+    def replace(self, kind: Kind, group: int, record: int, page: int) -> None:
+        """From now on a record is another page."""
+        self._places[group, kind][0][record] = page
 
 
 class ArenaSource:
@@ -131,7 +135,8 @@ class ArenaSource:
         return self._arena.read(self._records.start(item), self._checklist.nbytes(item))
 
 
-def _ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
+def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
+    """The page ids of the records of a prompt, in their order."""
     segments = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
     return {
         Kind.PAGE: state.page_ids(),

@@ -95,7 +95,9 @@ class Ledger:
 
     def begin_write(self, frame: PageFrame, now: float) -> Write:
         """Check a frame and open a write; every one is closed by `end_write`."""
-        return self._attached(frame.ticket, now).begin_write(frame)
+        handoff = self._attached(frame.ticket, now)
+        self._book.library.own(handoff, frame)
+        return handoff.begin_write(frame)
 
     def end_write(self, write: Write, written: bool) -> None:
         """Close a write; frees the records of a hand-off that ended while it was open."""
@@ -220,7 +222,8 @@ class Ledger:
         return handoff
 
     def _grant(self, handoff: Handoff) -> Grant:
-        return Grant(handoff.nonce, self.epoch, self.terms.lease_s, handoff.offered)
+        cached = tuple(handoff.shares.cached)
+        return Grant(handoff.nonce, self.epoch, self.terms.lease_s, handoff.offered, cached)
 
     def _settled(self, waiters: Iterable[Waiter]) -> None:
         self._actions.extend(map(Settled, waiters))

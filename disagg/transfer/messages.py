@@ -60,7 +60,12 @@ class Request:
 
     def same_work(self, other: "Request") -> bool:
         """Whether the bytes of another request would fit the same records."""
-        return (self.tokens, self.model, self.plan) == (other.tokens, other.model, other.plan)
+        return (self.tokens, self.model, self.plan, self.keys) == (
+            other.tokens,
+            other.model,
+            other.plan,
+            other.keys,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,15 @@ class Grant:
 
     lease_s: it ends this long after the last sign of life
     offered: items that are here already; the sender skips those whose digest it has too
+    cached:  for each layer group, how many leading units were found by their keys; the sender
+             takes what is offered of them for its own, unless they are final with the prompt only
     """
 
     nonce: int
     epoch: int
     lease_s: float
     offered: Mapping[Item, int] = field(default_factory=dict)
+    cached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 
 Items leave in the order in which they were offered. Their bytes stay where they are, in the
 arena of the prefill worker, until the hand-off ends; a frame is views of them. What is in flight
-never exceeds two frames, nor what the receiver granted.
+never exceeds two frames, nor what the receiver granted. What the receiver has is skipped: with the
+same digest, or found by its content key; then the commit names the receiver's digest.
 """
 
 from collections import deque
@@ -41,7 +42,6 @@ class Outbox:
         self.frame_bytes = frame_bytes
         self.credit = 0
         self.bytes_in_flight = 0
-        self.skipped_bytes = 0
         self._read = read
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queue: deque[Item] = deque()
@@ -49,6 +49,8 @@ class Outbox:
         self._flight: deque[Parcel] = deque()
         self._digests: dict[Item, int] = {}
         self._there: dict[Item, int] = {}  # what the receiver said it has
+        self._cached: frozenset[Item] = frozenset()  # of it, what it found by content keys
+        self._skipped: dict[Item, int] = {}  # never sent, because it is there
 
     # -- what the engine says
 
@@ -67,13 +69,26 @@ class Outbox:
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        return tuple(self._digests[item] for item in self.checklist.items)
+        digests = self._digests | self._skipped
+        return tuple(digests[item] for item in self.checklist.items)
+
+    @property
+    def skipped_bytes(self) -> int:
+        """Bytes that need not be sent, because the receiver has them."""
+        return sum(map(self.checklist.nbytes, self._skipped))
 
     # -- what the receiver says
 
+    def reserved(self, items: Mapping[Item, int], cached: Iterable[Item] = ()) -> None:
+        """Start over, with a new reservation; the receiver has these items, some of them cached."""
+        self._cached = frozenset(cached)
+        self._skipped = {}
+        self.there(items)
+
     def there(self, items: Mapping[Item, int]) -> None:
-        """Start over, on a new reservation or stream, with a receiver that has these items."""
+        """Start over, on a new stream of the reservation, with a receiver that has these items."""
         self._there = dict(items)
+        self._skipped = {x: seen for x, seen in self._skipped.items() if items.get(x) == seen}
         self._flight.clear()
         self._ready = None
         self.credit = self.bytes_in_flight = 0
@@ -94,6 +109,7 @@ class Outbox:
             if item not in self._given:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
             self._there.pop(item, None)
+            self._skipped.pop(item, None)
             self._queue.append(item)
 
     # -- what goes out
@@ -124,11 +140,15 @@ class Outbox:
         payload: list[memoryview] = []
         while self._queue and self._queue[0][:2] == (kind, group) and len(items) < most:
             item = self._queue.popleft()
+            seen = self._there.get(item)
+            if seen is not None and item in self._cached:
+                self._skipped[item] = seen
+                continue
             data = self._read(item)
             if (expected := self._digests.get(item)) is None:
                 expected = self._digests[item] = digest(data)
-            if self._there.get(item) == expected:
-                self.skipped_bytes += nbytes
+            if seen == expected:
+                self._skipped[item] = seen
                 continue
             items.append(item)
             digests.append(expected)
@@ -149,5 +169,5 @@ class Outbox:
         return Parcel(message, nbytes * len(items), self._given[items[0]])
 
     def _is_there(self, item: Item) -> bool:
-        expected = self._digests.get(item)
+        expected = self._skipped.get(item, self._digests.get(item))
         return expected is not None and self._there.get(item) == expected

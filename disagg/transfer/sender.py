@@ -8,9 +8,10 @@ The engine's side is `offer` and `finish`, which never wait. The io loop's side 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from disagg.errors import DeadlineError, DisaggError, PeerLostError, ReservationError
+from disagg.page import FinalAt
 from disagg.plan import Plan
 from disagg.transfer.channel import Link
 from disagg.transfer.client import Client
@@ -19,6 +20,7 @@ from disagg.transfer.messages import Ack, Attached, Grant, Nack, Request, State
 from disagg.transfer.outbox import Outbox
 from disagg.transfer.sending import Options, Receipt, Sending
 from disagg.transfer.stream import Stream
+from disagg.transfer.units import units_of
 from disagg.wire import CommitFrame, Item, PlainValue, Ticket
 
 RETRY_S = 0.1
@@ -75,7 +77,7 @@ class Sender:
         timeout_s = self.request.wait_s + self._sending.options.call_s
         self.grant = await self._client.reserve(self.request, timeout_s)
         self._gen = 0
-        self._sending.outbox.there(self.grant.offered)
+        self._sending.outbox.reserved(self.grant.offered, self._cached_items(self.grant))
         return self.grant
 
     async def run(self) -> Receipt:
@@ -159,6 +161,15 @@ class Sender:
         if isinstance(answer, Nack):
             raise ReservationError(f"{self.request.rid} is admitted but lacks {answer.missing}")
         return answer
+
+    def _cached_items(self, grant: Grant) -> Iterator[Item]:
+        """Items as good as ours: those of units with our keys, unless they hang on the prompt."""
+        plan = self._sending.outbox.checklist.plan
+        for index, count in enumerate(grant.cached[: len(plan.groups)]):
+            group = plan.groups[index]
+            if count and self.request.keys and group.final_at is not FinalAt.PROMPT:
+                for unit in units_of(plan, self.request.tokens)[index][:count]:
+                    yield from unit.items(group)
 
     def _ticket(self, grant: Grant) -> Ticket:
         return Ticket(grant.nonce, grant.epoch, self._gen)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from disagg.errors import LayoutError, PromptTooLongError, RequestError
 from disagg.plan import Plan
 from disagg.transfer.messages import Request
+from disagg.transfer.units import units_of
 
 MAX_RID_CHARS = 256
 MAX_SPEC_CHARS = 4096
@@ -56,6 +57,8 @@ class Terms:
             raise PromptTooLongError(
                 f"a prompt of {request.tokens} tokens for a pool of {self.capacity_bytes} bytes"
             )
+        if request.keys and len(request.keys) != sum(map(len, units_of(plan, request.tokens))):
+            raise RequestError(f"{len(request.keys)} keys do not fit {request.tokens} tokens")
 
 
 def check_rid(rid: str) -> None:

@@ -56,7 +56,8 @@ class Offering:
 def handoff_stats(done: Prefilled, plan: Plan, receipt: Receipt) -> dict[str, int | float | str]:
     """The figures of a hand-off that a client may ask for: bytes of the prompt's KV, milliseconds.
 
-    wire_bytes: every message of the hand-off, both ways, control included
+    wire_bytes:   every message of the hand-off, both ways, control included
+    cached_bytes: not sent, because the decode worker had them of another prompt
     """
     usage = done.usage
     return {
@@ -65,9 +66,12 @@ def handoff_stats(done: Prefilled, plan: Plan, receipt: Receipt) -> dict[str, in
         "fp16_bytes": usage.fp16_bytes,
         "fp8_bytes": usage.fp8_bytes,
         "wire_bytes": receipt.wire_bytes,
+        "cached_bytes": receipt.skipped_bytes,
         "resident_bytes": usage.resident_bytes,
         "encode_ms": usage.encode_ms,
+        "queue_ms": receipt.queue_ms,
         "wire_ms": receipt.wire_ms,
+        "verify_ms": receipt.verify_ms,
         "exposed_ms": receipt.exposed_ms,
         "admit_ms": receipt.admit_ms,
     }

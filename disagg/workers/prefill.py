@@ -10,6 +10,7 @@ held until the hand-off is acknowledged or given up.
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Protocol
 
 from disagg.config import TransferConfig
@@ -24,6 +25,7 @@ from disagg.transfer.messages import Request
 from disagg.transfer.pace import Pace
 from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Options, Receipt
+from disagg.transfer.units import content_keys
 from disagg.transfer.work import Submit, TokenEvent
 from disagg.wire import PlainValue
 from disagg.workers.offering import Offering, handoff_stats
@@ -189,6 +191,9 @@ class PrefillSide:
             spec=work.codec,
             wait_s=min(ROOM_WAIT_S, work.deadline_s),
         )
+        if self._config.dedup:
+            keys = content_keys(self._model, plan, work.prompt)
+            request = replace(request, keys=keys)
         frame_bytes = self._config.frame_bytes
         if self._pace is not None:
             frame_bytes = min(frame_bytes, self._pace.burst_bytes)

@@ -119,7 +119,7 @@ class Worker:
         self._events.clear()
 
     async def status(self) -> WorkerStatus:
-        """Who this is and what it holds; every gauge but bytes of the arena is 0 when idle."""
+        """Who this is and what it holds; only the arena and cached pages are left when idle."""
         pool, load = self.engine.pool, self._load
         gauges: dict[str, float] = {
             "engine_running": load.running,
@@ -127,9 +127,7 @@ class Worker:
             "engine_held": load.held,
             "handoffs_out": self.prefill.running,
             "unacknowledged": self._events.kept,
-            "referenced_pages": pool.referenced_pages,
-            "used_bytes": pool.used_bytes,
-            "arena_bytes": pool.arena.nbytes,
+            **pool.gauges(),
         }
         gauges |= {f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()}
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint

@@ -148,4 +148,5 @@ def workers(state: State) -> list[dict[str, Any]]:
 
 def idle(state: State) -> bool:
     gauges = [worker["gauges"] for worker in workers(state)]
-    return not any(v for each in gauges for name, v in each.items() if name != "arena_bytes")
+    stays = {"arena_bytes", "cached_pages", "cached_bytes"}
+    return not any(v for each in gauges for name, v in each.items() if name not in stays)

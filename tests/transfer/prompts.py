@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import GroupState, LayerGroup, Plan, allocate_group
-from disagg.pool import HostArena, Pool
+from disagg.pool import HostArena
 from disagg.transfer.items import ArenaSource, Checklist
+from disagg.transfer.keeping import KeepingPool
 from disagg.transfer.messages import Request
 from disagg.transfer.terms import Terms
+from disagg.transfer.units import content_keys, units_of
 from disagg.wire import Commit, Item, PageFrame, Ticket, digest
 
 MODEL = "a-model"
@@ -42,11 +44,11 @@ PLAN = Plan(
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
 
 
-def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
-    return Pool(HostArena(bytearray(nbytes)), slab_bytes)
+def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> KeepingPool:
+    return KeepingPool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(pool: Pool, plan: Plan = PLAN, **changes: object) -> Terms:
+def make_terms(pool: KeepingPool, plan: Plan = PLAN, **changes: object) -> Terms:
     capacity = pool.num_slabs * pool.slab_bytes
     return replace(Terms(MODEL, plan, EPOCH, capacity), **changes)
 
@@ -57,14 +59,15 @@ class Prompt:
 
     plan: Plan
     tokens: int
-    pool: Pool
+    pool: KeepingPool
     states: list[GroupState]
     checklist: Checklist
     read: ArenaSource
+    keys: tuple[bytes, ...] = ()
 
     def request(self, rid: str = "r", attempt: int = 0, **changes: object) -> Request:
         made = Request(rid, attempt, EPOCH, self.tokens, MODEL, self.plan.fingerprint)
-        return replace(made, **changes)
+        return replace(made, **({"keys": self.keys} | changes))
 
     def frame(self, ticket: Ticket, items: list[Item]) -> PageFrame:
         """A frame of items that share kind and group."""
@@ -107,3 +110,20 @@ def make_prompt(tokens: int, seed: int = 0, plan: Plan = PLAN) -> Prompt:
         view = read(item)
         view[:] = source.randbytes(view.nbytes)
     return Prompt(plan, tokens, pool, states, checklist, read)
+
+
+def make_related(
+    tokens: int, seed: int, shared: int, plan: Plan = PLAN, noise: int | None = None
+) -> Prompt:
+    """A prompt with content keys, whose first `shared` tokens are those of all such prompts.
+
+    noise: another computation of the same prompt, whose bytes are a little different
+    """
+    prompt = make_prompt(tokens, seed if noise is None else noise, plan)
+    prompt.keys = content_keys(MODEL, plan, [1] * shared + [seed + 2] * (tokens - shared))
+    for unit in [unit for units in units_of(plan, tokens) for unit in units]:
+        if unit.end <= shared and noise is None:
+            for item in unit.items(plan.groups[unit.group]):
+                view = prompt.read(item)
+                view[:] = random.Random(str(item)).randbytes(view.nbytes)
+    return prompt

@@ -1,7 +1,7 @@
 """Interleavings of everything that can happen to a hand-off, found by hypothesis.
 
-Three requests, several attempts each, a pool too small for all of them; frames are lost,
-duplicated, reordered and corrupted, streams break, leases end, routers abort and fence.
+Three requests that share a page, several attempts each, a pool too small for all of them; frames
+are lost, duplicated, reordered and corrupted, streams break, leases end, routers abort and fence.
 """
 
 from itertools import count
@@ -21,10 +21,15 @@ from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, State, Waiter, Write
 from disagg.wire import CommitFrame, PageFrame, Ticket
-from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
+from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_related, make_terms
 
 RIDS = ("a", "b", "c")
-PROMPTS = {rid: [make_prompt(n, seed) for n in (130, 70)] for seed, rid in enumerate(RIDS)}
+PROMPTS = {
+    rid: [
+        make_related(n, seed, 64, noise=noise) for n, noise in ((130, None), (130, 9), (70, None))
+    ]
+    for seed, rid in enumerate(RIDS)
+}
 LEASE_S = 10.0
 MEMORY_S = 1e6
 
@@ -55,7 +60,7 @@ class Machine(RuleBasedStateMachine):
         rid=st.sampled_from(RIDS),
         later=st.sampled_from([0, 0, 1, 1, -1]),
         wait_s=st.sampled_from([0.0, 5.0]),
-        which=st.integers(0, 1),
+        which=st.integers(0, 2),
     )
     def reserve(self, rid: str, later: int, wait_s: float, which: int) -> None:
         attempt = self.attempts[rid] = max(0, self.attempts[rid] + later)
@@ -107,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
         try:
             write = self.ledger.begin_write(frame, self.now)
-        except (ReservationError, CorruptFrameError):
+        except (ReservationError, CorruptFrameError, CapacityError):
             return
         try:
             frame.verify()
@@ -139,7 +144,7 @@ class Machine(RuleBasedStateMachine):
             frame = frames[place]
             try:
                 self.open_writes.append(self.ledger.begin_write(frame, self.now))
-            except (ReservationError, CorruptFrameError):
+            except (ReservationError, CorruptFrameError, CapacityError):
                 return
             self.end_write(len(self.open_writes) - 1)
         if then_commit:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from disagg.pool import Pool
 from disagg.transfer.channel import Link, Security, connect, start_server
+from disagg.transfer.keeping import KeepingPool
 from disagg.transfer.messages import Admission
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.sender import Sender
@@ -31,7 +31,7 @@ class Clock:
 class House:
     """A decode worker without an engine: what was admitted stays here."""
 
-    pool: Pool
+    pool: KeepingPool
     receiver: Receiver
     address: str
     link: Link

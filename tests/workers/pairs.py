@@ -17,7 +17,7 @@ from tests.workers.fakes import until
 
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 TOKEN = "a shared secret"
-IDLE = {"arena_bytes"}  # the only gauge that is not zero when nothing goes on
+IDLE = {"arena_bytes", "cached_pages", "cached_bytes"}  # not zero when nothing goes on
 
 
 @dataclass

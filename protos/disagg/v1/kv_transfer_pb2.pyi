@@ -78,16 +78,18 @@ class ReserveRequest(_message.Message):
     def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., wait_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ..., spec: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("nonce", "epoch", "lease_s", "offered")
+    __slots__ = ("nonce", "epoch", "lease_s", "offered", "cached")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     epoch: int
     lease_s: float
     offered: _containers.RepeatedCompositeFieldContainer[ItemSet]
-    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., offered: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ...) -> None: ...
+    cached: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., offered: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., cached: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("ticket",)

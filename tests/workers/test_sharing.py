@@ -1,0 +1,92 @@
+"""Two real prompts with a common beginning, through two workers."""
+
+import asyncio
+
+import pytest
+
+from disagg.config import Config, TransferConfig
+from disagg.engine.sequence import SamplingParams
+from disagg.llm import LLM
+from disagg.model.runner import Runner
+from disagg.transfer.items import Checklist
+from disagg.transfer.units import units_of
+from disagg.workers.members import Role
+from tests.workers.pairs import House, house
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+SHARED = 1000
+Prompt = tuple[int, ...]
+
+
+def pair(home: House, runners: list[Runner]) -> None:
+    home.add("p", Role.PREFILL, runners[0])
+    home.add("d", Role.DECODE, runners[1])
+
+
+def prompts(story: Prompt) -> tuple[Prompt, Prompt]:
+    beginning = (story * 6)[:SHARED]
+    assert len(beginning) == SHARED
+    return beginning + story[40:130], beginning + story[7:190]
+
+
+@pytest.mark.parametrize("codec", [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32"])
+def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
+    codec: str, runners: list[Runner], story: Prompt
+) -> None:
+    first, second = prompts(story)
+
+    async def scene() -> None:
+        async with house() as home:
+            pair(home, runners)
+            _, one = await home.complete(first, codec)
+            tokens, two = await home.complete(second, codec)
+            plan = home.workers["d"].engine.plan(codec)
+            checklist = Checklist(plan, len(second))
+            shared = sum(
+                checklist.nbytes(item)
+                for units in units_of(plan, len(second))
+                for unit in units
+                if unit.end <= SHARED
+                for item in unit.items(plan.groups[unit.group])
+            )
+            assert one.kv["cached_bytes"] == 0
+            assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
+            assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
+            await home.empty()
+            assert (await home.gauges())["d"]["cached_pages"] > 0
+            assert tokens == alone(second, codec)
+
+    asyncio.run(scene())
+
+
+def alone(prompt: Prompt, codec: str) -> list[int]:
+    """What one process says that shares nothing."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    return list(LLM(codec=codec).generate([prompt], params)[0].tokens)
+
+
+def test_a_prompt_that_comes_again_sends_its_tail_and_gets_the_same_answer(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            pair(home, runners)
+            answers = [await home.complete(story, KIVI) for _ in range(3)]
+            assert answers[0][0] == answers[1][0] == answers[2][0]
+            assert answers[1][1].kv["cached_bytes"] == answers[2][1].kv["cached_bytes"] > 0
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_sharing_can_be_turned_off(runners: list[Runner], story: Prompt) -> None:
+    async def scene() -> None:
+        config = Config(transfer=TransferConfig(dedup=False))
+        async with house(config) as home:
+            pair(home, runners)
+            for _ in range(2):
+                _, last = await home.complete(story, KIVI)
+                assert last.kv["cached_bytes"] == 0
+            assert (await home.gauges())["d"]["cached_pages"] == 0
+
+    asyncio.run(scene())
