@@ -24,15 +24,16 @@ def codecs(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment bytes", ">% of fp16"]
+    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16", "options"]
     cells = [
         [
-            row.spec,
+            row.name,
             f"{row.bits_per_element:.2f}",
             str(row.page_tokens),
             f"{row.page_bytes:,}",
             f"{row.segment_bytes:,}",
             f"{row.fp16_pct:.1f}",
+            row.spec.partition(":")[2].replace(",", " "),
         ]
         for row in rows
     ]

@@ -7,6 +7,8 @@ from typing import Any
 
 from disagg.cli.client import Answer
 
+MAX_WIDTH = 160  # columns; a table is as wide as its cells, and a spec is never cut
+
 COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
 TIMES = (
     "hand-off: encode {encode_ms:.1f} ms, wire {wire_ms:.1f} ms, of that exposed "
@@ -31,7 +33,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(highlight=False, width=MAX_WIDTH).print(table)
 
 
 def answer_object(answer: Answer) -> dict[str, Any]:
