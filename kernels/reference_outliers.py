@@ -14,11 +14,10 @@ def choose_outliers(x: Tensor, sparse: Sparse) -> Tensor:
     by_column = x.transpose(-1, -2)
     if not sparse.ends:
         mean = by_column.mean(-1, keepdim=True)
-        return (by_column - mean).abs().topk(sparse.slots, -1).indices
-    largest = by_column.topk(sparse.slots // 2, -1).indices
-    others = by_column.scatter(-1, largest, torch.inf)
-    smallest = others.topk(sparse.slots // 2, -1, largest=False).indices
-    return torch.cat([largest, smallest], -1)
+        return _largest((by_column - mean).abs(), sparse.slots)
+    largest = _largest(by_column, sparse.slots // 2)
+    others = (-by_column).scatter_(-1, largest, -torch.inf)
+    return torch.cat([largest, _largest(others, sparse.slots // 2)], -1)
 
 
 def with_means(x: Tensor, index: Tensor) -> Tensor:
@@ -26,3 +25,10 @@ def with_means(x: Tensor, index: Tensor) -> Tensor:
     by_column = x.transpose(-1, -2)
     mean = by_column.mean(-1, keepdim=True).expand(index.shape)
     return by_column.scatter(-1, index, mean).transpose(-1, -2)
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest along the last axis; a single one is found without sorting."""
+    if count == 1:
+        return x.max(-1, keepdim=True).indices
+    return x.topk(count, -1).indices

@@ -22,7 +22,7 @@ from disagg.codecs import codec_names, get_codec
 from disagg.codecs.describe import describe
 
 HEADS, HEAD_DIM, TOKENS = 8, 128, 2048
-RUNS = 7
+RUNS = 20
 MORE_SPECS = (
     "kivi:bits=2,group=64,residual=64",
     "kivi:bits=4,group=64,residual=64",
