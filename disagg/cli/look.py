@@ -24,7 +24,7 @@ def codecs(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16", "options"]
+    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16", "spec"]
     cells = [
         [
             row.name,
@@ -33,7 +33,7 @@ def codecs(
             f"{row.page_bytes:,}",
             f"{row.segment_bytes:,}",
             f"{row.fp16_pct:.1f}",
-            row.spec.partition(":")[2].replace(",", " "),
+            row.spec,
         ]
         for row in rows
     ]
