@@ -17,7 +17,7 @@ BIN := .venv/bin
 install: .venv/installed
 
 demo: .venv/installed
-	$(BIN)/disagg submit "It was a dark evening in November, and the old house by the river"
+	$(BIN)/disagg submit --temperature 0.8 --seed 1 @docs/story.txt
 
 test: lint
 	$(BIN)/python -m pytest

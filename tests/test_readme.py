@@ -1,0 +1,42 @@
+"""The README's blocks marked as runnable run, and print what they say they print.
+
+A block is runnable when the line above its fence is `<!-- run -->`. In a shell block, lines that
+begin with `$ ` are commands; in a Python block every line is code, and a comment `# -> text`
+states what `print` wrote.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(
+    r"^<!-- run -->\n```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+)
+
+
+def test_the_readme_has_runnable_blocks() -> None:
+    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+
+
+@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
+def test_python_blocks_run(code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    stated = re.findall(r"# -> (.*)$", code, re.M)
+    assert done.stdout.splitlines() == stated
+
+
+@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "sh"])
+def test_shell_blocks_run(code: str, tmp_path: Path) -> None:
+    for line in re.findall(r"^\$ (.*)$", code, re.M):
+        script = f'export PATH="{Path(sys.executable).parent}:$PATH"; {line}'
+        done = subprocess.run(
+            ["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
