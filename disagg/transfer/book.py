@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 
 from disagg.errors import ReservationError
-from disagg.plan import Allocator, GroupState
+from disagg.plan import Allocator
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import Checklist
-from disagg.transfer.messages import Request, State
+from disagg.transfer.messages import Admission, Request, State
 from disagg.transfer.shares import Manifest
-from disagg.transfer.sharing import Library
+from disagg.transfer.sharing import Damage, Library
 from disagg.transfer.terms import Terms
-from disagg.wire import Ticket
+from disagg.wire import Commit, Ticket
 
 MAX_TOMBSTONES = 1 << 16
 
@@ -47,6 +47,19 @@ class Book:
         """The hand-off of a nonce, live or remembered."""
         return self._by_nonce.get(nonce)
 
+    def of(self, rid: str | None = None) -> list[Handoff]:
+        """The live and the running hand-offs of one request, or of all."""
+        found = [*self.running.values(), *self.live.values()]
+        return [x for x in found if rid in (None, x.request.rid)]
+
+    def struck(self, damage: Damage) -> list[Handoff]:
+        """Running hand-offs with damaged pages; live ones are not offered them any more."""
+        for handoff in self.live.values():
+            handoff.withdraw(damage.pages)
+        found = [x for x in self.running.values() if not damage.pages.isdisjoint(x.pages)]
+        damage.requests.extend((x.request.rid, x.request.attempt) for x in found)
+        return found
+
     def check(self, request: Request) -> None:
         """ReservationError for an attempt that was admitted, aborted or superseded."""
         running = self.running.get(request.rid)
@@ -75,17 +88,16 @@ class Book:
         handoff = Handoff(request, self._nonces(), old.checklist, groups, old.shares, offered)
         return self._enter(handoff, now)
 
-    def admit(self, handoff: Handoff, now: float) -> tuple[GroupState, ...]:
+    def admit(self, handoff: Handoff, commit: Commit, now: float) -> Admission:
         """Give the records of a complete hand-off away, to the engine; keep what can be shared."""
         assert handoff.groups is not None
-        assert handoff.commit is not None
-        manifest = Manifest(handoff.checklist, handoff.commit.digests)
+        manifest, request = Manifest(handoff.checklist, commit.digests), handoff.request
         self.library.keep(handoff.shares, manifest, handoff.groups)
         handoff.pages = handoff.unit_pages()
         groups, handoff.groups = handoff.groups, None
         self.end(handoff, State.ADMITTED, "", now)
-        self.running[handoff.request.rid] = handoff
-        return groups
+        self.running[request.rid] = handoff
+        return Admission(request.rid, request.attempt, request.tokens, groups, commit)
 
     def finish(self, rid: str, attempt: int) -> None:
         """The engine has freed what it was given."""

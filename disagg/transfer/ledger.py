@@ -7,6 +7,7 @@ RequestError or CapacityError that name what was refused; late bytes of a dead r
 nowhere.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from disagg.errors import CapacityError, ReservationError
@@ -16,7 +17,6 @@ from disagg.transfer.handoff import Handoff
 from disagg.transfer.messages import (
     Ack,
     Action,
-    Admission,
     Admit,
     Attached,
     Drop,
@@ -29,6 +29,7 @@ from disagg.transfer.messages import (
     Write,
 )
 from disagg.transfer.queue import Queue
+from disagg.transfer.sharing import Damage
 from disagg.transfer.terms import Terms, check_rid
 from disagg.wire import CommitFrame, PageFrame, Ticket
 
@@ -40,6 +41,7 @@ class Ledger:
         self.terms = terms
         self.epoch = terms.epoch
         self.draining = False
+        self.counts: Counter[str] = Counter()  # of what went wrong: "expired", "damaged"
         self._book = Book(terms, allocator, nonces)
         self._queue = Queue(terms.max_waiting)
         self._actions: list[Action] = []
@@ -128,13 +130,7 @@ class Ledger:
         if missing := handoff.missing(frame.commit):
             return Nack(missing)
         handoff.commit, handoff.ack = frame.commit, Ack(handoff.verify_ms)
-        request, groups = handoff.request, self._book.admit(handoff, now)
-        self._actions.append(
-            Admit(
-                handoff.nonce,
-                Admission(request.rid, request.attempt, request.tokens, groups, frame.commit),
-            )
-        )
+        self._actions.append(Admit(handoff.nonce, self._book.admit(handoff, frame.commit, now)))
         return handoff.ack
 
     def abort(self, rid: str, attempt: int, reason: str, now: float) -> None:
@@ -143,9 +139,8 @@ class Ledger:
         self._book.bury(rid, attempt, now)
         gone = ReservationError(f"attempt {attempt} of {rid} was aborted: {reason}")
         self._settled(self._queue.refuse(gone, rid, attempt))
-        for table in (self._book.live, self._book.running):
-            handoff = table.get(rid)
-            if handoff and handoff.request.attempt <= attempt:
+        for handoff in self._book.of(rid):
+            if handoff.request.attempt <= attempt:
                 self._stop(handoff, State.ABORTED, reason, now)
         self.make_room(now)
 
@@ -176,7 +171,7 @@ class Ledger:
         self.epoch = epoch
         gone = ReservationError(f"fenced: this worker is in epoch {epoch} now")
         self._settled(self._queue.refuse(gone))
-        for handoff in [*self._book.live.values(), *self._book.running.values()]:
+        for handoff in self._book.of():
             self._stop(handoff, State.ABORTED, str(gone), now)
 
     def handoff(self, nonce: int) -> Handoff | None:
@@ -186,12 +181,22 @@ class Ledger:
     def expire(self, now: float) -> None:
         """End what is over by now: leases, waits, memories. Every event begins with it."""
         over = self._book.overdue(now)
+        self.counts["expired"] += len(over)
         for handoff in over:
             self._stop(handoff, State.EXPIRED, f"no sign of life for {self.terms.lease_s} s", now)
         self._settled(self._queue.late(now))
         if over:
             self.make_room(now)
         self._book.forget(now)
+
+    def scrub(self, max_bytes: int, now: float) -> list[Damage]:
+        """Verify the next of what is kept; whom damaged pages were offered or given loses them."""
+        damages = self._book.library.scrub(max_bytes)
+        for damage in damages:
+            self.counts["damaged"] += 1
+            for handoff in self._book.struck(damage):
+                self._stop(handoff, State.ABORTED, str(damage.error), now)
+        return damages
 
     def next_event(self) -> float | None:
         """When `expire` next has something to do, if nothing else happens."""
@@ -207,9 +212,7 @@ class Ledger:
         return self._book.gauges() | {"waiting": len(self._queue)}
 
     def _check(self, request: Request) -> None:
-        self.terms.check(request)
-        if request.epoch != self.epoch:
-            raise ReservationError(f"epoch {request.epoch} is not {self.epoch}, the one of now")
+        self.terms.check(request, self.epoch)
         if self.draining:
             raise CapacityError("this worker is stopping and takes no new work")
         self._book.check(request)
@@ -222,8 +225,8 @@ class Ledger:
         return handoff
 
     def _grant(self, handoff: Handoff) -> Grant:
-        cached = tuple(handoff.shares.cached)
-        return Grant(handoff.nonce, self.epoch, self.terms.lease_s, handoff.offered, cached)
+        lease_s, cached = self.terms.lease_s, tuple(handoff.shares.cached)
+        return Grant(handoff.nonce, self.epoch, lease_s, handoff.offered, cached)
 
     def _settled(self, waiters: Iterable[Waiter]) -> None:
         self._actions.extend(map(Settled, waiters))
@@ -234,12 +237,9 @@ class Ledger:
         reason = f"attempt {request.attempt} took over"
         self._book.bury(rid, lower, now)
         self._settled(self._queue.refuse(ReservationError(reason), rid, lower))
-        if running := self._book.running.get(rid):
-            self._stop(running, State.SUPERSEDED, reason, now)
-        old = self._book.live.get(rid)
-        if old and old.request.same_work(request) and not old.writes:
-            return self._grant(self._book.adopt(old, request, now))
-        if old:
+        for old in self._book.of(rid):
+            if old.state.live and old.request.same_work(request) and not old.writes:
+                return self._grant(self._book.adopt(old, request, now))
             self._stop(old, State.SUPERSEDED, reason, now)
         return None
 

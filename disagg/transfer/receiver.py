@@ -5,12 +5,12 @@ check and what follows from it. Every refusal reaches the sender with its name.
 """
 
 import asyncio
-import contextlib
+import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -24,12 +24,14 @@ from disagg.transfer.intake import Intake
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
 from disagg.transfer.service import parse, rpc_handlers
+from disagg.transfer.sharing import Damage
 from disagg.transfer.terms import Terms
+from disagg.transfer.upkeep import Upkeep
 from disagg.wire import CommitFrame, unpack
 
 SERVICE = "disagg.v1.KvTransferService"
-ROOM_CHECK_S = 0.25  # while somebody waits for room
 LEAST_MS = 1e-6
+log = logging.getLogger(__name__)
 
 
 class Receiver:
@@ -39,6 +41,8 @@ class Receiver:
               prompt, whose records it has freed by then.
     on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must
               drop and free
+    on_damage: called with (rid, attempt, error) of a prompt that was dropped because its pages are
+              not what they were
     """
 
     def __init__(
@@ -48,21 +52,27 @@ class Receiver:
         arena: Arena,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
+        on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.ledger = Ledger(terms, allocator, lambda: secrets.randbits(64))
         self._arena = arena
         self._on_admit = on_admit
         self._on_drop = on_drop
+        self._on_damage = on_damage
         self._clock = clock
         self._settled: dict[int, asyncio.Event] = {}
-        self._changed = asyncio.Event()
-        self._ticker: asyncio.Task | None = None
+        self._upkeep = Upkeep(self.ledger, clock, self.tick, self.scrub)
+        self.failures: Counter[str] = Counter()  # refusals by reason
 
     # -- for the worker
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What `channel.start_server` serves."""
+
+        def note(error: DisaggError) -> None:
+            self.failures[error.reason] += 1
+
         calls = {
             "Reserve": self.reserve,
             "Attach": self.attach,
@@ -70,7 +80,7 @@ class Receiver:
             "Abort": self.abort_call,
             "Release": self.release,
         }
-        return rpc_handlers(SERVICE, calls, both_stream={"Push": self.push})
+        return rpc_handlers(SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Give up an attempt and all before it, known or not."""
@@ -105,20 +115,22 @@ class Receiver:
         self.ledger.expire(self._clock())
         self.make_room()
 
+    def scrub(self, max_bytes: int) -> list[Damage]:
+        """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told."""
+        damages = self.ledger.scrub(max_bytes, self._clock())
+        self._act()
+        for damage in damages:
+            log.error("%s; %d requests had it", damage.error, len(damage.requests))
+            for rid, attempt in damage.requests:
+                self._on_damage(rid, attempt, damage.error)
+        return damages
+
     async def __aenter__(self) -> Self:
-        self._ticker = asyncio.create_task(self._tick())
+        self._upkeep.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._ticker is not None
-        self._ticker.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._ticker
+    async def __aexit__(self, *error: object) -> None:
+        await self._upkeep.stop()
 
     # -- the service: bytes of messages in and out
 
@@ -206,7 +218,7 @@ class Receiver:
     def _act(self, sooner: bool = True) -> None:
         """Do what the ledger decided, wake the ticker if `sooner`; raises the engine's refusal."""
         if sooner:
-            self._changed.set()
+            self._upkeep.wake()
         refusal: DisaggError | None = None
         for action in self.ledger.take_actions():
             if isinstance(action, Settled):
@@ -235,16 +247,3 @@ class Receiver:
     def _count(self, nonce: int, *messages: bytes) -> None:
         if handoff := self.ledger.handoff(nonce):
             handoff.wire_bytes += sum(map(len, messages))
-
-    async def _tick(self) -> None:
-        while True:
-            due = self.ledger.next_event()
-            wait_s = None if due is None else max(0.0, due - self._clock())
-            if self.gauges()["waiting"]:
-                wait_s = min(wait_s or 0.0, ROOM_CHECK_S)
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._changed.wait()
-            self.tick()
-            self._changed.clear()

@@ -24,15 +24,19 @@ def rpc_handlers(
     unary: Mapping[str, Unary],
     server_stream: Mapping[str, ServerStream] | None = None,
     both_stream: Mapping[str, BothStream] | None = None,
+    on_refusal: Callable[[DisaggError], None] = lambda error: None,
 ) -> grpc.GenericRpcHandler:
-    """The handler of a service by method name, for `channel.start_server`."""
-    handlers = {
-        name: grpc.unary_unary_rpc_method_handler(_guard_call(run)) for name, run in unary.items()
-    }
+    """The handler of a service by method name, for `channel.start_server`.
+
+    on_refusal: hears of every error that a peer is told
+    """
+    handlers = {}
+    for name, run in unary.items():
+        handlers[name] = grpc.unary_unary_rpc_method_handler(_guard_call(run, on_refusal))
     for name, stream in (server_stream or {}).items():
-        handlers[name] = grpc.unary_stream_rpc_method_handler(_guard_stream(stream))
+        handlers[name] = grpc.unary_stream_rpc_method_handler(_guard_stream(stream, on_refusal))
     for name, both in (both_stream or {}).items():
-        handlers[name] = grpc.stream_stream_rpc_method_handler(_guard_stream(both))
+        handlers[name] = grpc.stream_stream_rpc_method_handler(_guard_stream(both, on_refusal))
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -44,22 +48,24 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
 
 
-def _guard_call(run: Unary) -> Callable:
+def _guard_call(run: Unary, on_refusal: Callable[[DisaggError], None]) -> Callable:
     async def call(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             return await run(request)
         except DisaggError as error:
+            on_refusal(error)
             await refuse(context, error)
 
     return call
 
 
-def _guard_stream(run: Callable) -> Callable:
+def _guard_stream(run: Callable, on_refusal: Callable[[DisaggError], None]) -> Callable:
     async def stream(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
             async for reply in run(request):
                 yield reply
         except DisaggError as error:
+            on_refusal(error)
             await refuse(context, error)
 
     return stream

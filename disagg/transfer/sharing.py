@@ -10,7 +10,7 @@ hand-off has all its records to itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.errors import CorruptFrameError, DisaggError
 from disagg.plan import Allocator, GroupState, Plan, RecordShape, allocate_group
@@ -24,10 +24,14 @@ from disagg.wire import PageFrame, digest
 
 @dataclass(frozen=True)
 class Damage:
-    """Kept pages whose bytes are not those that were committed."""
+    """Kept pages whose bytes are not those that were committed.
+
+    requests: (rid, attempt) of those that the engine decoded with them; it has dropped them
+    """
 
     pages: frozenset[int]
     error: CorruptFrameError
+    requests: list[tuple[str, int]] = field(default_factory=list)
 
 
 class Given:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.errors import LayoutError, PromptTooLongError, RequestError
+from disagg.errors import LayoutError, PromptTooLongError, RequestError, ReservationError
 from disagg.plan import Plan
 from disagg.transfer.messages import Request
 from disagg.transfer.units import units_of
@@ -41,8 +41,10 @@ class Terms:
             return self.plan_of(request.spec)
         return self.plan
 
-    def check(self, request: Request) -> None:
-        """LayoutError for another model or plan, RequestError for what can never be served."""
+    def check(self, request: Request, epoch: int) -> None:
+        """LayoutError for another model or plan, RequestError for what can never be served,
+        ReservationError for another epoch than the one of now.
+        """
         check_rid(request.rid)
         if len(request.spec) > MAX_SPEC_CHARS:
             raise RequestError(f"a spec has at most {MAX_SPEC_CHARS} characters")
@@ -59,6 +61,8 @@ class Terms:
             )
         if request.keys and len(request.keys) != sum(map(len, units_of(plan, request.tokens))):
             raise RequestError(f"{len(request.keys)} keys do not fit {request.tokens} tokens")
+        if request.epoch != epoch:
+            raise ReservationError(f"epoch {request.epoch} is not {epoch}, the one of now")
 
 
 def check_rid(rid: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from disagg.engine.messages import Abort, Admit, Failed, Token
 from disagg.engine.sequence import Request, SamplingParams
-from disagg.errors import LayoutError, RequestError
+from disagg.errors import DisaggError, LayoutError, RequestError
 from disagg.transfer.messages import Admission
 from disagg.transfer.work import TokenEvent
 from disagg.workers.prefill import EngineDoor
@@ -74,6 +74,10 @@ class DecodeSide:
         name = engine_name(Seat(rid, attempt))
         self._seats.pop(name, None)
         self._engine.submit(Abort(name))
+
+    def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
+        """A request was dropped, and the router does not know: it may try again."""
+        self._say([TokenEvent(rid, attempt, 0, error=error)])
 
     def step(self, outputs: Iterable[Token | Failed]) -> None:
         """What an engine step brought; entries that are not of this side are left alone."""

@@ -204,7 +204,8 @@ class Worker:
             capacity_bytes=pool.arena.nbytes,
             lease_s=self.config.transfer.lease_s,
         )
-        self.receiver = Receiver(terms, pool, pool.arena, self.decode.admit, self.decode.drop)
+        decode = self.decode
+        self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
 
     def _link(self, address: str) -> Link:
         if address not in self._links:

@@ -203,6 +203,10 @@ class Machine(RuleBasedStateMachine):
             self.now += LEASE_S if what == "lease" else 0.7
             self.ledger.expire(self.now)
 
+    @rule()
+    def scrub(self) -> None:
+        assert self.ledger.scrub(1 << 20, self.now) == []  # nobody writes to what is kept
+
     @precondition(lambda self: self.engine)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:

@@ -1,6 +1,8 @@
 """Two real prompts with a common beginning, through two workers."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
 
@@ -11,7 +13,8 @@ from disagg.model.runner import Runner
 from disagg.transfer.items import Checklist
 from disagg.transfer.units import units_of
 from disagg.workers.members import Role
-from tests.workers.pairs import House, house
+from disagg.workers.worker import Worker
+from tests.workers.pairs import GREEDY, House, house
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 SHARED = 1000
@@ -77,6 +80,49 @@ def test_a_prompt_that_comes_again_sends_its_tail_and_gets_the_same_answer(
             await home.empty()
 
     asyncio.run(scene())
+
+
+def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(
+    runners: list[Runner], story: Prompt
+) -> None:
+    """The router hears of the damage, and the next attempt replays what the client has."""
+
+    async def scene() -> None:
+        async with house() as home:
+            pair(home, runners)
+            expected, _ = await home.complete(story, KIVI, max_tokens=60)
+            decode = home.workers["d"]
+            tokens: list[int] = []
+            params = GREEDY | {"max_tokens": 60}
+            async with aclosing(home.router.generate(story, params, KIVI)) as outputs:
+                async for output in outputs:
+                    tokens += [] if output.token is None else [output.token]
+                    if len(tokens) == 5:
+                        await on_loop(decode, alter_and_scrub)
+            assert decode.receiver.ledger.counts["damaged"] == 1
+            assert home.router.dispatch.retries == 1
+            assert tokens == expected
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+async def on_loop(worker: Worker, call: Callable[[Worker], None]) -> None:
+    async def run() -> None:
+        call(worker)
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), worker._loop))
+
+
+def alter_and_scrub(worker: Worker) -> None:
+    """Flip a bit of a code of a page in the last layer: few tokens would change."""
+    pool = worker.engine.pool
+    (kept,) = pool.take(pool.kept_keys[:1])
+    (byte,) = pool.read(kept.pages[0], 4097, 1)
+    pool.write(kept.pages[0], 4097, bytes([byte ^ 1]))
+    pool.release(kept.pages)
+    damages = worker.receiver.scrub(1 << 30)
+    assert [len(damage.requests) for damage in damages] == [1]
 
 
 def test_sharing_can_be_turned_off(runners: list[Runner], story: Prompt) -> None:
