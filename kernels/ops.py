@@ -84,12 +84,14 @@ def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
     return reference_encode.encode_quantized(k, v, fmt)
 
 
-def decode_quantized(blocks: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """k', v' [..., T, D] fp32 of blocks [..., block_bytes] u8, by the reference on every device."""
+def decode_quantized(
+    blocks: Tensor, fmt: QuantFormat, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """k', v' [..., T, D] of dtype, of blocks [..., block_bytes] u8; the reference on every device."""
     _check_bytes(blocks, "blocks")
     if blocks.shape[-1] != fmt.block_bytes:
         raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
-    return reference_encode.decode_quantized(blocks, fmt)
+    return reference_encode.decode_quantized(blocks, fmt, dtype)
 
 
 def append_raw(
@@ -158,8 +160,9 @@ def _check_attend(
     fmt: RawFormat | QuantFormat,
     heads: int,
 ) -> None:
-    if q.dtype != torch.float32:
-        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted")
+    exact = q.dtype == torch.float64 and not q.is_cuda  # the kernels compute in fp32
+    if q.dtype != torch.float32 and not exact:
+        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted, or float64 on a CPU")
     if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % heads:
         raise ValueError(
             f"q is {tuple(q.shape)}; [B, M, a multiple of {heads}, {fmt.head_dim}] is wanted"

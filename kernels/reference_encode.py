@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import PLANES, QuantFormat
-from disagg.kernels.reference import unpack
+from disagg.kernels.reference_words import pack_words, unpack_words
 
 LARGEST = 65504.0  # of fp16
 ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
@@ -45,18 +45,20 @@ def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
         for start in range(0, count, step):
             part = slice(start, start + step)
             codes, scales[part], zeros[part] = quantize(x[part].float(), group, fmt.bits)
-            words[part] = pack(codes, fmt.bits)
+            words[part] = pack_words(codes, fmt.bits)
     return blocks
 
 
-def decode_quantized(blocks: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """What attention sees: blocks [..., block_bytes] u8 -> k', v' [..., tokens, D] fp32."""
+def decode_quantized(
+    blocks: Tensor, fmt: QuantFormat, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """What attention sees: blocks [..., block_bytes] u8 -> k', v' [..., tokens, D] of dtype."""
     found = []
     for side in ("k", "v"):
         words, scales, zeros = _planes(blocks, fmt, side)
-        codes = unpack(words, fmt.bits)
+        codes = unpack_words(words, fmt.bits, dtype)
         groups = codes.unflatten(-2, (scales.shape[-2], -1))
-        x = (groups + zeros.float().unsqueeze(-2)) * scales.float().unsqueeze(-2)
+        x = (groups + zeros.to(dtype).unsqueeze(-2)) * scales.to(dtype).unsqueeze(-2)
         found.append(x.flatten(-3, -2))
     return found[0], found[1].transpose(-1, -2)
 
@@ -81,19 +83,6 @@ def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     inverse = steps.reciprocal_().unsqueeze(-2)
     codes = torch.addcmul(-zero.float().unsqueeze(-2), groups, inverse)
     return codes.round_().clamp_(0, levels).flatten(-3, -2), scale, zero
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., rows, columns] fp32 -> int16 words [..., rows/4, columns/h]; undoes `unpack`."""
-    halves = 16 // (PLANES * bits)
-    fields = codes.unflatten(-2, (PLANES, -1)).unflatten(-1, (halves, -1))
-    words = fields[..., 0, :, 0, :].clone()
-    for plane in range(PLANES):
-        for half in range(halves):
-            if plane or half:
-                weight = float(1 << (plane * bits + 8 * half))
-                words.add_(fields[..., plane, :, half, :], alpha=weight)
-    return words.int().short()  # at most 65535, which wraps to the int16 of the same bits
 
 
 def _planes(blocks: Tensor, fmt: QuantFormat, side: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec, Encoded, Partial, require
@@ -82,11 +83,13 @@ class AlignedKV(Codec):
             scale,
         )
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         fmt, blocks = aligned_format(self, group.head_dim), DenseBlocks(encoded.blocks)
         k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)
         v = read_planes(blocks, fmt, "v", 16)
-        return k.float().transpose(0, 1).flatten(1, 2), v.float().transpose(0, 1).flatten(1, 2)
+        return k.to(dtype).transpose(0, 1).flatten(1, 2), v.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 @lru_cache

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from disagg.codecs.cache import CompressedKV
     from disagg.codecs.tables import PageTable
 
-Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] fp32, lse [B, M, Hq] fp32 (natural log)
+Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D], lse [B, M, Hq] (natural log), both as q
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Codec(ABC):
     """One method with its options. A subclass's fields are its options.
 
     final_at:     when the bytes of its pages are final
-    attend_error: relative, of `attend` against exact attention on what `decode` gives, in fp32
+    attend_error: relative, of `attend` against exact attention on what `decode` gives, in fp32;
+                  in fp64 it is 1e-12, unless attention approximates by design
     """
 
     name: ClassVar[str]
@@ -163,15 +164,17 @@ class Codec(ABC):
     ) -> Partial:
         """Attention over the sealed tokens, on the compressed form.
 
-        q:       [B, M, Hq, D] fp32 - M queries for each of B sequences
+        q:       [B, M, Hq, D] fp32, or fp64 on a CPU - M queries for each of B sequences
         arena:   [bytes] u8 - what page ids address
         table:   which pages each sequence has, which of their tokens each query sees
-        returns: o [B, M, Hq, D] fp32, lse [B, M, Hq] fp32; 0 and -inf where nothing is seen
+        returns: o [B, M, Hq, D], lse [B, M, Hq] as q; 0 and -inf where nothing is seen
         """
 
     @abstractmethod
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
-        """The (k', v') [H, n, D] fp32 that these bytes stand for; for tests and reports."""
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """The (k', v') [H, n, D] of dtype that these bytes stand for; for tests and reports."""
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
         """Which tokens attention sees at all: [H, n] bool. Only a dropping codec has others."""

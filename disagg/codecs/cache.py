@@ -98,9 +98,10 @@ class CompressedKV:
             done += m
 
     def attend(self, q: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of one query over all tokens, on the compressed form: [Hq, D] -> [Hq, D] fp32.
+        """Attention of one query over all tokens, on the compressed form: [Hq, D] -> [Hq, D].
 
-        q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
+        q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H).
+               The result is fp32, or fp64 for q of fp64 on a CPU
         scale: of the scores; D**-0.5 unless given
         """
         rows, sealed, tail = self._view(q)
@@ -120,13 +121,13 @@ class CompressedKV:
         arena, group = self._arena.bytes, self.group
         return self.codec.attend_counting(rows, arena, sealed, group, self.layer, scale)[1]
 
-    def reconstruct(self) -> tuple[Tensor, Tensor]:
-        """(k', v') [H, n, D] fp32: what attention sees, in token order."""
+    def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
         group, arena = self.group, self._arena.bytes
         tokens = len(self._state.page_ids()) * group.page.tokens
         k, v = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
-        k, v = k.float(), v.float()
-        sealed = [self.codec.decode(encoded, group) for encoded in self.runs()]
+        k, v = k.to(dtype), v.to(dtype)
+        sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
         parts_k, parts_v = [x for x, _ in sealed], [x for _, x in sealed]
         return torch.cat([*parts_k, k], 1), torch.cat([*parts_v, v], 1)
 
@@ -140,7 +141,9 @@ class CompressedKV:
         if not self.num_tokens:
             raise RequestError("there is nothing to attend to: the cache holds no token")
         now = Growth(self._state, self.num_tokens - 1, 1, 0)
-        return q.float()[None, None], *build_tables(self.group, [now], 1, q.device)
+        exact = q.dtype == torch.float64 and not q.is_cuda
+        rows = q if exact else q.float()
+        return rows[None, None], *build_tables(self.group, [now], 1, q.device)
 
     @property
     def layer(self) -> int:

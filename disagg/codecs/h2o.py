@@ -111,14 +111,16 @@ class H2O(Codec):
             scale,
         )
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """Kept tokens; 0 where a token was dropped, see `present`."""
         layout = group.flush_page if encoded.flush and group.flush_page else group.page
         fmt, planes = dropped_format(layout), DenseBlocks(encoded.blocks)
         shape, places = (fmt.slots, group.head_dim), self._places(encoded, fmt)
         found = []
         for offset in (fmt.k, fmt.v):
-            x = planes.plane(torch.float16, offset, shape).transpose(0, 1).flatten(1, 2).float()
+            x = planes.plane(torch.float16, offset, shape).transpose(0, 1).flatten(1, 2).to(dtype)
             full = x.new_zeros(x.shape[0], encoded.blocks.shape[0] * fmt.tokens, x.shape[2])
             found.append(full.scatter(1, places.unsqueeze(2).expand_as(x), x))
         return found[0], found[1]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec, Encoded, Partial, require
@@ -83,8 +84,10 @@ class Kivi(Codec):
             scale,
         )
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
-        k, v = decode_quantized(encoded.blocks, quant_format(self, group.head_dim))
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        k, v = decode_quantized(encoded.blocks, quant_format(self, group.head_dim), dtype)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
 

@@ -193,16 +193,18 @@ class Ott(PagedCodec):
         )
         return join([codes, kept])
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
-        k, v = super().decode(encoded, group)
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        k, v = super().decode(encoded, group, dtype)
         if encoded.side is not None and encoded.kept is not None and group.side is not None:
             raw = raw_format(group.raw)
             kept = view_kept(encoded.side, encoded.kept, kept_format(group.side), raw)
             here = kept.positions - encoded.first
             inside = (kept.states != FREE) & (here >= 0) & (here < k.shape[1])
             head, slot = inside.nonzero(as_tuple=True)
-            k[head, here[head, slot].long()] = kept.k[head, slot].float()
-            v[head, here[head, slot].long()] = kept.v[head, slot].float()
+            k[head, here[head, slot].long()] = kept.k[head, slot].to(dtype)
+            v[head, here[head, slot].long()] = kept.v[head, slot].to(dtype)
         return k, v
 
 

@@ -110,7 +110,9 @@ class PagedCodec(Codec):
             group.layer_offset(segment, layer) if segment else 0,
         )
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         page = group.flush_page if encoded.flush and group.flush_page else group.page
         fmt = self.format_of(page, segment_layout(group, page), group.head_dim)
         segments = None
@@ -119,7 +121,7 @@ class PagedCodec(Codec):
             count, device = encoded.blocks.shape[0], encoded.blocks.device
             owner = torch.arange(count, device=device) // per_segment
             segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
-        k, v = decode_paged(encoded.blocks, segments, fmt)
+        k, v = decode_paged(encoded.blocks, segments, fmt, dtype)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
 

@@ -65,10 +65,12 @@ class Raw(Codec):
     ) -> Partial:
         return attend_raw_pages(q, arena, table, group, layer, scale)
 
-    def decode(self, encoded: Encoded, group: LayerGroup) -> tuple[Tensor, Tensor]:
-        dtype = getattr(torch, group.raw.plane("k").dtype)
-        blocks = encoded.blocks.view(dtype).unflatten(-1, (2, RAW_TOKENS, group.head_dim))
-        k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3).float()
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        stored = getattr(torch, group.raw.plane("k").dtype)
+        blocks = encoded.blocks.view(stored).unflatten(-1, (2, RAW_TOKENS, group.head_dim))
+        k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3).to(dtype)
         return k, v
 
 

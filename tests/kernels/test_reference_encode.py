@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from disagg.kernels import reference_encode
-from disagg.kernels.reference import unpack
-from disagg.kernels.reference_encode import decode_quantized, encode_quantized, pack, quantize
+from disagg.kernels.reference_encode import decode_quantized, encode_quantized, quantize
+from disagg.kernels.reference_words import pack_words, unpack_words
 from tests.kernels.cases import quant_format, random_kv
 
 FORMATS = [
@@ -42,7 +42,7 @@ def test_every_element_is_within_the_stated_bound(fmt, dtype):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_code_word_holds_four_planes_and_its_halves(bits):
     codes = torch.randint(0, 2**bits, (16, 8)).float()
-    words = pack(codes, bits).int() & 0xFFFF
+    words = pack_words(codes, bits).int() & 0xFFFF
     halves = 4 // bits
     assert words.shape == (4, 8 // halves)
     for row in range(16):
@@ -50,7 +50,7 @@ def test_a_code_word_holds_four_planes_and_its_halves(bits):
             word = words[row % 4, column % (8 // halves)]
             bit = row // 4 * bits + column // (8 // halves) * 8
             assert (word >> bit) & (2**bits - 1) == codes[row, column]
-    assert torch.equal(unpack(pack(codes, bits), bits), codes)
+    assert torch.equal(unpack_words(pack_words(codes, bits), bits, torch.float32), codes)
 
 
 def test_planes_lie_where_the_format_says():
@@ -62,7 +62,7 @@ def test_planes_lie_where_the_format_says():
         (v[0].t(), 16, (fmt.v_codes, fmt.v_scale, fmt.v_zero)),
     ):
         codes, scale, zero = quantize(x, group, 2)
-        for plane, offset in zip((pack(codes, 2), scale, zero), offsets, strict=True):
+        for plane, offset in zip((pack_words(codes, 2), scale, zero), offsets, strict=True):
             data = plane.contiguous().view(torch.uint8).flatten()
             assert torch.equal(block[offset : offset + data.numel()], data)
 
