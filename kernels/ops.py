@@ -87,7 +87,7 @@ def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
 def decode_quantized(
     blocks: Tensor, fmt: QuantFormat, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """k', v' [..., T, D] of dtype, of blocks [..., block_bytes] u8; the reference on every device."""
+    """k', v' [..., T, D] of dtype, of blocks [..., block_bytes] u8; the reference everywhere."""
     _check_bytes(blocks, "blocks")
     if blocks.shape[-1] != fmt.block_bytes:
         raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
