@@ -95,6 +95,16 @@ class Side:
             raise ValueError(f"codes of {self.bits} bits; 2, 4 and 8 are known")
 
     @property
+    def planes(self) -> int:
+        """Bit-fields of a code word along the rows; 1 for floats, which are not in words."""
+        return 1 if self.floating else min(4, 16 // self.bits)
+
+    @property
+    def halves(self) -> int:
+        """Parts of the columns that share a code word."""
+        return 1 if self.floating else 16 // (self.planes * self.bits)
+
+    @property
     def scale_shape(self) -> tuple[int, int]:
         """The shape of the planes of scales and zeros."""
         if self.scale.by == "column":

@@ -24,12 +24,16 @@ from triton.compiler import ASTSource
 
 from disagg.kernels.bits import PLAIN, PTX
 from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats_paged import PagedFormat
+from disagg.kernels.measured_formats import HEAD_DIM, PIECES, page_format, piece_format
+from disagg.kernels.piece_attention import attend_pieces_kernel
 from disagg.kernels.quantized_attention import attend_quantized_kernel
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.shape import (
     AMD_COLUMNS,
     NVIDIA_COLUMNS,
     compile_options,
+    piece_shape,
     pipeline_stages,
     quantized_shape,
     raw_shape,
@@ -43,10 +47,19 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEADS = 8  # KV heads; their number does not reach the loop
-HEAD_DIM = 128
 KERNELS = tuple(
     f"{kind}-{width}heads"
-    for kind in ("quantized-2bit", "quantized-4bit", "raw-float16", "raw-bfloat16")
+    for kind in (
+        "quantized-2bit",
+        "quantized-4bit",
+        "raw-float16",
+        "raw-bfloat16",
+        "lowrank-2bit",
+        "lowrank-4bit",
+        "sparse-2bit",
+        "rows-8bit",
+        "float-8bit",
+    )
     for width in (4, 8)
 )
 
@@ -72,7 +85,7 @@ class Row:
 
 def measure(kernel: str, target: str) -> Row:
     """Compile one kernel for one target, in this process, and read the result."""
-    if kernel not in KERNELS:
+    if kernel not in KERNELS and kernel.split("-")[0] not in PIECES:
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     if target not in TARGETS:
         raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
@@ -104,13 +117,21 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         "span_lo_ptr": "*i32", "span_hi_ptr": "*i32", "o_ptr": "*fp32", "lse_ptr": "*fp32",
         "scale": "fp32", "base": "i32", "batch": "i32", "width": "i32",
     }  # fmt: skip
-    fmt: QuantFormat | RawFormat
+    fmt: QuantFormat | RawFormat | PagedFormat
     if kind == "quantized":
         function = attend_quantized_kernel
         fmt = page_format(int(form.removesuffix("bit")))
         types["words_ptr"] = "*i16"
         constants = {
             "SHAPE": quantized_shape(queries, HEADS, fmt, columns),
+            "SPELLING": PTX if chip.backend == "cuda" else PLAIN,
+        }
+    elif kind in PIECES:
+        function = attend_pieces_kernel
+        fmt = piece_format(kind, int(form.removesuffix("bit")))
+        types |= {"words_ptr": "*i16", "segments_ptr": "*i32", "segment_base": "i32", "runs": "i32"}
+        constants = {
+            "SHAPE": piece_shape(queries, HEADS, fmt, columns, queries[0]),
             "SPELLING": PTX if chip.backend == "cuda" else PLAIN,
         }
     else:
@@ -129,22 +150,12 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in types.items()
-            if kind.startswith("*") or name == "base"
+            if kind.startswith("*") or name in ("base", "segment_base")
         },
     )
     options = compile_options(fmt, chip.backend == "cuda")
     compiled = triton.compile(source, target=chip, options=options)
     return compiled, tile_tokens(fmt) * HEAD_DIM * 2
-
-
-def page_format(bits: int) -> QuantFormat:
-    """A page of 64 tokens in groups of 64."""
-    halves = 4 // bits
-    code_bytes = 64 * HEAD_DIM // 2 // halves
-    sizes = [code_bytes, code_bytes, 2 * HEAD_DIM, 2 * HEAD_DIM]
-    sizes += [128 * HEAD_DIM // 64] * 2
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    return QuantFormat(bits, 64, HEAD_DIM, 64, 64, sum(sizes), *offsets)
 
 
 def read_cubin(cubin: bytes) -> tuple[list[str], int, int]:
@@ -211,7 +222,9 @@ def load_width(loop: list[str]) -> int:
 
 def count_buffers(ttgir: str) -> int:
     """The least number of buffers of any 2-D tile that is loaded ahead in shared memory."""
-    found = re.findall(r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i16|f16|bf16)", ttgir)
+    found = re.findall(
+        r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i16|f16|bf16|f8)", ttgir
+    )
     return min((int(count) for count in found), default=1)
 
 

@@ -1,8 +1,11 @@
 """Pages made of pieces or of bit planes, as the other rooms call them: arguments checked first.
 
 Shapes and units are stated in reference_paged.py and reference_encode_paged.py. A wrong dtype
-raises TypeError, a wrong shape or device ValueError. Every device runs the torch reference.
+raises TypeError, a wrong shape or device ValueError. Attention on pieces runs in Triton on a GPU
+where its kernel knows the format; everything else is the torch reference on every device.
 """
+
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -35,9 +38,17 @@ def attend_paged(
     for there in (segments, owner):
         if there is not None and there.device != q.device:
             raise ValueError(f"q is on {q.device}, another argument on {there.device}")
-    return reference_paged.attend_paged(
-        q, arena, pages, lo, hi, fmt, base, heads, scale, segments, owner, segment_base
-    )
+    run = reference_paged.attend_paged
+    if q.dtype == torch.float32 and runs_on_gpu(fmt, q.device):
+        run = import_module("disagg.kernels.paged_pieces").attend_paged
+    return run(q, arena, pages, lo, hi, fmt, base, heads, scale, segments, owner, segment_base)
+
+
+def runs_on_gpu(fmt: PagedFormat, device: torch.device) -> bool:
+    """Whether `attend_paged` of fp32 queries is a Triton kernel, which a CUDA graph can hold."""
+    if device.type != "cuda":
+        return False
+    return bool(import_module("disagg.kernels.paged_pieces").is_supported(fmt, device))
 
 
 def attend_aligned(

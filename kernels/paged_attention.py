@@ -135,7 +135,7 @@ def run_units(
     o = torch.empty_like(q)
     lse = torch.empty(batch, queries, query_heads, device=q.device)
     reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
-        part_o, part_lse, o, lse, *spans, batch, slots, shape.rows,
+        part_o, part_lse, o, lse, *spans, batch, 1, slots, shape.rows,
         head_dim, tile, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
     )  # fmt: skip
     return o, lse

@@ -12,19 +12,21 @@ from disagg.kernels.units import find_cut, pick
 
 @triton.jit
 def reduce_units_kernel(
-    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, batch, slots, rows,
+    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, batch, runs, slots, rows,
     D: tl.constexpr, TILE: tl.constexpr, BATCH_PAD: tl.constexpr,
     UNITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One row of the answer, COLUMNS channels of it, from the units of its sequence.
 
+    batch, runs: runs in all, and of each sequence; units.py cuts each run by itself
     part_o_ptr, part_lse_ptr: [slots, rows, D] and [slots, rows] fp32, lse in log2
     o_ptr, lse_ptr:           [batch, rows, D] and [batch, rows] fp32, lse natural
     """
     i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, batch, slots, TILE, BATCH_PAD)
     i_all = tl.arange(0, BATCH_PAD)
-    first, count = pick(before, i_b, i_all), pick(units, i_b, i_all)
+    first = pick(before, i_b * runs, i_all)
+    count = tl.sum(tl.where(i_all // runs == i_b, units, 0), 0)
     o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
     o_u = tl.arange(0, UNITS)
     o_1 = tl.arange(0, 1)

@@ -21,7 +21,7 @@ ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
 SMALLEST_SCALE = 2.0**-24  # the least positive fp16
 
 # elements of K encoded at once: their floats stay in a core's second-level cache
-CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 17
 
 
 def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:

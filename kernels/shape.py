@@ -1,13 +1,16 @@
 """How attention kernels are launched, in plain numbers: machine_code.py compiles what runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats_paged import PagedFormat
 
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
 AMD_COLUMNS = 16
 NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
+
+AnyFormat = RawFormat | QuantFormat | PagedFormat
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,25 @@ def quantized_shape(
     return _shape(queries, heads, tensor_columns // 2, 2, 2 if pairs else 1)
 
 
-def tile_tokens(fmt: RawFormat | QuantFormat) -> int:
+def piece_shape(
+    queries: tuple[int, int, int], heads: int, fmt: PagedFormat, tensor_columns: int, runs: int
+) -> Shape:
+    """The shape for (B, M, Hq) queries over pages made of pieces, of so many runs in all."""
+    _, m, query_heads = queries
+    groups = fmt.head_dim // fmt.v.scale.group if fmt.v.scale.by == "column" else 1
+    pairs = groups % 2 == 0 and fmt.v.planes % groups == 0
+    narrow = pairs and m * query_heads // heads <= tensor_columns // 2
+    columns, copies = (tensor_columns // 2, 2) if narrow else (tensor_columns, 1)
+    shape = _shape(queries, heads, columns, copies, copies)
+    return replace(shape, batch_pad=1 << (runs - 1).bit_length())
+
+
+def tile_tokens(fmt: AnyFormat) -> int:
     """Tokens that a kernel takes in one iteration: a page, or four raw pages."""
     return fmt.tokens * 4 if isinstance(fmt, RawFormat) else fmt.tokens
 
 
-def compile_options(fmt: RawFormat | QuantFormat, nvidia: bool) -> dict[str, int | bool]:
+def compile_options(fmt: AnyFormat, nvidia: bool) -> dict[str, int | bool]:
     """What the compiler is told. One warp: the softmax then never crosses warps.
 
     Left alone, ptxas stops at 168 registers for exact pages and spills (Triton 3.9).
@@ -67,19 +83,19 @@ def compile_options(fmt: RawFormat | QuantFormat, nvidia: bool) -> dict[str, int
     return options
 
 
-def pipeline_stages(fmt: RawFormat | QuantFormat, nvidia: bool) -> int:
+def pipeline_stages(fmt: AnyFormat, nvidia: bool) -> int:
     """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one."""
     shared = NVIDIA_SHARED_BYTES if nvidia else AMD_SHARED_BYTES
     return 3 if 2 * _tile_bytes(fmt) + 2048 <= shared else 2
 
 
-def programs_per_processor(fmt: RawFormat | QuantFormat) -> int:
+def programs_per_processor(fmt: AnyFormat) -> int:
     """Programs that are resident together: bound by registers to 8, or by shared memory."""
     buffered = (pipeline_stages(fmt, True) - 1) * _tile_bytes(fmt)
     return max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
 
 
-def _tile_bytes(fmt: RawFormat | QuantFormat) -> int:
+def _tile_bytes(fmt: AnyFormat) -> int:
     """Bytes of one iteration."""
     return tile_tokens(fmt) // fmt.tokens * fmt.block_bytes
 

@@ -6,12 +6,12 @@ import torch
 
 from disagg.kernels import paged_attention, reference
 from disagg.kernels.bits import MAGIC, PLAIN, PTX
-from disagg.kernels.formats import QuantFormat
+from disagg.kernels.measured_formats import HEAD_DIM, page_format
 from disagg.kernels.reference_encode import encode_quantized
 from disagg.kernels.reference_pages import store_blocks
 from disagg.kernels.selftest import spelling_for, takes_subnormals
 
-TOKENS, HEADS, HEAD_DIM = 640, 2, 128
+TOKENS, HEADS = 640, 2
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
     store_blocks(arena, blocks, pages, 0)
     q = torch.randn(1, 1, 4 * HEADS, HEAD_DIM, generator=source)
     lo = torch.full((1, 1), 5, dtype=torch.int32)
-    arguments = (q, arena, pages[None], lo, lo + TOKENS - 8)
-    expected, _ = reference.attend_quantized(*arguments, fmt, 0, HEADS, 0.1)
-    there = [x.to(device) for x in arguments]
-    o, _ = paged_attention.attend_quantized(*there, fmt, 0, HEADS, 0.1, spelling)
+    hi = lo + TOKENS - 8
+    expected, _ = reference.attend_quantized(q, arena, pages[None], lo, hi, fmt, 0, HEADS, 0.1)
+    q, arena, pages, lo, hi = (x.to(device) for x in (q, arena, pages[None], lo, hi))
+    o, _ = paged_attention.attend_quantized(q, arena, pages, lo, hi, fmt, 0, HEADS, 0.1, spelling)
     return Check(
         spelling=spelling,
         bits=bits,
@@ -60,12 +60,3 @@ def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
         error=float((o.cpu() - expected).norm() / expected.norm()),
         chosen=spelling_for(device) == spelling,
     )
-
-
-def page_format(bits: int, tokens: int = 64, head_dim: int = HEAD_DIM) -> QuantFormat:
-    """A page of 64 tokens in groups of 64."""
-    code_bytes = tokens * head_dim * bits // 8
-    sizes = [code_bytes, code_bytes, 2 * head_dim, 2 * head_dim]
-    sizes += [2 * tokens * head_dim // 64] * 2
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    return QuantFormat(bits, tokens, head_dim, 64, 64, sum(sizes), *offsets)

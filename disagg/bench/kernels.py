@@ -27,7 +27,7 @@ from disagg.errors import ConfigError
 
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
-    "cpu": "the torch reference as a service runs it, against torch SDPA, medians by turns",
+    "cpu": "the torch reference as a service runs it, against torch SDPA, one thread, medians",
     "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
 }
 
@@ -53,6 +53,8 @@ def measure(options: Options) -> dict[str, Any]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here; --machine-code needs none")
     on_gpu = device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)  # as in a worker; and a second core is not always there
     checks = check_spellings(device) if on_gpu else []
     shapes = options.shapes or (CUDA_SHAPES if on_gpu else CPU_SHAPES)
     decode = [

@@ -13,9 +13,11 @@ from disagg.bench.kvgen import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec, Encoded, Partial
 from disagg.codecs.kivi import Kivi
+from disagg.codecs.paged import PagedCodec
 from disagg.codecs.raw import Raw
 from disagg.codecs.tables import PageTable
 from disagg.kernels.ops import store_blocks
+from disagg.kernels.ops_paged import runs_on_gpu
 from disagg.page import ARENA_UNIT, SEGMENT_TOKENS, Layout
 from disagg.plan import LayerGroup
 
@@ -65,6 +67,10 @@ class PagedLayer:
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
+        if isinstance(self.codec, PagedCodec):
+            group = self.group
+            fmt = self.codec.format_of(group.page, group.segment, group.head_dim)
+            return runs_on_gpu(fmt, self.q.device)
         return isinstance(self.codec, Kivi | Raw)
 
     def exact(self) -> Tensor:

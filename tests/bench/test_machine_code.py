@@ -11,6 +11,9 @@ BUDGETS = {
     "quantized-2bit-8heads": 1.7,
     "quantized-4bit-4heads": 1.65,
     "quantized-4bit-8heads": 1.7,
+    "lowrank-2bit-4heads": 1.75,
+    "rows-8bit-4heads": 1.7,
+    "float-8bit-4heads": 1.7,
     "raw-float16-4heads": 2.0,
     "raw-float16-8heads": 2.0,
 }
@@ -24,7 +27,7 @@ def test_no_loop_over_pages_exceeds_its_budget():
         assert row.per_element <= BUDGETS[row.kernel], row
         assert row.per_element > 0.5, row  # less would mean that the wrong loop was counted
         assert row.spill_bytes == 0, row
-        assert row.load_bits == 128, row
+        assert row.load_bits == (64 if "lowrank" in row.kernel else 128), row  # ranks are 4
         assert row.buffers >= 2, row
 
 

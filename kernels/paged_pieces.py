@@ -1,0 +1,128 @@
+"""Attention over pages made of pieces on a GPU: the Triton form of reference_paged.attend_paged.
+
+A run is the pages of a sequence that share a segment; without segments it is the whole sequence.
+Runs are found on the device, so a CUDA graph serves any lengths.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from disagg.kernels.formats_paged import PagedFormat, Side
+from disagg.kernels.paged_attention import (
+    NVIDIA,
+    REDUCE_COLUMNS,
+    REDUCE_UNITS,
+    TENSOR_COLUMNS,
+    count_processors,
+)
+from disagg.kernels.piece_attention import attend_pieces_kernel
+from disagg.kernels.reduce import reduce_units_kernel
+from disagg.kernels.reference import Partial
+from disagg.kernels.selftest import spelling_for
+from disagg.kernels.shape import (
+    compile_options,
+    piece_shape,
+    pipeline_stages,
+    programs_per_processor,
+)
+from disagg.kernels.units import MIN_TILES
+
+FLOAT8_CAPABILITY = (8, 9)  # the first NVIDIA chips that convert float8
+
+
+def attend_paged(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: PagedFormat,
+    base: int,
+    heads: int,
+    scale: float,
+    segments: Tensor | None = None,
+    owner: Tensor | None = None,
+    segment_base: int = 0,
+) -> Partial:
+    """Attention over pages of one layout. Shapes as in reference_paged.attend_paged.
+
+    error: about 5e-4 relative (q and p, with scales folded in, are rounded to fp16)
+    """
+    for x in (q, pages, lo, hi, *(() if segments is None else (segments,))):
+        if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
+            raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
+    batch, queries, query_heads, head_dim = q.shape
+    spans = (lo.amin(1), hi.amax(1))
+    runs = 1
+    if segments is not None and owner is not None:
+        spans, runs = run_spans(*spans, owner, segments.shape[1], fmt.tokens), segments.shape[1]
+    count = batch * runs
+    shape = piece_shape((batch, queries, query_heads), heads, fmt, TENSOR_COLUMNS, count)
+    blocks = triton.cdiv(queries * shape.group, shape.columns)
+    room = programs_per_processor(fmt) * count_processors(q.device) // (heads * blocks)
+    most = count + batch * (pages.shape[1] // MIN_TILES.value)
+    slots = max(min(room, most), count) + count  # find_cut wants more slots than runs
+    part_o = torch.empty(slots, shape.rows, head_dim, device=q.device)
+    part_lse = torch.empty(slots, shape.rows, device=q.device)
+    attend_pieces_kernel[(heads, blocks, slots)](
+        q, arena.view(torch.int16), pages, lo, hi, *spans, pages if segments is None else segments,
+        part_o, part_lse, scale, base, segment_base, count, runs, pages.shape[1],
+        fmt, shape, SPELLING=spelling_for(q.device), STAGES=pipeline_stages(fmt, NVIDIA),
+        **compile_options(fmt, NVIDIA),
+    )  # fmt: skip
+    o = torch.empty_like(q)
+    lse = torch.empty(batch, queries, query_heads, device=q.device)
+    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
+        part_o, part_lse, o, lse, *spans, count, runs, slots, shape.rows,
+        head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
+    )  # fmt: skip
+    return o, lse
+
+
+def run_spans(
+    lo: Tensor, hi: Tensor, owner: Tensor, segments: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of every run that its sequence sees: two of [B * segments] int32.
+
+    lo, hi: [B] - of the sequence; owner: [B, P] - rises along a row, but for padding behind hi
+    """
+    pages = torch.arange(owner.shape[1], device=owner.device)
+    there = pages < ((hi + tokens - 1) // tokens).unsqueeze(1)
+    owner = torch.where(there, owner, segments).unsqueeze(1)
+    index = torch.arange(segments, device=owner.device).unsqueeze(1)
+    first, end = (owner < index).sum(2), (owner <= index).sum(2)
+    start = torch.maximum(first * tokens, lo.unsqueeze(1))
+    stop = torch.minimum(end * tokens, hi.unsqueeze(1))
+    return start.int().flatten(), stop.int().flatten()
+
+
+def is_supported(fmt: PagedFormat, device: torch.device) -> bool:
+    """Whether the kernel runs this format on this device; the reference runs any."""
+    k, v = fmt.k, fmt.v
+    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
+        return False
+    if k.scale.by == "column" and k.planes % (k.rows // k.scale.group):
+        return False
+    if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
+        return False
+    if (k.floating or v.floating) and not _converts_float8(device):
+        return False
+    return all(_is_turnable(side, fmt.head_dim) for side in (k, v))
+
+
+def _converts_float8(device: torch.device) -> bool:
+    """The interpreter does."""
+    if device.type != "cuda" or not NVIDIA:
+        return device.type != "cuda"
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+
+
+def _is_turnable(side: Side, head_dim: int) -> bool:
+    """Whether the rotation of a side, if it has one, stays within tiles; and ranks fit one."""
+    if side.low_rank and (side.rotation or side.low_rank.rank > 16):
+        return False
+    if not side.rotation:
+        return True
+    within = head_dim // (4 if side.rows == head_dim else side.halves)
+    return head_dim & (head_dim - 1) == 0 and within % side.rotation.block == 0

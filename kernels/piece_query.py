@@ -1,0 +1,129 @@
+"""What a unit of work makes of its queries once, before its pages: segments are absorbed here.
+
+A unit never leaves a segment (units.py), so whatever a segment shares is multiplied into q outside
+the loop: its rotation, its scales, its low-rank basis. formats_paged.py names the pieces.
+"""
+
+import triton
+import triton.language as tl
+
+from disagg.kernels.quantized_tiles import as_scales
+from disagg.kernels.tiles import load_tile
+
+
+@triton.jit
+def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
+    """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
+
+    p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
+    q:       fp16 [C * COPIES, H] in [-1, 1], a tile for each half of the channels
+    folded:  what `fold_scale` gives for scales of the segment, else ()
+    low:     (B^T q fp16 [16, C * COPIES], its unit [C * COPIES]), or ()
+    sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
+    """
+    SIDE: tl.constexpr = FMT.k
+    HALVES: tl.constexpr = SIDE.halves
+    H: tl.constexpr = FMT.head_dim // HALVES
+    o_h = tl.arange(0, triton.next_power_of_2(H))[None, :]
+    top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
+    parts = ()
+    for j in tl.static_range(HALVES):
+        b_q = tl.load(p_q[:, None] + j * H + o_h, mask=m_c[:, None] & (o_h < H), other=0.0)
+        b_q = b_q * (scale * 1.4426950408889634)
+        if SIDE.rotation is not None:
+            b_q = rotate_rows(b_q, segment, SIDE)
+        top = tl.maximum(top, tl.max(tl.abs(b_q), 1))
+        parts = parts + (b_q,)
+    unit = tl.exp2(tl.ceil(tl.log2(top)))
+    q = ()
+    for j in tl.static_range(HALVES):
+        q = q + (repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES),)
+    folded, low, sums = (), (), ()
+    if SIDE.scale.shared:
+        folded = fold_scale(segment, 0, q, SIDE)
+    if SIDE.low_rank is not None:
+        low = project(segment, q, SIDE)
+    if SIDE.scale.by == "row":
+        for g in tl.static_range(SIDE.columns // SIDE.scale.group):
+            sums = sums + (group_sum(q, g, SIDE),)
+    return (q, folded, low, sums), unit
+
+
+@triton.jit
+def repeat_rows(x, COPIES: tl.constexpr):
+    """[C, H] -> [C * COPIES, H]."""
+    x = tl.broadcast_to(x[:, None, :], [x.shape[0], COPIES, x.shape[1]])
+    return tl.reshape(x, [x.shape[0] * COPIES, x.shape[2]])
+
+
+@triton.jit
+def rotate_rows(x, segment, SIDE: tl.constexpr):
+    """Rows x [C, H] times the transpose of the segment's matrix, block by block of channels."""
+    BLOCK: tl.constexpr = SIDE.rotation.block
+    tl.static_assert(x.shape[1] % BLOCK == 0, "a half of the channels is whole blocks")
+    o_b = tl.arange(0, BLOCK)
+    b_m = tl.load(as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None])
+    rows = tl.reshape(x, [x.shape[0] * (x.shape[1] // BLOCK), BLOCK])
+    turned = tl.dot(rows, b_m.to(tl.float32), input_precision="ieee")
+    return tl.reshape(turned, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def fold_scale(block, g, q, SIDE: tl.constexpr):
+    """q with the scales of row group g folded in, and what the zeros add to its sums.
+
+    q:       [C, H] fp16 for each half of the columns
+    returns: [H, C] fp16 for each half; bias [R, C] fp32, all rows equal
+    """
+    HALVES: tl.constexpr = SIDE.halves
+    R: tl.constexpr = SIDE.rows // SIDE.planes
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    H_PAD: tl.constexpr = q[0].shape[1]
+    o_h = tl.arange(0, H_PAD)[None, :]
+    b_bias = tl.zeros([R, q[0].shape[0]], tl.float32)
+    folded = ()
+    for j in tl.static_range(HALVES):
+        o_group = g * SIDE.columns + j * H + o_h
+        b_scale = load_tile(as_scales(block, SIDE.scale.scale) + o_group, o_h < H, H == H_PAD)
+        b_q = tl.trans(q[j] * b_scale)
+        if SIDE.scale.zero is None:
+            b_zero = tl.full([1, H_PAD], SIDE.scale.center, tl.float16)
+        else:
+            b_zero = load_tile(as_scales(block, SIDE.scale.zero) + o_group, o_h < H, H == H_PAD)
+        b_bias = tl.dot(tl.broadcast_to(b_zero, [R, H_PAD]), b_q, b_bias)
+        folded = folded + (b_q,)
+    return folded, b_bias
+
+
+@triton.jit
+def project(segment, q, SIDE: tl.constexpr):
+    """B^T q as fp16 [16, C] in [-1, 1], and what it is multiplied by, [C]."""
+    HALVES: tl.constexpr = SIDE.halves
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[1])[None, :]
+    b_low = tl.zeros([16, q[0].shape[0]], tl.float32)
+    for j in tl.static_range(HALVES):
+        p_b = as_scales(segment, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
+        b_b = tl.load(p_b, mask=(o_r < RANK) & (o_h < H), other=0.0)
+        b_low = tl.dot(b_b, tl.trans(q[j]), b_low)
+    unit = tl.exp2(tl.ceil(tl.log2(tl.max(tl.abs(b_low), 0) + 1e-30)))
+    return (b_low / unit[None, :]).to(tl.float16), unit
+
+
+@triton.jit
+def in_group(x, j, g, SIDE: tl.constexpr):
+    """Half j of q with 0 for all columns outside group g of row scales."""
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    o_h = tl.arange(0, x.shape[1])[None, :]
+    return tl.where((j * H + o_h) // SIDE.scale.group == g, x, 0.0)
+
+
+@triton.jit
+def group_sum(q, g, SIDE: tl.constexpr):
+    """The sum of q over the columns of group g of row scales: [C] fp32."""
+    HALVES: tl.constexpr = SIDE.halves
+    total = tl.sum(in_group(q[0], 0, g, SIDE).to(tl.float32), 1)
+    for j in tl.static_range(1, HALVES):
+        total += tl.sum(in_group(q[j], j, g, SIDE).to(tl.float32), 1)
+    return total

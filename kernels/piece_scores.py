@@ -1,0 +1,180 @@
+"""Scores of one page made of pieces: codes under any scale, low rank, sparse slots, validity."""
+
+import triton
+import triton.language as tl
+
+from disagg.kernels.bits import field, weight
+from disagg.kernels.piece_query import fold_scale, in_group
+from disagg.kernels.quantized_tiles import as_scales, first_of
+from disagg.kernels.tiles import below, load_tile
+
+
+@triton.jit
+def as_bytes(block, OFFSET: tl.constexpr):
+    """The bytes at an offset of a block."""
+    return block.to(tl.pointer_type(tl.uint8), bitcast=True) + OFFSET
+
+
+@triton.jit
+def load_codes(block, SIDE: tl.constexpr):
+    """The code words of a side: int16 [rows/planes, columns/halves], or its codes as fp16."""
+    R: tl.constexpr = SIDE.rows // SIDE.planes
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    H_PAD: tl.constexpr = triton.next_power_of_2(H)
+    o_r, o_h = tl.arange(0, R_PAD)[:, None], tl.arange(0, H_PAD)[None, :]
+    WHOLE: tl.constexpr = R == R_PAD and H == H_PAD
+    mask = (o_r < R) & (o_h < H)
+    if SIDE.floating:
+        p = (block + SIDE.codes // 2).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        return load_tile(p + o_r * H + o_h, mask, WHOLE).to(tl.float16)
+    else:
+        return load_tile(block + SIDE.codes // 2 + o_r * H + o_h, mask, WHOLE)
+
+
+@triton.jit
+def codes_of(words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """The codes of one plane and half as fp16, times 1 / weight_of."""
+    if SIDE.floating:
+        return words
+    else:
+        return field(words, f, j, SIDE.bits, SPELLING)
+
+
+@triton.jit
+def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """What sums over codes_of a plane are multiplied by to be sums over codes."""
+    if SIDE.floating:
+        return 1.0
+    else:
+        return weight(f, SIDE.bits, SPELLING)
+
+
+@triton.jit
+def stack(s, PLANES: tl.constexpr):
+    """The planes of a tile, one below the other."""
+    if PLANES == 4:
+        return below(below(s[0], s[1]), below(s[2], s[3]))
+    elif PLANES == 2:
+        return below(s[0], s[1])
+    else:
+        return s[0]
+
+
+@triton.jit
+def piece_scores(block, query, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
+    """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
+
+    block: int16 pointer to the page's block; query: as `prepare_query` gives it
+    """
+    q, folded, low, sums = query
+    SIDE: tl.constexpr = FMT.k
+    HALVES: tl.constexpr = SIDE.halves
+    b_words = load_codes(block, SIDE)
+    if SIDE.scale.by == "column":
+        s = column_scores(block, b_words, q, folded, COPIES, SIDE, SPELLING)
+    else:
+        s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
+    o_t = tl.arange(0, FMT.tokens)
+    if SIDE.low_rank is not None:
+        b_a = load_factor(block, SIDE, FMT.tokens)
+        s += first_of(tl.dot(b_a, low[0]) * low[1][None, :], COPIES)
+    if SIDE.sparse is not None:
+        for j in tl.static_range(HALVES):
+            b_hot = one_hot(block, o_t, j, SIDE, q[j].shape[1])
+            s += first_of(tl.dot(b_hot, tl.trans(q[j])), COPIES)
+    if FMT.valid is not None:
+        b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
+        s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def column_scores(
+    block, words, q, folded, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
+    """Codes with scales by column: these are in q already, or go into it here."""
+    HALVES: tl.constexpr = SIDE.halves
+    PLANES: tl.constexpr = SIDE.planes
+    GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
+    tl.static_assert(SIDE.planes % GROUPS == 0, "a group of rows is whole planes")
+    groups = ()
+    for g in tl.static_range(GROUPS):
+        if SIDE.scale.shared:
+            groups = groups + (folded,)
+        else:
+            groups = groups + (fold_scale(block, g, q, SIDE),)
+    s = ()
+    for f in tl.static_range(PLANES):
+        b_q, b_bias = groups[f * GROUPS // SIDE.planes]
+        b_s = tl.zeros(b_bias.shape, tl.float32)
+        for j in tl.static_range(HALVES):
+            b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q[j], b_s)
+        s = s + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING) + first_of(b_bias, COPIES),)
+    return stack(s, SIDE.planes)
+
+
+@triton.jit
+def row_scores(
+    block, words, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
+    """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
+    HALVES: tl.constexpr = SIDE.halves
+    PLANES: tl.constexpr = SIDE.planes
+    R: tl.constexpr = words.shape[0]
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    GROUPS: tl.constexpr = SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
+    o_r = tl.arange(0, SIDE.rows)
+    s = tl.zeros([SIDE.rows, q[0].shape[0] // COPIES], tl.float32)
+    for g in tl.static_range(GROUPS):
+        planes = ()
+        for f in tl.static_range(PLANES):
+            b_s = tl.zeros([R, q[0].shape[0]], tl.float32)
+            for j in tl.static_range(HALVES):
+                if GROUPS == 1:
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), tl.trans(q[j]), b_s)
+                elif j * H < (g + 1) * SIDE.scale.group and g * SIDE.scale.group < (j + 1) * H:
+                    b_q = tl.trans(in_group(q[j], j, g, SIDE))
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
+            planes = planes + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
+        b_s = stack(planes, SIDE.planes)
+        if SIDE.scale.by == "block":
+            p_scale = (block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
+            s += b_s * tl.load(p_scale)
+        else:
+            b_sum = first_of(sums[g][None, :], COPIES)
+            o_group = g * SIDE.rows + o_r
+            b_scale = tl.load(as_scales(block, SIDE.scale.scale) + o_group).to(tl.float32)
+            if SIDE.scale.zero is None:
+                b_s += b_sum * SIDE.scale.center
+            else:
+                b_zero = tl.load(as_scales(block, SIDE.scale.zero) + o_group).to(tl.float32)
+                b_s += b_zero[:, None] * b_sum
+            s += b_s * b_scale[:, None]
+    return s
+
+
+@triton.jit
+def load_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
+    """A of a page: fp16 [T, 16], columns beyond the rank 0."""
+    o_t, o_r = tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :]
+    p_a = as_scales(block, SIDE.low_rank.a) + o_t * SIDE.low_rank.rank + o_r
+    return load_tile(p_a, o_r < SIDE.low_rank.rank, SIDE.low_rank.rank == 16)
+
+
+@triton.jit
+def one_hot(block, row, j, SIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sparse slots of half j of the columns as a matrix: fp16 [rows, COLUMNS].
+
+    row: which rows of the side the rows of the tile are
+    """
+    SLOTS: tl.constexpr = SIDE.sparse.slots
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    o_h = tl.arange(0, COLUMNS)
+    b_hot = tl.zeros([row.shape[0], COLUMNS], tl.float16)
+    for slot in tl.static_range(SLOTS):
+        o_slot = (j * H + o_h) * SLOTS + slot
+        b_row = tl.load(as_bytes(block, SIDE.sparse.index) + o_slot, mask=o_h < H, other=0)
+        b_delta = tl.load(as_scales(block, SIDE.sparse.delta) + o_slot, mask=o_h < H, other=0.0)
+        b_hot = tl.where(b_row.to(tl.int32)[None, :] == row[:, None], b_delta[None, :], b_hot)
+    return b_hot
