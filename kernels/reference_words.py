@@ -22,12 +22,14 @@ def word_shape(bits: int, rows: int, columns: int) -> tuple[int, int]:
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., rows, columns] of whole numbers -> int16 words. Inverse of `unpack_words`."""
     planes, halves = _split(bits)
-    fields = codes.unflatten(-2, (planes, -1)).unflatten(-1, (halves, -1))
-    words = torch.zeros_like(fields[..., 0, :, 0, :])
-    for plane in range(planes):
-        for half in range(halves):
-            shift = float(1 << (plane * bits + 8 * half))
-            words.add_(fields[..., plane, :, half, :], alpha=shift)
+    by_plane = codes.unflatten(-2, (planes, -1))
+    words = by_plane[..., 0, :, :].clone()
+    for plane in range(1, planes):
+        words.add_(by_plane[..., plane, :, :], alpha=float(1 << (plane * bits)))
+    by_half = words.unflatten(-1, (halves, -1))
+    words = by_half[..., 0, :]
+    for half in range(1, halves):
+        words.add_(by_half[..., half, :], alpha=float(1 << (8 * half)))
     return words.int().short()  # at most 65535, which wraps to the int16 of the same bits
 
 
