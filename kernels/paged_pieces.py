@@ -106,6 +106,8 @@ def is_supported(fmt: PagedFormat, device: torch.device) -> bool:
         return False
     if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
         return False
+    if v.sparse and fmt.head_dim & (fmt.head_dim - 1):
+        return False
     if (k.floating or v.floating) and not _converts_float8(device):
         return False
     return all(_is_turnable(side, fmt.head_dim) for side in (k, v))

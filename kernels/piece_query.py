@@ -13,13 +13,14 @@ from disagg.kernels.tiles import load_tile
 
 @triton.jit
 def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
-    """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
+    """(q, folded, low, sums, plain) and the power of two that scores are multiplied by, [C].
 
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
     q:       fp16 [C * COPIES, H] in [-1, 1], a tile for each half of the channels
     folded:  what `fold_scale` gives for scales of the segment, else ()
     low:     (B^T q fp16 [16, C * COPIES], its unit [C * COPIES]), or ()
     sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
+    plain:   fp16 [H, C] in [-1, 1] for sparse slots, a tile for each half, or ()
     """
     SIDE: tl.constexpr = FMT.k
     HALVES: tl.constexpr = SIDE.halves
@@ -38,7 +39,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     q = ()
     for j in tl.static_range(HALVES):
         q = q + (repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES),)
-    folded, low, sums = (), (), ()
+    folded, low, sums, plain = (), (), (), ()
     if SIDE.scale.shared:
         folded = fold_scale(segment, 0, q, SIDE)
     if SIDE.low_rank is not None:
@@ -46,7 +47,10 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     if SIDE.scale.by == "row":
         for g in tl.static_range(SIDE.columns // SIDE.scale.group):
             sums = sums + (group_sum(q, g, SIDE),)
-    return (q, folded, low, sums), unit
+    if SIDE.sparse is not None:
+        for j in tl.static_range(HALVES):
+            plain = plain + (tl.trans((parts[j] / unit[:, None]).to(tl.float16)),)
+    return (q, folded, low, sums, plain), unit
 
 
 @triton.jit

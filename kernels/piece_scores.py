@@ -67,7 +67,7 @@ def piece_scores(block, query, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING
 
     block: int16 pointer to the page's block; query: as `prepare_query` gives it
     """
-    q, folded, low, sums = query
+    q, folded, low, sums, plain = query
     SIDE: tl.constexpr = FMT.k
     HALVES: tl.constexpr = SIDE.halves
     b_words = load_codes(block, SIDE)
@@ -80,9 +80,11 @@ def piece_scores(block, query, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING
         b_a = load_factor(block, SIDE, FMT.tokens)
         s += first_of(tl.dot(b_a, low[0]) * low[1][None, :], COPIES)
     if SIDE.sparse is not None:
+        C: tl.constexpr = plain[0].shape[1]
+        b_sparse = tl.zeros([16, SIDE.rows // 16 * C], tl.float32)
         for j in tl.static_range(HALVES):
-            b_hot = one_hot(block, o_t, j, SIDE, q[j].shape[1])
-            s += first_of(tl.dot(b_hot, tl.trans(q[j])), COPIES)
+            b_sparse = add_sparse(block, plain[j], b_sparse, j, SIDE)
+        s += by_rows(b_sparse, C)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
         s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))
@@ -163,18 +165,32 @@ def load_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def one_hot(block, row, j, SIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sparse slots of half j of the columns as a matrix: fp16 [rows, COLUMNS].
+def add_sparse(block, x, sums, j, SIDE: tl.constexpr):
+    """sums [16, R * C] fp32 plus what the sparse slots of half j of the columns add.
 
-    row: which rows of the side the rows of the tile are
+    x: [U, C] fp16, what the columns are multiplied by
+    Row r of the side is 16 * (r // 16) + r % 16: one digit is a one-hot row of the left operand,
+    the other picks one of R = rows / 16 copies of x on the right. A one-hot matrix of all rows
+    would cost three times as much. The rows of the slots of a column differ.
     """
     SLOTS: tl.constexpr = SIDE.sparse.slots
-    H: tl.constexpr = SIDE.columns // SIDE.halves
-    o_h = tl.arange(0, COLUMNS)
-    b_hot = tl.zeros([row.shape[0], COLUMNS], tl.float16)
+    U: tl.constexpr = SIDE.columns // SIDE.halves
+    C: tl.constexpr = x.shape[1]
+    R: tl.constexpr = sums.shape[1] // C
+    o_u, o_low, o_high = tl.arange(0, x.shape[0]), tl.arange(0, 16), tl.arange(0, R)
     for slot in tl.static_range(SLOTS):
-        o_slot = (j * H + o_h) * SLOTS + slot
-        b_row = tl.load(as_bytes(block, SIDE.sparse.index) + o_slot, mask=o_h < H, other=0)
-        b_delta = tl.load(as_scales(block, SIDE.sparse.delta) + o_slot, mask=o_h < H, other=0.0)
-        b_hot = tl.where(b_row.to(tl.int32)[None, :] == row[:, None], b_delta[None, :], b_hot)
-    return b_hot
+        o_slot = (j * U + o_u) * SLOTS + slot
+        b_row = tl.load(as_bytes(block, SIDE.sparse.index) + o_slot, mask=o_u < U, other=0)
+        b_delta = tl.load(as_scales(block, SIDE.sparse.delta) + o_slot, mask=o_u < U, other=0.0)
+        b_hot = tl.where((b_row & 15)[None, :] == o_low[:, None], b_delta[None, :], 0.0)
+        own = (b_row >> 4)[:, None, None] == o_high[None, :, None]
+        b_x = tl.reshape(tl.where(own, x[:, None, :], 0.0), [x.shape[0], R * C])
+        sums = tl.dot(b_hot, b_x, sums)
+    return sums
+
+
+@triton.jit
+def by_rows(sums, C: tl.constexpr):
+    """What `add_sparse` summed, as [rows, C]."""
+    R: tl.constexpr = sums.shape[1] // C
+    return tl.reshape(tl.permute(tl.reshape(sums, [16, R, C]), (1, 0, 2)), [16 * R, C])

@@ -5,13 +5,20 @@ The sums are a tuple of tuples, empty where a format has no such piece:
     o  four planes of channels (two, one) [W, C * X] fp32, in code units
     z  sums over zeros [16, C * X], one for every X groups of channels
     y  (A^T p [16, C],)
-    e  planes of what sparse slots add, [W, C]
+    e  (what sparse slots add, as `add_sparse` has it,)
 """
 
 import triton
 import triton.language as tl
 
-from disagg.kernels.piece_scores import codes_of, load_codes, load_factor, one_hot, weight_of
+from disagg.kernels.piece_scores import (
+    add_sparse,
+    by_rows,
+    codes_of,
+    load_codes,
+    load_factor,
+    weight_of,
+)
 from disagg.kernels.quantized_tiles import as_scales, in_halves
 from disagg.kernels.tiles import P_BIAS, load_tile
 
@@ -24,13 +31,13 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
     o, z, y, e = (), (), (), ()
     for _ in tl.static_range(PLANES):
         o = o + (tl.zeros([W, C * X], tl.float32),)
-        if SIDE.sparse is not None:
-            e = e + (tl.zeros([W, C], tl.float32),)
     if SIDE.scale.by == "column":
         for _ in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
             z = z + (tl.zeros([16, C * X], tl.float32),)
     if SIDE.low_rank is not None:
         y = y + (tl.zeros([16, C], tl.float32),)
+    if SIDE.sparse is not None:
+        e = e + (tl.zeros([16, SIDE.rows // 16 * C], tl.float32),)
     return o, z, y, e
 
 
@@ -65,7 +72,6 @@ def add_values(block, p, decay, sums, FMT: tl.constexpr, X: tl.constexpr, SPELLI
     HALVES: tl.constexpr = SIDE.halves
     PLANES: tl.constexpr = SIDE.planes
     C: tl.constexpr = p.shape[1]
-    W_PAD: tl.constexpr = triton.next_power_of_2(SIDE.rows // SIDE.planes)
     o, z, y, e = sums
     wide = tl.reshape(tl.broadcast_to(decay[:, None], [C, X]), [C * X])[None, :]
     b_words = load_codes(block, SIDE)
@@ -83,13 +89,11 @@ def add_values(block, p, decay, sums, FMT: tl.constexpr, X: tl.constexpr, SPELLI
         b_a = tl.trans(load_factor(block, SIDE, FMT.tokens))
         y_new = (tl.dot(b_a, p.to(tl.float16), y[0] * decay[None, :]),)
     if SIDE.sparse is not None:
-        for f in tl.static_range(PLANES):
-            row = f * (SIDE.rows // SIDE.planes) + tl.arange(0, W_PAD)
-            b_e = e[f] * decay[None, :]
-            for j in tl.static_range(HALVES):
-                b_hot = one_hot(block, row, j, SIDE, SIDE.columns // SIDE.halves)
-                b_e = tl.dot(b_hot, halves[j], b_e)
-            e_new = e_new + (b_e,)
+        R: tl.constexpr = SIDE.rows // 16
+        b_e = tl.reshape(tl.broadcast_to(decay[None, :], [R, C]), [R * C])[None, :] * e[0]
+        for j in tl.static_range(HALVES):
+            b_e = add_sparse(block, halves[j], b_e, j, SIDE)
+        e_new = (b_e,)
     return o_new, z_new, y_new, e_new
 
 
@@ -167,7 +171,9 @@ def plane_values(
             b_z = tl.sum(tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0)
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
     if SIDE.sparse is not None:
-        b_o += e[f]
+        b_e = tl.reshape(by_rows(e[0], C), [SIDE.planes, W, C])
+        o_f = tl.arange(0, SIDE.planes)[:, None, None]
+        b_o += tl.sum(tl.where(o_f == f, b_e, 0.0), 0)
     if SIDE.low_rank is not None:
         RANK: tl.constexpr = SIDE.low_rank.rank
         o_r = tl.arange(0, 16)[None, :]
