@@ -96,6 +96,7 @@ class Metrics:
         self.exposed_seconds = histogram("kv_exposed_seconds", "Hand-off time nothing hid")
         self.transfer_failures = counter("kv_transfer_failures", "Failed hand-offs", "reason")
         self.expired = counter("kv_expired", "Reservations whose lease ran out")
+        self.damaged = counter("kv_damaged", "Cached units whose bytes were altered")
         self.decisions = counter("route_decisions", "Where requests were sent", "decision")
         self.engine = {
             name: Gauge(name, text, ["model_name", "role"], registry=self.registry)
@@ -120,9 +121,9 @@ class Metrics:
         for gauge, value in zip(self.engine.values(), values, strict=True):
             gauge.labels(self._model, self._role).set(value)
 
-    def add(self, counter: Counter, amount: float = 1, **labels: str) -> None:
-        """Count up one of the counters of this object."""
-        counter.labels(model_name=self._model, role=self._role, **labels).inc(amount)
+    def add(self, counter: Counter, amount: float = 1, role: str = "", **labels: str) -> None:
+        """Count up one of the counters of this object; `role` of another process, if it was it."""
+        counter.labels(model_name=self._model, role=role or self._role, **labels).inc(amount)
 
     def observe(self, histogram: Histogram, seconds: float, **labels: str) -> None:
         """Note a duration in one of the histograms of this object."""

@@ -96,7 +96,8 @@ def run_service(config: Config, as_json: bool) -> None:
             with announced(path, State(service.url, os.getpid(), service.secret)):
                 if as_json:
                     print_json({"url": service.url, "pid": os.getpid()})
-                print(f"serving at {service.url}", file=sys.stderr, flush=True)
+                for line in (*service.links, f"serving at {service.url}"):
+                    print(line, file=sys.stderr, flush=True)
                 service.stopped.wait()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -11,6 +11,7 @@ from prometheus_client import Gauge
 
 from disagg.errors import DisaggError, ModelError, RequestError
 from disagg.metrics import Metrics, RequestTimes
+from disagg.server.counts import WorkerCounts
 from disagg.server.limits import check_prompt
 from disagg.server.schema import CompletionRequest
 from disagg.transfer.work import WorkerStatus
@@ -66,6 +67,7 @@ class Completions:
         self.metrics = Metrics(served.name, "router")
         self._tokenizer = tokenizer
         self._clock = clock
+        self._worker_counts = WorkerCounts(self.metrics)
         self._gauges = Gauge(
             "disagg_worker",
             "What a worker holds, by the name of the thing",
@@ -140,6 +142,7 @@ class Completions:
         for worker in (await self.status())["workers"]:
             for name, value in worker.get("gauges", {}).items():
                 self._gauges.labels(worker["name"], worker["role"], name).set(value)
+            self._worker_counts.take(worker)
         return self.metrics.render()
 
     def _piece(self, text: TextStream, output: Output, times: list[float]) -> Piece:
@@ -159,9 +162,10 @@ class Completions:
         if not kv:
             return
         metrics.add(metrics.prompt_tokens, kv["tokens"])
-        for kind in ("fp16", "wire", "resident"):
-            amount = kv[f"{kind}_bytes"]
+        for kind in ("fp16", "wire", "cached", "resident"):
+            amount = kv.get(f"{kind}_bytes", 0)
             metrics.add(metrics.transfer_bytes, amount, kind=kind, codec=kv["codec"])
-        for phase in ("encode", "wire", "admit"):
-            metrics.observe(metrics.transfer_seconds, kv[f"{phase}_ms"] / 1e3, phase=phase)
+        for phase in ("encode", "queue", "wire", "verify", "admit"):
+            seconds = kv.get(f"{phase}_ms", 0.0) / 1e3
+            metrics.observe(metrics.transfer_seconds, seconds, phase=phase)
         metrics.observe(metrics.exposed_seconds, kv["exposed_ms"] / 1e3)

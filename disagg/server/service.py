@@ -42,6 +42,7 @@ class Service:
         self.secret = secrets.token_hex(16)
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
+        self.links: list[str] = []  # what the workers measured between them, in words
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
@@ -65,6 +66,7 @@ class Service:
             stack.callback(workers.close)
             for started in workers.start():
                 self._up(started)
+            self.links = workers.links
             workers.watch(self._up, self._down)
             self._stack = stack.pop_all()
         return self

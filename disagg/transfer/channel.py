@@ -75,11 +75,12 @@ def tune_malloc() -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """A channel to one peer and what every call on it carries."""
+    """A channel to one peer, what every call on it carries, and how its bytes travel."""
 
     address: str
     channel: grpc.aio.Channel
     metadata: tuple[tuple[str, str], ...] = ()
+    transport: str = "gRPC over TCP"
 
     async def close(self) -> None:
         """End every call on it."""
@@ -95,7 +96,8 @@ def connect(address: str, security: Security | None = None) -> Link:
     if not security.tls:
         return Link(address, grpc.aio.insecure_channel(address, CLIENT_OPTIONS), metadata)
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
-    return Link(address, grpc.aio.secure_channel(address, credentials, CLIENT_OPTIONS), metadata)
+    channel = grpc.aio.secure_channel(address, credentials, CLIENT_OPTIONS)
+    return Link(address, channel, metadata, "gRPC over TLS")
 
 
 async def start_server(

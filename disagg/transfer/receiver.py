@@ -23,6 +23,7 @@ from disagg.transfer import convert
 from disagg.transfer.intake import Intake
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
+from disagg.transfer.probe import absorb
 from disagg.transfer.service import parse, rpc_handlers
 from disagg.transfer.sharing import Damage
 from disagg.transfer.terms import Terms
@@ -41,8 +42,7 @@ class Receiver:
               prompt, whose records it has freed by then.
     on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must
               drop and free
-    on_damage: called with (rid, attempt, error) of a prompt that was dropped because its pages are
-              not what they were
+    on_damage: called with (rid, attempt, error) of a prompt dropped for its damaged pages
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Receiver:
             "Commit": self.commit,
             "Abort": self.abort_call,
             "Release": self.release,
+            "Probe": absorb,
         }
         return rpc_handlers(SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
 

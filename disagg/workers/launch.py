@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from disagg.config import Config
 from disagg.errors import DisaggError, PeerLostError, error_from
@@ -28,6 +28,7 @@ LOCAL = "local"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
+MEET_S = 10.0
 
 
 class Shell:
@@ -59,6 +60,10 @@ class Shell:
                 return error.reason, str(error)
         return self._started
 
+    def meet(self, addresses: list[str]) -> list[str]:
+        """Measure the links to decode workers; what each can do, in words."""
+        return self._worker.meet(addresses)
+
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
         """Returns when the worker has ended; dies with it otherwise."""
@@ -88,6 +93,7 @@ class Cluster:
         self._replaced = 0
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
+        self.links: list[str] = []  # what was measured at the start, in words
 
     def start(self) -> list[Started]:
         """All workers, loaded side by side. ModelError and others as the workers had them."""
@@ -95,7 +101,9 @@ class Cluster:
         names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
         names += [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
         loading = [(role, name, *self._load(role, name)) for role, name in names]
-        return [self._enter(name, handle, ref) for _, name, handle, ref in loading]
+        started = [self._enter(name, handle, ref) for _, name, handle, ref in loading]
+        self.links = self._introduce()
+        return started
 
     def watch(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
         """From now on tell of deaths, and start a new worker in place of a dead one."""
@@ -138,6 +146,19 @@ class Cluster:
             raise error_from(*started)
         self._watched[name] = Watched(started, handle, handle.watch.remote())
         return started
+
+    def _introduce(self) -> list[str]:
+        """Let prefill workers measure their links to decode workers: "prefill-0: link to ..."."""
+        there = self._watched.values()
+        decode = [x.started.address for x in there if x.started.role.decodes]
+        asked = {
+            x.started.name: x.handle.meet.remote(decode) for x in there if x.started.role.prefills
+        }
+        try:
+            found = ray.get(list(asked.values()), timeout=MEET_S)
+        except (RayActorError, GetTimeoutError):
+            return []  # who is dead or slow is found out by the hand-offs
+        return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
 
     def _replace(self, dead: Started) -> Started:
         self._replaced += 1

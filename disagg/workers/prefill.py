@@ -8,6 +8,7 @@ held until the hand-off is acknowledged or given up.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -66,6 +67,7 @@ class PrefillSide:
         self._pace = None
         if config.link_mbps is not None:
             self._pace = Pace(config.link_mbps * 1e6 / 8, config.burst_bytes)
+        self.failures: Counter[str] = Counter()  # hand-offs that ended in an error, by reason
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._computed: dict[str, asyncio.Future[Prefilled | Failed]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
@@ -116,9 +118,13 @@ class PrefillSide:
                     await asyncio.sleep(0)  # the next in line gets the slot
         except TimeoutError:
             late = DeadlineError(f"the hand-off took longer than {work.deadline_s:.0f} s")
-            self._say([TokenEvent(rid, attempt, 0, None, error=late)])
+            self._fail(rid, attempt, late)
         except DisaggError as error:
-            self._say([TokenEvent(rid, attempt, 0, None, error=error)])
+            self._fail(rid, attempt, error)
+
+    def _fail(self, rid: str, attempt: int, error: DisaggError) -> None:
+        self.failures[error.reason] += 1
+        self._say([TokenEvent(rid, attempt, 0, None, error=error)])
 
     async def _try(self, work: Submit) -> bool:
         """False if there was no room at the decode worker, for now."""

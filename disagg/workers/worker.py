@@ -20,7 +20,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, Load, StepOutput
 from disagg.errors import PeerLostError, RequestError, ReservationError
 from disagg.model.runner import Runner
-from disagg.transfer.channel import Link, Security, connect, start_server
+from disagg.transfer.channel import Security, start_server
 from disagg.transfer.control import worker_handler
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.terms import Terms
@@ -28,6 +28,7 @@ from disagg.transfer.work import Submit, TokenEvent, Work, WorkerStatus
 from disagg.workers.attendance import Attendance
 from disagg.workers.decode import DecodeSide
 from disagg.workers.events import Events
+from disagg.workers.links import Links
 from disagg.workers.members import Role, Started
 from disagg.workers.prefill import PrefillSide
 
@@ -50,8 +51,7 @@ class Worker:
         self.role = role
         self.name = name
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
-        self._host = host
-        self._security = security
+        self._host, self._security = host, security
         self._runner = runner or Runner.load(config.model.name, config.model.dtype)
         self.engine = Engine(self._runner, config.engine)
         self._started: Future[Started] = Future()
@@ -60,7 +60,7 @@ class Worker:
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
         self._failure: BaseException | None = None
-        self._load, self._links, self._draining = Load(), dict[str, Link](), False
+        self._load, self._links, self._draining = Load(), Links(security), False
 
     # -- from any thread
 
@@ -75,6 +75,10 @@ class Worker:
         """Take nothing new, finish what is here within the grace, then end."""
         grace_s = self.config.cluster.grace_s if grace_s is None else grace_s
         self._on_loop(self._begin_stop, grace_s)
+
+    def meet(self, addresses: list[str]) -> list[str]:
+        """Connect to decode workers and measure the links; what each can do, in words."""
+        return asyncio.run_coroutine_threadsafe(self._links.meet(addresses), self._loop).result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until it has ended (True). Raises what broke it, if something did."""
@@ -131,7 +135,10 @@ class Worker:
         }
         gauges |= {f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()}
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
-        return WorkerStatus(self.epoch, model, plan, gauges, {"pid": os.getpid()})
+        links, counts = self._links.as_info(), dict(self.receiver.ledger.counts)
+        failures = dict(self.receiver.failures + self.prefill.failures)
+        info = {"pid": os.getpid(), "links": links, "counts": counts, "failures": failures}
+        return WorkerStatus(self.epoch, model, plan, gauges, info)
 
     # -- threads
 
@@ -168,8 +175,7 @@ class Worker:
             self._attendance.close()
             await self._drain(grace_s)
             await server.stop(0)
-            for link in self._links.values():
-                await link.close()
+            await self._links.close()
         await asyncio.to_thread(self._threads[1].join)
 
     def _make_sides(self) -> None:
@@ -187,7 +193,7 @@ class Worker:
             pool.arena,
             self._runner.fingerprint,
             self.config.transfer,
-            self._link,
+            self._links.get,
             self._events.say,
         )
         self.decode = DecodeSide(
@@ -206,11 +212,6 @@ class Worker:
         )
         decode = self.decode
         self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
-
-    def _link(self, address: str) -> Link:
-        if address not in self._links:
-            self._links[address] = connect(address, self._security)
-        return self._links[address]
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions
+from disagg.transfer.work import WorkerStatus
 from disagg.workers.lifecycle import Action
 from tests.workers.fakes import Network, until
 
@@ -284,6 +285,33 @@ def test_health_follows_the_workers(
         completions.router.died("d")
         response = await client.get("/health")
         assert (response.status_code, response.json()) == (503, {"status": "starting"})
+
+    visit(app, completions, network, scene)
+
+
+def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        counted = {"counts": {"expired": 2, "damaged": 1}, "failures": {"peer_lost": 3}}
+        epoch = 1
+
+        async def status() -> WorkerStatus:
+            return WorkerStatus(epoch, "model", "plan", {}, counted)
+
+        network.workers["d"].status = status  # type: ignore[method-assign]
+        for _ in range(2):
+            text = (await client.get("/metrics")).text
+            for line in (
+                'disagg_kv_expired_total{model_name="tiny",role="decode"} 2.0',
+                'disagg_kv_damaged_total{model_name="tiny",role="decode"} 1.0',
+                'disagg_kv_transfer_failures_total{model_name="tiny",reason="peer_lost",'
+                'role="decode"} 3.0',
+            ):
+                assert line in text
+        counted, epoch = {"counts": {"expired": 1}}, 2
+        text = (await client.get("/metrics")).text
+        assert 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0' in text
 
     visit(app, completions, network, scene)
 

@@ -8,6 +8,7 @@ import pytest
 
 from disagg.errors import ConfigError, PeerLostError
 from disagg.transfer.channel import Security, tune_malloc
+from disagg.transfer.probe import measure
 from tests.transfer.prompts import Prompt, make_prompt
 from tests.transfer.wires import hand_over, open_house
 
@@ -70,6 +71,15 @@ def test_without_the_shared_token_every_call_is_refused(prompt, client):
 def test_tls_carries_the_plane(prompt, papers):
     server = Security(certificate=papers["peer"], key=papers["peer.key"])
     run(prompt, server, Security(ca=papers["ca"]))
+
+
+def test_a_link_says_how_its_bytes_travel(papers):
+    async def scene() -> None:
+        server = Security(certificate=papers["peer"], key=papers["peer.key"])
+        async with open_house(security=server, client=Security(ca=papers["ca"])) as house:
+            assert (await measure(house.link)).transport == "gRPC over TLS"
+
+    asyncio.run(scene())
 
 
 def test_mutual_tls_and_a_token_together(prompt, papers):

@@ -12,6 +12,7 @@ from disagg.transfer.messages import Ack, Admission, Nack, State
 from disagg.transfer.receiver import Receiver
 from disagg.wire import CommitFrame, Frame, RenewFrame, Ticket, pack
 from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
+from tests.transfer.wires import Clock, open_house
 
 
 class Booth:
@@ -38,6 +39,10 @@ class Booth:
     async def attach(self, ticket: Ticket) -> pb.AttachResponse:
         message = pb.AttachRequest(ticket=convert.ticket_to(ticket)).SerializeToString()
         return pb.AttachResponse.FromString(await self.receiver.attach(message))
+
+    async def commit_again(self, data: bytes) -> Ack | Nack:
+        answer = await self.receiver.commit(data)
+        return convert.answer_from(pb.CommitResponse.FromString(answer))
 
     async def push(self, messages: Iterable[bytes]) -> list[pb.PushResponse]:
         async def stream() -> AsyncIterator[bytes]:
@@ -194,6 +199,50 @@ def test_a_frame_of_another_version_is_refused_as_such(prompt):
         data[data.index(b"dgKV") + 4] += 1
         with pytest.raises(VersionError):
             await booth.push([bytes(data)])
+
+    asyncio.run(scene())
+
+
+def test_refusals_and_expired_leases_are_counted_by_name(prompt):
+    async def scene():
+        clock = Clock()
+        async with open_house(clock=clock) as house:
+            for change in ({"model": "b"}, {"plan": "b"}, {"epoch": EPOCH - 1}):
+                with pytest.raises(DisaggError):
+                    await house.sender(prompt, **change).reserve()
+            assert house.receiver.failures == {"layout": 2, "reservation": 1}
+            await house.sender(prompt).reserve()
+            clock.now += 11.0
+            house.receiver.tick()
+            assert house.receiver.ledger.counts["expired"] == 1
+            house.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+def test_a_replayed_stream_is_refused_by_name_and_lands_nowhere(prompt):
+    """Every frame of a finished hand-off again, when its pages belong to another prompt."""
+
+    async def scene():
+        booth, other = Booth(), make_prompt(300, seed=7)
+        ticket = await booth.reserve(prompt)
+        recorded = whole(prompt, ticket)
+        await booth.push(recorded)
+        for state in booth.admitted[0].groups:
+            booth.pool.release(list(state.ids()))
+        booth.receiver.finished("r", 0)
+        await booth.push(whole(other, await booth.reserve(other, rid="other")))
+        before = bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes))
+        for first in (ticket, Ticket(ticket.nonce, EPOCH, 2)):
+            for frame in recorded:
+                with pytest.raises(DisaggError):
+                    await booth.push([message(RenewFrame(first)), frame])
+                with pytest.raises(DisaggError):
+                    await booth.push([frame])
+        assert isinstance(await booth.commit_again(recorded[-1]), Ack)  # the same answer as before
+        assert len(booth.admitted) == 2
+        assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
+        assert other.equals(booth.pool.arena, booth.admitted[1].groups)
 
     asyncio.run(scene())
 

@@ -66,6 +66,11 @@ class KvTransferServiceStub(object):
                 request_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/disagg.v1.KvTransferService/Probe',
+                request_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer(object):
@@ -116,6 +121,13 @@ class KvTransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Measures the link: the bytes are counted and dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +160,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.FromString,
                     response_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.FromString,
+                    response_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +331,33 @@ class KvTransferService(object):
             '/disagg.v1.KvTransferService/Release',
             disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
             disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.KvTransferService/Probe',
+            disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
+            disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,
