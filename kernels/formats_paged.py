@@ -12,6 +12,9 @@ Offsets are bytes from the start of a block of the page, or of the segment where
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+from disagg.kernels.formats import QuantFormat
 
 
 @dataclass(frozen=True)
@@ -130,3 +133,18 @@ class PagedFormat:
     k: Side
     v: Side
     valid: int | None = None
+
+
+@lru_cache
+def as_paged(fmt: QuantFormat) -> PagedFormat:
+    """The same page, as pieces."""
+    k = Scale("column", fmt.k_group, fmt.k_scale, fmt.k_zero)
+    v = Scale("column", fmt.v_group, fmt.v_scale, fmt.v_zero)
+    return PagedFormat(
+        tokens=fmt.tokens,
+        head_dim=fmt.head_dim,
+        block_bytes=fmt.block_bytes,
+        segment_bytes=0,
+        k=Side(fmt.tokens, fmt.head_dim, fmt.bits, fmt.k_codes, k),
+        v=Side(fmt.head_dim, fmt.tokens, fmt.bits, fmt.v_codes, v),
+    )

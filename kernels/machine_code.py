@@ -23,11 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from disagg.kernels.bits import PLAIN, PTX
-from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats import RawFormat
 from disagg.kernels.formats_paged import PagedFormat
-from disagg.kernels.measured_formats import HEAD_DIM, PIECES, page_format, piece_format
+from disagg.kernels.measured_formats import HEAD_DIM, PIECES, piece_format
 from disagg.kernels.piece_attention import attend_pieces_kernel
-from disagg.kernels.quantized_attention import attend_quantized_kernel
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.shape import (
     AMD_COLUMNS,
@@ -35,7 +34,6 @@ from disagg.kernels.shape import (
     compile_options,
     piece_shape,
     pipeline_stages,
-    quantized_shape,
     raw_shape,
     tile_tokens,
 )
@@ -85,7 +83,7 @@ class Row:
 
 def measure(kernel: str, target: str) -> Row:
     """Compile one kernel for one target, in this process, and read the result."""
-    if kernel not in KERNELS and kernel.split("-")[0] not in PIECES:
+    if kernel not in KERNELS:
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     if target not in TARGETS:
         raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
@@ -117,16 +115,8 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         "span_lo_ptr": "*i32", "span_hi_ptr": "*i32", "o_ptr": "*fp32", "lse_ptr": "*fp32",
         "scale": "fp32", "base": "i32", "batch": "i32", "width": "i32",
     }  # fmt: skip
-    fmt: QuantFormat | RawFormat | PagedFormat
-    if kind == "quantized":
-        function = attend_quantized_kernel
-        fmt = page_format(int(form.removesuffix("bit")))
-        types["words_ptr"] = "*i16"
-        constants = {
-            "SHAPE": quantized_shape(queries, HEADS, fmt, columns),
-            "SPELLING": PTX if chip.backend == "cuda" else PLAIN,
-        }
-    elif kind in PIECES:
+    fmt: RawFormat | PagedFormat
+    if kind in PIECES:
         function = attend_pieces_kernel
         fmt = piece_format(kind, int(form.removesuffix("bit")))
         types |= {"words_ptr": "*i16", "segments_ptr": "*i32", "segment_base": "i32", "runs": "i32"}

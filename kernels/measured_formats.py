@@ -7,7 +7,7 @@ from disagg.kernels.formats_paged import LowRank, PagedFormat, Scale, Side, Spar
 
 HEAD_DIM = 128
 PIECES = {  # rank, sparse slots of K and V; as a page of 64 tokens has them
-    "columns": (0, 0, 0),
+    "quantized": (0, 0, 0),
     "lowrank": (4, 0, 0),
     "sparse": (4, 1, 2),
     "rows": (0, 0, 0),

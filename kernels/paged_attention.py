@@ -1,7 +1,7 @@
 """Decode attention over page tables on a GPU: the Triton form of reference.attend_* and merge.
 
 Two launches: one program per unit of work, KV head and block of query columns writes a partial
-result (quantized_attention.py, raw_attention.py); one program per row of the answer merges them
+result (raw_attention.py, piece_attention.py); one program per row of the answer merges them
 (reduce.py). Shapes of launches and buffers follow from shapes of tensors alone and nothing is read
 back, so a CUDA graph of them serves any lengths.
 """
@@ -12,27 +12,29 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import QuantFormat, RawFormat
-from disagg.kernels.quantized_attention import attend_quantized_kernel
+from disagg.kernels.formats_paged import as_paged
+from disagg.kernels.launch import (
+    NVIDIA,
+    REDUCE_COLUMNS,
+    REDUCE_UNITS,
+    TENSOR_COLUMNS,
+    count_processors,
+)
+from disagg.kernels.paged_pieces import attend_paged
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.reduce import merge_kernel, reduce_units_kernel
 from disagg.kernels.reference import Partial
 from disagg.kernels.selftest import spelling_for
 from disagg.kernels.shape import (
-    AMD_COLUMNS,
-    NVIDIA_COLUMNS,
     Shape,
     compile_options,
     pipeline_stages,
     programs_per_processor,
-    quantized_shape,
     raw_shape,
     tile_tokens,
 )
 from disagg.kernels.units import MIN_TILES
 
-REDUCE_UNITS, REDUCE_COLUMNS = 16, 64
-NVIDIA = torch.version.hip is None
-TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 PRECISION = "tf32x3" if NVIDIA else "ieee"
 OPERANDS = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
@@ -79,10 +81,9 @@ def attend_quantized(
     spelling: how codes are read, of bits.py; None: as the chip takes them
     error: about 5e-4 relative (q times scale-of-K and p times scale-of-V are rounded to fp16)
     """
-    shape = quantized_shape((q.shape[0], q.shape[1], q.shape[2]), heads, fmt, TENSOR_COLUMNS)
-    return run_units(
-        attend_quantized_kernel, q, arena.view(torch.int16), pages, lo, hi, fmt, base, heads, scale,
-        shape, SPELLING=spelling or spelling_for(q.device),
+    return attend_paged(
+        q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale,
+        spelling=spelling or spelling_for(q.device),
     )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def run_units(
     pages: Tensor,
     lo: Tensor,
     hi: Tensor,
-    fmt: RawFormat | QuantFormat,
+    fmt: RawFormat,
     base: int,
     heads: int,
     scale: float,
@@ -139,10 +140,3 @@ def run_units(
         head_dim, tile, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
     )  # fmt: skip
     return o, lse
-
-
-def count_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; one in the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

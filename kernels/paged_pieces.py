@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from disagg.kernels.formats_paged import PagedFormat, Side
-from disagg.kernels.paged_attention import (
+from disagg.kernels.launch import (
     NVIDIA,
     REDUCE_COLUMNS,
     REDUCE_UNITS,
@@ -44,16 +44,18 @@ def attend_paged(
     segments: Tensor | None = None,
     owner: Tensor | None = None,
     segment_base: int = 0,
+    spelling: str | None = None,
 ) -> Partial:
     """Attention over pages of one layout. Shapes as in reference_paged.attend_paged.
 
+    spelling: how codes are read, of bits.py; None: as the chip takes them
     error: about 5e-4 relative (q and p, with scales folded in, are rounded to fp16)
     """
     for x in (q, pages, lo, hi, *(() if segments is None else (segments,))):
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
             raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
     batch, queries, query_heads, head_dim = q.shape
-    spans = (lo.amin(1), hi.amax(1))
+    spans = (lo.view(-1), hi.view(-1)) if queries == 1 else (lo.amin(1), hi.amax(1))
     runs = 1
     if segments is not None and owner is not None:
         spans, runs = run_spans(*spans, owner, segments.shape[1], fmt.tokens), segments.shape[1]
@@ -68,7 +70,7 @@ def attend_paged(
     attend_pieces_kernel[(heads, blocks, slots)](
         q, arena.view(torch.int16), pages, lo, hi, *spans, pages if segments is None else segments,
         part_o, part_lse, scale, base, segment_base, count, runs, pages.shape[1],
-        fmt, shape, SPELLING=spelling_for(q.device), STAGES=pipeline_stages(fmt, NVIDIA),
+        fmt, shape, spelling or spelling_for(q.device), pipeline_stages(fmt, NVIDIA),
         **compile_options(fmt, NVIDIA),
     )  # fmt: skip
     o = torch.empty_like(q)

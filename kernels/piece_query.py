@@ -7,8 +7,7 @@ the loop: its rotation, its scales, its low-rank basis. formats_paged.py names t
 import triton
 import triton.language as tl
 
-from disagg.kernels.quantized_tiles import as_scales
-from disagg.kernels.tiles import load_tile
+from disagg.kernels.tiles import as_scales, load_tile
 
 
 @triton.jit

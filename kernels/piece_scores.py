@@ -5,8 +5,7 @@ import triton.language as tl
 
 from disagg.kernels.bits import field, weight
 from disagg.kernels.piece_query import fold_scale, in_group
-from disagg.kernels.quantized_tiles import as_scales, first_of
-from disagg.kernels.tiles import below, load_tile
+from disagg.kernels.tiles import as_scales, below, first_of, load_tile
 
 
 @triton.jit

@@ -19,8 +19,7 @@ from disagg.kernels.piece_scores import (
     load_factor,
     weight_of,
 )
-from disagg.kernels.quantized_tiles import as_scales, in_halves
-from disagg.kernels.tiles import P_BIAS, load_tile
+from disagg.kernels.tiles import P_BIAS, as_scales, in_halves, load_tile
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats import RawFormat
 from disagg.kernels.formats_paged import PagedFormat
 
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
@@ -10,7 +10,7 @@ AMD_COLUMNS = 16
 NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
 
-AnyFormat = RawFormat | QuantFormat | PagedFormat
+AnyFormat = RawFormat | PagedFormat
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,14 @@ def raw_shape(queries: tuple[int, int, int], heads: int, tensor_columns: int) ->
     return _shape(queries, heads, tensor_columns, 1, 1)
 
 
-def quantized_shape(
-    queries: tuple[int, int, int], heads: int, fmt: QuantFormat, tensor_columns: int
+def piece_shape(
+    queries: tuple[int, int, int], heads: int, fmt: PagedFormat, tensor_columns: int, runs: int
 ) -> Shape:
-    """The shape for (B, M, Hq) queries over codes.
+    """The shape for (B, M, Hq) queries over pages made of pieces, of so many runs in all.
 
     Where half the columns of the tensor core are enough, each query takes two: both are the same
     for K, so that no thread holds a score twice, and they carry two groups of channels of V.
     """
-    _, m, query_heads = queries
-    if m * query_heads // heads > tensor_columns // 2:
-        return _shape(queries, heads, tensor_columns, 1, 1)
-    whole_planes = fmt.v_group % (fmt.head_dim // 4) == 0
-    pairs = whole_planes and fmt.head_dim // fmt.v_group % 2 == 0
-    return _shape(queries, heads, tensor_columns // 2, 2, 2 if pairs else 1)
-
-
-def piece_shape(
-    queries: tuple[int, int, int], heads: int, fmt: PagedFormat, tensor_columns: int, runs: int
-) -> Shape:
-    """The shape for (B, M, Hq) queries over pages made of pieces, of so many runs in all."""
     _, m, query_heads = queries
     groups = fmt.head_dim // fmt.v.scale.group if fmt.v.scale.by == "column" else 1
     pairs = groups % 2 == 0 and fmt.v.planes % groups == 0

@@ -102,3 +102,27 @@ def below(s0, s1):
 def upper_lower(x):
     """[2R, C] -> its upper and its lower [R, C]. Registers are renamed, nothing moves."""
     return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+
+
+@triton.jit
+def as_scales(block, OFFSET: tl.constexpr):
+    """The fp16 items at a byte offset of a block."""
+    return (block + OFFSET // 2).to(tl.pointer_type(tl.float16), bitcast=True)
+
+
+@triton.jit
+def first_of(s, COPIES: tl.constexpr):
+    """[rows, C * COPIES] -> [rows, C]: the first of every COPIES equal columns."""
+    if COPIES == 2:
+        return tl.split(tl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))[0]
+    else:
+        return s
+
+
+@triton.jit
+def in_halves(x, HALVES: tl.constexpr):
+    """[rows, C] cut into its halves: a tuple of one or two tiles."""
+    if HALVES == 2:
+        return upper_lower(x)
+    else:
+        return (x,)

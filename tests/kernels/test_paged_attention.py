@@ -53,11 +53,12 @@ def check(case: Case, fmt, heads: int, tolerance: float = 1e-3) -> None:
 )
 def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group):
     fmt = quant_format(bits, head_dim, k_group, v_group)
-    check(quant_case(fmt, [200, 1, 64], heads=2, width=4), fmt, heads=2)
+    check(quant_case(fmt, [150, 1], heads=2, width=4), fmt, heads=2)
 
 
-@pytest.mark.parametrize("width", [1, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("bits", "width"), [(2, 1), (4, 3), (2, 4), (4, 5), (2, 7), (4, 8), (2, 16), (4, 16)]
+)
 def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
     fmt = quant_format(bits, 64, 64, 32)
     check(quant_case(fmt, [70, 63], heads=1, width=width), fmt, heads=1)
@@ -66,9 +67,9 @@ def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
 @pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
 def test_several_queries_of_a_sequence_see_different_tokens(fmt):
     make = raw_case if hasattr(fmt, "dtype") else quant_case
-    case = make(fmt, [257, 63, 3], heads=2, width=3, m=3)
-    check(case, fmt, heads=2)
-    check(replace(case, lo=torch.maximum(case.hi - 70, case.lo)), fmt, heads=2)
+    case = make(fmt, [150, 63, 3], heads=1, width=3, m=3)
+    check(case, fmt, heads=1)
+    check(replace(case, lo=torch.maximum(case.hi - 70, case.lo)), fmt, heads=1)
 
 
 @pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float16", 64)])
@@ -84,12 +85,12 @@ def test_a_window_hides_tokens_on_both_sides(fmt):
 def test_raw_pages_are_attended_in_their_own_dtype(dtype, head_dim):
     fmt = raw_format(dtype, head_dim)
     tolerance = 1e-5 if dtype == "float32" else 1e-3
-    check(raw_case(fmt, [100, 1, 150, 0], heads=2, width=7), fmt, heads=2, tolerance=tolerance)
+    check(raw_case(fmt, [1, 150, 0], heads=2, width=7), fmt, heads=2, tolerance=tolerance)
 
 
 def test_long_and_short_sequences_share_the_units_of_work():
     fmt = quant_format(2, 64, 64, 64)
-    lengths = [1300, 5, 64, 500, 0]
+    lengths = [700, 5, 64, 300, 0]
     check(quant_case(fmt, lengths, heads=1, width=4), fmt, heads=1)
 
 
