@@ -17,7 +17,7 @@ from disagg.transfer.channel import connect
 from disagg.transfer.pace import Pace
 from disagg.transfer.sender import Sender
 from tests.transfer.prompts import Prompt, make_prompt
-from tests.transfer.wires import QUICK, hand_over, open_house, until
+from tests.transfer.wires import QUICK, Proxy, hand_over, open_house, until
 
 TOKENS = 1500
 POINTS = 20  # moments of a hand-off at which somebody is killed
@@ -127,6 +127,51 @@ def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(pro
         scene = push_until(prompt, address, 5, freeze, silence_s=10.0)
         receipt = asyncio.run(asyncio.wait_for(scene, 30.0))
         assert receipt.streams == 2
+
+
+def test_a_frozen_sender_holds_nothing_for_longer_than_its_lease_and_ends_its_hand_off_later(
+    prompt,
+):
+    """While it is frozen its pages are freed; what it sends when it thaws gets new ones."""
+
+    async def scene() -> None:
+        async with open_house(lease_s=0.4) as house:
+            with process(send, house.address, "r") as (child, answer):
+                assert await asyncio.to_thread(answer.recv) == "r"
+                handoff = house.receiver.ledger._book.live["r"]
+                await until(lambda: len(handoff.marks) > 5)
+                os.kill(child.pid, signal.SIGSTOP)
+                await until(lambda: not house.receiver.gauges()["reservations"], 15.0)
+                house.assert_nothing_held()
+                os.kill(child.pid, signal.SIGCONT)
+                await until(lambda: bool(house.admitted), 30.0)
+            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+            assert house.receiver.ledger.counts["expired"] == 1
+            house.free()
+            house.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
+    async def scene() -> None:
+        async with open_house() as house, Proxy(house.address) as proxy:
+            link = connect(proxy.address)
+            options = replace(SLOW, silence_s=10.0, pace=Pace(60_000.0, burst_bytes=1000))
+            sender = Sender(link, prompt.request(), prompt.plan, prompt.read, options)
+            await sender.reserve()
+            running = asyncio.create_task(hand_over(sender, prompt))
+            await until(lambda: sender._sending.frames >= 5)
+            await proxy.close_for(0.5)
+            receipt = await asyncio.wait_for(running, 20.0)
+            await link.close()
+            assert receipt.streams >= 2
+            assert receipt.payload_bytes < 1.5 * prompt.checklist.total_bytes
+            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+            house.free()
+            house.assert_nothing_held()
+
+    asyncio.run(scene())
 
 
 def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt):

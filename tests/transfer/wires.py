@@ -131,6 +131,16 @@ class Proxy:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
+    async def close_for(self, seconds: float) -> None:
+        """Cut everything, and let nobody in for a while: a link that is down."""
+        self._server.close()
+        await self._server.wait_closed()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.sleep(seconds)
+        host, port = self.address.split(":")
+        self._server = await asyncio.start_server(self._serve, host, int(port))
+
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         for task in self._tasks:
