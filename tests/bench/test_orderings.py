@@ -3,6 +3,7 @@
 Where an ordering does not hold here, a test says so and why.
 """
 
+import json
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,9 @@ from disagg.kernels.formats_paged import Scale, Side
 from disagg.kernels.reference_aligned import FEWER_AT, exponents, k_drops, v_drops
 from disagg.kernels.reference_quantize import expand, quantize_side
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "LICENSE"
+RECORD = ROOT / "benchmarks/results/orderings.json"
 BACKBONES = {2: "kivi", 4: "kcvt"}
 SINK, CONTENT = 1.0, 0.5
 
@@ -109,6 +112,38 @@ def test_decoquant_gains_nothing_on_v_whose_channels_are_alike() -> None:
     plain = relative_error(round_to_nearest(source.v), source.v)
     (turned,) = errors(source, "decoquant:block=16")
     assert turned.v == pytest.approx(plain, rel=0.1)
+
+
+def test_the_orderings_hold_in_the_record_of_a_14b_model() -> None:
+    """Its tensors, layer 0 only, came without a licence to pass on; their figures are kept.
+
+    There is no attention output to compare: the tensors have no queries.
+    """
+    record = json.loads(RECORD.read_text())["qwen2.5-14b-instruct_layer0_real, layer 0"]
+    found = {row["spec"]: row for row in record}
+    for side in "kv":
+        for better_first in (
+            (
+                "gear:bits=2,backbone=kivi,group=64",
+                "gear-l:bits=2,backbone=kivi,group=64",
+                "kivi:bits=2,group=64,residual=0",
+            ),
+            ("gear:bits=4,backbone=kcvt", "gear-l:bits=4,backbone=kcvt", "kcvt:bits=4"),
+            ("ott:outliers=1,aux=0,residual=0", "ott:outliers=0,aux=0,residual=0"),
+        ):
+            values = [found[spec][side] for spec in better_first]
+            assert values == sorted(set(values))
+    channel, token = "kivi:bits=2,group=32,residual=0", "pertoken:bits=2,group=32"
+    assert found[channel]["k"] < 0.2 * found[token]["k"]
+    large, small, plain = (
+        found[spec]["k"]
+        for spec in (
+            "decoquant:bits=4,block=64",
+            "decoquant:bits=4,block=16",
+            "pertoken:bits=4,group=64",
+        )
+    )
+    assert large < small < plain
 
 
 def shares(approximate: Tensor, exact: Tensor) -> list[float]:
