@@ -1,6 +1,6 @@
 """Does the whole path give, token for token, what transformers gives? With exact KV it must.
 
-    python -m disagg.bench.exactness --json
+    python -m disagg.bench.exactness --json --out benchmarks/results/exactness.json
 
 Greedy continuations of prompts of 5 to 1500 tokens, one by one and all in one ragged batch, under
 the `raw` codec in the model's dtype, against unbatched `generate` of transformers in fp32.
@@ -13,11 +13,12 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from disagg.bench.provenance import result_of
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
@@ -139,11 +140,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--out", type=Path, help="write the JSON object here too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
+    record = result_of("disagg.bench.exactness", [result], "greedy, fp32, against generate")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(record))
         return
     print(f"{result.model}, {result.codec}, prompts of {result.lengths} tokens")
     for name, part in (("one by one", result.one_by_one), ("one ragged batch", result.ragged)):

@@ -11,16 +11,22 @@ from disagg.cli.output import print_json, print_table
 Heads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of the prompt.")]
+Specs = Annotated[list[str] | None, typer.Argument(help="Specs; every codec's default if none.")]
 Spec = Annotated[str, typer.Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
 
 
 def codecs(
-    heads: Heads = 8, head_dim: HeadDim = 128, tokens: Tokens = 2048, as_json: options.Json = False
+    specs: Specs = None,
+    heads: Heads = 8,
+    head_dim: HeadDim = 128,
+    tokens: Tokens = 2048,
+    as_json: options.Json = False,
 ) -> None:
     """Every codec: its options, its page, and its size beside fp16 (tail included)."""
-    from disagg.codecs.describe import describe_all
+    from disagg.codecs.describe import describe, describe_all
 
-    rows = describe_all(heads, head_dim, tokens)
+    rows = [describe(spec, heads, head_dim, tokens) for spec in specs or []]
+    rows = rows or list(describe_all(heads, head_dim, tokens))
     if as_json:
         print_json([asdict(row) for row in rows])
         return

@@ -26,6 +26,13 @@ def test_codecs_lists_every_codec_with_its_size(capsys: pytest.CaptureFixture[st
     assert "kivi:bits=2" in capsys.readouterr().out
 
 
+def test_codecs_may_be_asked_for_by_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--head-dim", "128", "--tokens", "8192"]
+    rows = look(capsys, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
+    assert isinstance(rows, list)
+    assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
+
+
 def test_the_planes_of_a_page_lie_one_behind_the_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
