@@ -32,7 +32,8 @@ class Encoder(Source):
         self._layer: tuple[Tensor, Tensor] | None = None
 
     async def generate(self, heads: int, tokens: int, head_dim: int, threads: int) -> None:
-        """Make up K and V of one layer, fp16; forget the prompts of before."""
+        """Make up K and V of one layer, fp16; forget the prompts and links of before."""
+        await self._stack.aclose()
         torch.set_num_threads(threads)
         k, v = await asyncio.to_thread(realistic, heads, tokens, head_dim)
         self._layer = k.half(), v.half()

@@ -17,7 +17,7 @@ from disagg.bench.stream import push_stream
 from disagg.plan import GroupState, Plan, allocate_group
 from disagg.pool import Arena, HostArena, Pool
 from disagg.transfer.channel import Link, Security, connect, tune_malloc
-from disagg.transfer.items import ArenaSource, Checklist
+from disagg.transfer.items import KIND_ORDER, ArenaSource, Checklist
 from disagg.transfer.messages import Request
 from disagg.transfer.pace import Pace
 from disagg.transfer.sender import Sender
@@ -86,10 +86,11 @@ class Source:
         self._prompts[spec] = prompt
 
     async def send(self, link: str, spec: str, pace: Pace | None, frame_bytes: int) -> Sent:
-        """Send a prompt whose bytes are there."""
+        """Send a prompt whose bytes are there: kind by kind, since then frames are full."""
 
         async def offer_all(prompt: Prompt, sender: Sender) -> None:
-            sender.offer(Checklist(prompt.plan, prompt.tokens).items)
+            items = Checklist(prompt.plan, prompt.tokens).items
+            sender.offer(sorted(items, key=lambda item: (KIND_ORDER.index(item.kind), item.group)))
 
         return await self._send(link, self._prompts[spec], pace, frame_bytes, offer_all)
 

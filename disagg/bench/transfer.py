@@ -36,7 +36,7 @@ LINKS_GBPS = (0.1, 1.0, 10.0)
 LOOPBACK = "127.0.0.1"
 LEAST_FRAME, MOST_FRAME = 64 << 10, 2 << 20
 FRAME_S = 0.01  # of the link, that one frame takes
-LONG_S = 8.0  # a cell that takes longer on its link is measured once
+LONG_S = 4.0  # a cell that takes longer on its link is measured once
 NOTES = "seconds until the decode worker has the prompt; no model is computed; medians of `rounds`"
 
 
