@@ -57,7 +57,7 @@ def codec_of(group: LayerGroup) -> Codec:
 def _codec_of_layer(spec: str, num_layers: int) -> list[Codec]:
     if not spec.strip():
         raise ConfigError("the codec spec is empty; write one such as kivi:bits=2,group=64")
-    if not spec.strip()[0].isdigit():
+    if not spec.strip()[0].isdigit():  # of any script: such a spec names layers, if wrongly
         return [get_codec(spec)] * num_layers
     found: dict[int, Codec] = {}
     for part in filter(None, (x.strip() for x in spec.split(";"))):
@@ -77,8 +77,8 @@ def _layers(text: str, num_layers: int, spec: str) -> list[int]:
     found: list[int] = []
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
-        end = (int(last) if last.isdigit() else num_layers - 1) if dash else first
-        if not first.isdigit() or (dash and last and not last.isdigit()):
+        end = (int(last) if _is_number(last) else num_layers - 1) if dash else first
+        if not _is_number(first) or (dash and last and not _is_number(last)):
             raise ConfigError(f"{item!r} in {spec!r} is no layer or range; write 0, 0-3 or 4-")
         if not int(first) <= int(end) < num_layers:
             raise ConfigError(
@@ -86,3 +86,7 @@ def _layers(text: str, num_layers: int, spec: str) -> list[int]:
             )
         found.extend(range(int(first), int(end) + 1))
     return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

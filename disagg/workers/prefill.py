@@ -29,6 +29,7 @@ from disagg.transfer.sending import Options, Receipt
 from disagg.transfer.units import content_keys
 from disagg.transfer.work import Submit, TokenEvent
 from disagg.wire import PlainValue
+from disagg.workers.mishaps import as_error
 from disagg.workers.offering import Offering, handoff_stats
 
 AT_ONCE = 2  # prompts in the engine: one computes, one is ready behind it
@@ -119,8 +120,8 @@ class PrefillSide:
         except TimeoutError:
             late = DeadlineError(f"the hand-off took longer than {work.deadline_s:.0f} s")
             self._fail(rid, attempt, late)
-        except DisaggError as error:
-            self._fail(rid, attempt, error)
+        except Exception as failure:
+            self._fail(rid, attempt, as_error(failure, f"attempt {attempt} of {rid}"))
 
     def _fail(self, rid: str, attempt: int, error: DisaggError) -> None:
         self.failures[error.reason] += 1

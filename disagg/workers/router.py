@@ -30,6 +30,7 @@ from disagg.workers.lifecycle import (
 )
 from disagg.workers.listener import Listener
 from disagg.workers.members import Peer
+from disagg.workers.mishaps import as_error
 
 TICK_S = 0.05
 RECEIPT_S = 1.0  # how long a finished request waits for the receipt of its hand-off
@@ -213,7 +214,8 @@ class Router:
         )
         try:
             await prefill.client.submit(submit)
-        except DisaggError as error:
+        except Exception as failure:
+            error = as_error(failure, f"starting attempt {start.attempt} of {work.rid}")
             self._act(self.dispatch.refused(work.rid, start.attempt, error, self._clock()))
         finally:
             if self._starts.get(work.rid) is asyncio.current_task():

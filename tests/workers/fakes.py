@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from disagg.errors import DisaggError, PeerLostError, ReservationError
+from disagg.errors import PeerLostError, ReservationError
 from disagg.transfer.work import Submit, TokenEvent, WorkerStatus
 from disagg.workers.events import Events
 from disagg.workers.members import Peer, Role, Started
@@ -46,7 +46,7 @@ class FakeWorker:
         self.submitted: list[Submit] = []
         self.fenced: list[int] = []
         self.aborted: list[tuple[str, int]] = []
-        self.refuses: DisaggError | None = None
+        self.refuses: Exception | None = None
         self.broken = self.deaf = False
         self.pause_at = 10**9
         self.paused, self.go = asyncio.Event(), asyncio.Event()

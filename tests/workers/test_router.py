@@ -182,6 +182,18 @@ def test_what_a_worker_refuses_for_good_reaches_the_client(error: DisaggError) -
     play(scene)
 
 
+def test_what_nobody_foresaw_ends_the_request_at_once() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        prefill.refuses = UnicodeError("a codec of half a character")
+        join(router, prefill, decode)
+        with pytest.raises(DisaggError, match="UnicodeError: a codec of half a character"):
+            await collect(ask(router))
+        assert router.running == 0
+
+    play(scene, deadline_s=1e6)
+
+
 def test_a_request_without_workers_ends_at_its_deadline() -> None:
     async def scene(router: Router, network: Network) -> None:
         with pytest.raises(DeadlineError, match="queued"):

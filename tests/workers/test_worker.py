@@ -24,7 +24,6 @@ from disagg.errors import (
     PromptTooLongError,
     RequestError,
     ReservationError,
-    UnknownNameError,
 )
 from disagg.llm import LLM
 from disagg.model.runner import Runner
@@ -293,8 +292,14 @@ def test_a_worker_that_dies_costs_no_token(
 
 @pytest.mark.parametrize(
     ("codec", "error"),
-    [("kivy", UnknownNameError), ("kivi:bits=3", ConfigError), ("0:raw", ConfigError)],
-    ids=["name", "value", "plan"],
+    [
+        ("kivy", ConfigError),
+        ("kivi:bits=3", ConfigError),
+        ("0:raw", ConfigError),
+        ("²-:raw", ConfigError),
+        ("\ud800", DisaggError),
+    ],
+    ids=["name", "value", "plan", "digit", "half-a-character"],
 )
 def test_a_codec_that_cannot_be_is_refused_by_name(
     codec: str, error: type[DisaggError], runners: list[Runner], story: Prompt
@@ -302,11 +307,29 @@ def test_a_codec_that_cannot_be_is_refused_by_name(
     async def scene() -> None:
         async with house() as home:
             pair(home, runners)
-            with pytest.raises(ConfigError):
+            with pytest.raises(error):
                 await home.complete(story, codec)
             await home.empty()
 
     asyncio.run(scene())
+
+
+def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
+    runners: list[Runner], story: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plan(spec: str) -> None:
+        raise ValueError(f"nobody foresaw {spec}")
+
+    async def scene() -> None:
+        async with house(deadline_s=1e6) as home:
+            pair(home, runners)
+            home.workers["p"].engine.plan = plan  # type: ignore[assignment]
+            with pytest.raises(DisaggError, match="ValueError: nobody foresaw raw"):
+                await home.complete(story, "raw")
+            assert home.workers["p"].prefill.failures["internal"] >= 1
+
+    asyncio.run(scene())
+    assert any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize(
