@@ -61,7 +61,10 @@ class Book:
         return found
 
     def check(self, request: Request) -> None:
-        """ReservationError for an attempt that was admitted, aborted or superseded."""
+        """ReservationError for an attempt that was admitted, aborted or superseded;
+        PromptTooLongError for what an empty pool could not hold.
+        """
+        self.library.check(self.terms.plan_for(request), request.tokens)
         running = self.running.get(request.rid)
         if running and running.request.attempt >= request.attempt:
             raise ReservationError(f"{running.name} is admitted already")

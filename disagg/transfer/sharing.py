@@ -9,10 +9,12 @@ Only what was committed is kept. A `KeepingPool` does the keeping; with any othe
 hand-off has all its records to itself.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.errors import CorruptFrameError, DisaggError
+from disagg.errors import CorruptFrameError, DisaggError, PromptTooLongError
+from disagg.page import Kind
 from disagg.plan import Allocator, GroupState, Plan, RecordShape, allocate_group
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import ids_by_kind
@@ -66,6 +68,27 @@ class Library:
         self._allocator = allocator
         self._pool = allocator if isinstance(allocator, KeepingPool) else None
         self._to_scrub: list[bytes] = []
+
+    def check(self, plan: Plan, tokens: int) -> None:
+        """PromptTooLongError for a prompt whose records do not fit an empty pool.
+
+        Slabs count, as a slab holds records of one shape; what others hold now does not.
+        """
+        if self._pool is None:
+            return
+        size, counts = self._pool.slab_bytes, Counter[RecordShape]()
+        for group in plan.groups:
+            inventory = group.inventory(tokens)
+            for kind in filter(inventory.count, Kind):
+                counts[group.record(group.layout(kind))] += inventory.count(kind)
+        fits = all(shape.nbytes <= size for shape in counts) and self._pool.num_slabs >= sum(
+            -(-count // (size // shape.nbytes)) for shape, count in counts.items()
+        )
+        if not fits:
+            raise PromptTooLongError(
+                f"a prompt of {tokens} tokens is {sum(counts.values())} records; "
+                f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
+            )
 
     def hold(self, plan: Plan, request: Request) -> tuple[list[GroupState], Shares]:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken."""

@@ -18,7 +18,15 @@ from disagg.page import Kind
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Grant, Nack, Settled, State
 from disagg.wire import CommitFrame, Item, PageFrame, Ticket
-from tests.transfer.prompts import EPOCH, OTHER_PLAN, Prompt, make_pool, make_prompt, make_terms
+from tests.transfer.prompts import (
+    EPOCH,
+    OTHER_PLAN,
+    Prompt,
+    make_pool,
+    make_prompt,
+    make_related,
+    make_terms,
+)
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
@@ -134,6 +142,43 @@ def test_without_room_and_patience_a_request_is_refused_at_once(prompt):
     desk.reserve(prompt)
     with pytest.raises(CapacityError):
         desk.reserve(prompt, rid="second")
+
+
+def test_what_an_empty_pool_cannot_hold_is_never_waited_for(prompt):
+    """Slabs have ends that no record fits into: fewer bytes than the pool has can be too many."""
+    wasted = []
+    for tokens in range(1, 6000, 37):
+        desk = Desk(SMALL)
+        waiter = None
+        try:
+            waiter = desk.ledger.reserve(prompt.request(tokens=tokens, wait_s=9.0), 0.0)
+        except PromptTooLongError:
+            if prompt.plan.nbytes(tokens) <= SMALL:
+                wasted.append(tokens)
+        assert waiter is None or waiter.grant
+    assert wasted
+
+
+def test_who_fits_an_empty_pool_waits_for_a_full_one():
+    desk, large = Desk(SMALL), make_prompt(600)
+    first = desk.reserve(large)
+    waiter = desk.ledger.reserve(large.request("second", wait_s=9.0), 0.0)
+    assert not waiter.settled
+    desk.ledger.release(Ticket(first.nonce, EPOCH, 0), 1.0)
+    assert waiter.grant
+
+
+def test_cached_pages_make_room_for_a_prompt_as_large_as_the_pool():
+    desk, shared = Desk(SMALL), make_related(300, 1, 256)
+    ticket = desk.attach(desk.reserve(shared))
+    desk.push(shared, ticket)
+    desk.ledger.commit(CommitFrame(ticket, shared.commit()), 0.0)
+    (admission,) = desk.admitted()
+    for state in admission.groups:
+        desk.pool.release(list(state.ids()))
+    desk.ledger.finished("r", 0)
+    assert desk.pool.cached_pages
+    desk.reserve(make_prompt(600), rid="large", now=1.0)
 
 
 def test_room_is_given_in_the_order_of_asking():
