@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-PACKAGES = ("torch", "grpcio", "xxhash", "numpy")
+PACKAGES = ("torch", "triton", "grpcio", "xxhash", "numpy")
 
 
 def result_of(module: str, rows: Iterable[Any], notes: str) -> dict[str, Any]:
