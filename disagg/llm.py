@@ -142,8 +142,8 @@ class _Work:
     finish_reason: str = ""
 
     def take(self, token: Token) -> None:
-        assert token.index == len(self.tokens)
-        self.tokens.append(token.token)
+        assert len(self.tokens) - 1 <= token.index <= len(self.tokens)
+        self.tokens[token.index :] = [token.token]  # the last one may come once more
         self.finish_reason = token.finish_reason or ""
 
     def completion(self, tokenizer: Tokenizer) -> Completion:

@@ -36,6 +36,15 @@ def assert_empty(llm: LLM) -> None:
     assert not any(llm._ledger.gauges().values())
 
 
+def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path: str) -> None:
+    small = LLM(path, "raw", config=EngineConfig(arena_bytes=1 << 20))
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    (completion,) = small.generate([random_prompt(200)], params)
+    assert completion.finish_reason == "length"
+    assert 10 < len(completion.tokens) < 300
+    assert_empty(small)
+
+
 def test_exact_kv_gives_the_tokens_that_transformers_gives(llm: LLM, path: str) -> None:
     prompts = [random_prompt(n) for n in LENGTHS]
     reference = ReferenceModel(path)

@@ -120,18 +120,21 @@ class Engine:
         return shares + prefills, stash
 
     def _grow(self) -> tuple[list[Share], Stash]:
-        """Decoding shares with the records they need; newer sequences make room for older ones."""
+        """Decoding shares with the records they need; newer sequences make room for older ones.
+
+        The answer of one that had the whole pool to itself ends there.
+        """
         while True:
             shares = self._scheduler.decode_shares()
             try:
                 return shares, take_stash(shares, self.pool)
-            except CapacityError as error:
+            except CapacityError:
                 victim = self._scheduler.preempt()
                 assert victim is not None, "decoding sequences can always be preempted"
                 victim.life.enter(Status.QUEUED, self._clock())
                 self._preempted.append(victim.rid)
                 if not self.pool.referenced_pages:
-                    self._fail(victim, CapacityError(f"{victim.length} tokens: {error}"))
+                    self._events.append(self._intake.full(victim))
 
     def _admit(self) -> bool:
         """Start the oldest waiting prompt if there is room; whether something changed."""
@@ -148,7 +151,7 @@ class Engine:
             sequence.handoff.begin(sequence.plan, sequence.groups)
         return True
 
-    def _fail(self, sequence: Sequence, error: CapacityError | PromptTooLongError) -> None:
+    def _fail(self, sequence: Sequence, error: PromptTooLongError) -> None:
         self._intake.end(sequence)
         self._events.append(Failed(sequence.rid, error))
 

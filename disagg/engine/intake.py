@@ -51,6 +51,13 @@ class Intake:
         full = sequence.length >= self._info.context_length
         return "length" if full or len(emitted) >= params.max_tokens else None
 
+    def full(self, sequence: Sequence) -> Token:
+        """The end of an answer that no pool has room to go on with: its last token once more."""
+        index, token = len(sequence.emitted) - 1, sequence.emitted[-1]
+        usage = sequence.usage(sequence.length - 1)  # the last token was never fed
+        self.end(sequence)
+        return Token(sequence.rid, index, token, "length", usage, dict(sequence.life.spent))
+
     def end(self, sequence: Sequence) -> None:
         """Free a sequence and everything of it."""
         self._scheduler.remove(sequence)

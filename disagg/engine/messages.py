@@ -64,7 +64,8 @@ Message = Prefill | Admit | Replay | Release | Abort | Drain
 class Token:
     """Token `index` of an answer; the last one says why it ended and what it took.
 
-    After Admit and Replay the last token that was known comes once more.
+    After Admit and Replay the last token that was known comes once more, and where the pool has no
+    room to go on.
     spent: seconds in each state of its life here
     """
 

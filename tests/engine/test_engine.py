@@ -111,12 +111,21 @@ def test_preempted_sequences_lose_nothing(runner: Runner, codec: str) -> None:
     assert "0" not in {rid for output in outputs for rid in output.preempted}
 
 
-def test_a_sequence_that_outgrows_an_empty_pool_fails_by_name(runner: Runner) -> None:
+def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner: Runner) -> None:
+    prompt = random_prompt(200)
+    (expected,) = serve(make_engine(runner), [prompt], "raw", 300)
     engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("big", random_prompt(200), "raw", 300, ignore_eos=True)))
+    engine.submit(Replay(request("big", prompt, "raw", 300, ignore_eos=True)))
     outputs = run_until_idle(engine)
-    (failed,) = [failed for output in outputs for failed in output.failed]
-    assert failed.error.reason == "capacity"
+    assert not any(output.failed for output in outputs)
+    *tokens, last = [token for output in outputs for token in output.tokens]
+    assert not any(token.finish_reason for token in tokens)
+    assert (last.finish_reason, last.index) == ("length", len(tokens) - 1)
+    assert last.usage is not None
+    said = [token.token for token in tokens]
+    assert 10 < len(said) < 300
+    assert said == expected[: len(said)]
+    assert last.token == said[-1]
 
 
 def test_prefill_offers_every_item_once_and_holds_the_records(runner: Runner) -> None:
