@@ -34,6 +34,7 @@ from disagg.workers.offering import Offering, handoff_stats
 
 AT_ONCE = 2  # prompts in the engine: one computes, one is ready behind it
 ROOM_WAIT_S = 1.0  # how long one call waits for room before others may try
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # between calls that are refused at once; each is doubled
 
 
 class EngineDoor(Protocol):
@@ -115,8 +116,7 @@ class PrefillSide:
         rid, attempt = work.rid, work.attempt
         try:
             async with asyncio.timeout(work.deadline_s):
-                while not await self._try(work):
-                    await asyncio.sleep(0)  # the next in line gets the slot
+                await self._hand_over(work)
         except TimeoutError:
             late = DeadlineError(f"the hand-off took longer than {work.deadline_s:.0f} s")
             self._fail(rid, attempt, late)
@@ -127,19 +127,14 @@ class PrefillSide:
         self.failures[error.reason] += 1
         self._say([TokenEvent(rid, attempt, 0, None, error=error)])
 
-    async def _try(self, work: Submit) -> bool:
-        """False if there was no room at the decode worker, for now."""
+    async def _hand_over(self, work: Submit) -> None:
         plan, loop = self._engine.plan(work.codec), asyncio.get_running_loop()
         name, params = f"{work.rid}#{work.attempt}/p", SamplingParams(**work.sampling)
         request = EngineRequest(name, work.prompt, params, work.codec)
         offering = Offering(loop, self._arena, len(request.tokens), self._config.overlap)
         sender = offering.sender = self._sender(work, plan, offering)
         async with AsyncExitStack() as slot:
-            await slot.enter_async_context(self._slots)
-            try:
-                await sender.reserve()
-            except CapacityError:
-                return False
+            await self._reserve(sender, slot)
             sending = asyncio.create_task(sender.run())
             try:
                 done = await self._compute(request, offering, sending)
@@ -154,7 +149,27 @@ class PrefillSide:
                 raise
         self._engine.submit(Release(name))
         self._say([TokenEvent(work.rid, work.attempt, 0, stats=stats)])
-        return True
+
+    async def _reserve(self, sender: Sender, slot: AsyncExitStack) -> None:
+        """A slot and room at the decode worker; while there is no room, the next has the slot.
+
+        A receiver that lets nobody wait, as it drains or its queue is full, is asked less often.
+        """
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        while True:
+            await slot.enter_async_context(self._slots)
+            asked = loop.time()
+            try:
+                await sender.reserve()
+                return
+            except CapacityError:
+                await slot.aclose()
+            if loop.time() - asked < sender.request.wait_s / 2:
+                await asyncio.sleep(pause_s)
+                pause_s = min(LAST_PAUSE_S, 2 * pause_s)
+            else:
+                await asyncio.sleep(0)
+                pause_s = FIRST_PAUSE_S
 
     async def _compute(
         self, request: EngineRequest, offering: Offering, sending: asyncio.Task[Receipt]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from disagg.codecs.kivi import Kivi
 from disagg.config import ClusterConfig, Config, EngineConfig, TransferConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import (
+    CapacityError,
     ConfigError,
     CorruptFrameError,
     DisaggError,
@@ -32,7 +34,7 @@ from disagg.transfer import outbox
 from disagg.transfer.convert import frame_message
 from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Admission, Placement
+from disagg.transfer.messages import Admission, Placement, Request, Waiter
 from disagg.transfer.work import Submit, Work
 from disagg.wire import Buffer, Item, PageFrame, digest
 from disagg.workers.decode import DecodeSide
@@ -365,6 +367,22 @@ def test_a_prompt_that_no_pool_can_hold_is_refused(runners: list[Runner], story:
     asyncio.run(scene())
 
 
+def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        small = replace(EngineConfig(), arena_bytes=2 << 20, watermark=0.0)
+        async with house(Config(engine=small)) as home:
+            pair(home, runners)
+            tokens, last = await home.complete(story, "raw", max_tokens=2000)
+            assert last.finish_reason == "length"
+            assert 12 < len(tokens) < 2000
+            assert home.router.dispatch.retries == 0
+            await home.empty()
+
+    asyncio.run(scene())
+
+
 def test_prompts_wait_for_room_at_the_decode_worker(runners: list[Runner], story: Prompt) -> None:
     """Four prompts for a decode worker that holds one or two at a time: all are answered."""
 
@@ -374,6 +392,34 @@ def test_prompts_wait_for_room_at_the_decode_worker(runners: list[Runner], story
             pair(home, runners)
             answers = await asyncio.gather(*(home.complete(story * 3, KIVI) for _ in range(4)))
             assert len({tuple(tokens) for tokens, _ in answers}) == 1
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_receiver_that_refuses_at_once_is_asked_less_and_less_and_the_bytes_count(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, asked, refusals = Ledger.reserve, list[float](), 3
+
+    def reserved(self: Ledger, request: Request, now: float) -> Waiter:
+        asked.append(now)
+        if len(asked) <= refusals:
+            raise CapacityError("the queue is full")
+        return reserve(self, request, now)
+
+    async def scene() -> None:
+        config = Config(transfer=replace(TransferConfig(), dedup=False))
+        async with house(config) as home:
+            pair(home, runners)
+            _, plain = await home.complete(story, KIVI)
+            monkeypatch.setattr(Ledger, "reserve", reserved)
+            _, last = await home.complete(story, KIVI)
+            gaps = [later - sooner for sooner, later in pairwise(asked)]
+            assert len(gaps) == refusals
+            assert all(gap >= 0.05 * 2**i for i, gap in enumerate(gaps))
+            more = last.kv["wire_bytes"] - plain.kv["wire_bytes"]  # type: ignore[operator]
+            assert more > refusals * 60  # a request has a name of 32 characters, and more
             await home.empty()
 
     asyncio.run(scene())
