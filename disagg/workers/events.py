@@ -17,17 +17,21 @@ HEARTBEAT_S = 1.0  # an empty message, so that silence means something
 
 @dataclass
 class Record:
-    """What was said about one attempt of a request, and whether the router has it all."""
+    """What was said about one attempt of a request, and whether the router has it all.
+
+    unnamed: it had ended when a router came and did not name it
+    """
 
     attempt: int
     events: list[TokenEvent] = field(default_factory=list)
     acknowledged: bool = False
+    unnamed: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing follows: the answer's end, an error, or the receipt of a hand-off."""
-        last = self.events[-1]
-        return bool(last.finish_reason or last.error or last.stats)
+        last = self.events[-1] if self.events else None
+        return last is not None and bool(last.finish_reason or last.error or last.stats)
 
 
 class Events:
@@ -57,7 +61,11 @@ class Events:
             subscriber.put_nowait(events)
 
     async def subscribe(self, have: Mapping[str, int]) -> AsyncIterator[list[TokenEvent]]:
-        """What a router lacks, then everything new; an empty list from time to time."""
+        """What a router lacks, then everything new; an empty list from time to time.
+
+        have: rid -> tokens that it has, of all requests that it cares about
+        """
+        self._drop_unnamed(have)
         inbox: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
         self._subscribers.add(inbox)
         self._on_change(len(self._subscribers))
@@ -99,3 +107,14 @@ class Events:
     def clear(self) -> None:
         """Forget everything."""
         self._records.clear()
+
+    def _drop_unnamed(self, have: Mapping[str, int]) -> None:
+        """Forget what ended and no router wants: what should have told us so was lost.
+
+        Only at the second time: a request may begin and end after the router wrote its names down.
+        """
+        for rid, record in list(self._records.items()):
+            unnamed = record.ended and rid not in have
+            if unnamed and record.unnamed:
+                del self._records[rid]
+            record.unnamed = unnamed
