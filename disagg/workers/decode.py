@@ -14,6 +14,7 @@ from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import DisaggError, LayoutError, RequestError
 from disagg.transfer.messages import Admission
 from disagg.transfer.work import TokenEvent
+from disagg.workers.offering import ENCODE_MS
 from disagg.workers.prefill import EngineDoor
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class DecodeSide:
                 self._release(list(state.ids()))
             raise
         self._seats[request.rid] = seat
-        encode_ms = admission.commit.timings.get("encode_ms", 0.0)
+        encode_ms = admission.commit.timings.get(ENCODE_MS, 0.0)
         self._engine.submit(Admit(request, admission.groups, emitted, encode_ms))
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:

@@ -23,6 +23,7 @@ from disagg.transfer.messages import Admit as Admitted
 from disagg.transfer.messages import Request as Reservation
 from disagg.transfer.outbox import Outbox
 from disagg.wire import Commit, CommitFrame, Item, RenewFrame, Ticket, pack
+from disagg.workers.offering import ENCODE_MS
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Loopback:
                 plan=self._prefilled.plan,
                 digests=self._outbox.manifest(),
                 first_token=self._prefilled.first_token,
-                timings={"encode": self._prefilled.usage.encode_ms},
+                timings={ENCODE_MS: self._prefilled.usage.encode_ms},
             )
             self._exchange(convert.frame_message(pack(CommitFrame(self._ticket, commit))))
 
@@ -169,7 +170,7 @@ class Loopback:
                         self._request,
                         admission.groups,
                         (admission.commit.first_token,),
-                        admission.commit.timings["encode"],
+                        admission.commit.timings[ENCODE_MS],
                     )
                 )
         if isinstance(answer, Ack):

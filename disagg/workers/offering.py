@@ -11,6 +11,8 @@ from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Receipt
 from disagg.wire import Item
 
+ENCODE_MS = "encode_ms"  # what a commit calls the time that encoding took
+
 
 class Offering:
     """The engine's end of a hand-off: called on its thread, passed on to the io loop."""

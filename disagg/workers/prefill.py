@@ -30,7 +30,7 @@ from disagg.transfer.units import content_keys
 from disagg.transfer.work import Submit, TokenEvent
 from disagg.wire import PlainValue
 from disagg.workers.mishaps import as_error
-from disagg.workers.offering import Offering, handoff_stats
+from disagg.workers.offering import ENCODE_MS, Offering, handoff_stats
 
 AT_ONCE = 2  # prompts in the engine: one computes, one is ready behind it
 ROOM_WAIT_S = 1.0  # how long one call waits for room before others may try
@@ -200,7 +200,7 @@ class PrefillSide:
             "sampling": dict(work.sampling),
             "codec": work.codec,
         }
-        sender.finish(done.first_token, extras, {"encode_ms": done.usage.encode_ms})
+        sender.finish(done.first_token, extras, {ENCODE_MS: done.usage.encode_ms})
 
     def _sender(self, work: Submit, plan: Plan, offering: Offering) -> Sender:
         request = Request(

@@ -19,7 +19,7 @@ from disagg.transfer.convert import message_frame
 from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.terms import Terms
-from disagg.wire import Item, PageFrame, digest, unpack
+from disagg.wire import CommitFrame, Item, PageFrame, digest, unpack
 from disagg.workers.loopback import Loopback
 from tests.model.tiny import random_prompt, save_tiny
 
@@ -32,6 +32,7 @@ class Tapped(Loopback):
 
     frames: list[PageFrame]
     layers_out: list[tuple[int, int]]  # layer that was just offered, frames out by then
+    commits: list[dict[str, float]]  # their timings
 
     def offer(self, items: Sequence[Item]) -> None:
         super().offer(items)
@@ -41,6 +42,8 @@ class Tapped(Loopback):
         frame = unpack(message_frame(message))
         if isinstance(frame, PageFrame):
             self.frames.append(frame)
+        if isinstance(frame, CommitFrame):
+            self.commits.append(dict(frame.commit.timings))
         super()._exchange(message)
 
 
@@ -55,7 +58,7 @@ class Walk:
         ledger = Ledger(terms, self.receiver.pool, iter(range(1, 9)).__next__)
         request = Request("a", PROMPT, SamplingParams(max_tokens=4), SPEC)
         self.link = Tapped(request, ledger, self.sender, self.receiver)
-        self.link.frames, self.link.layers_out = [], []
+        self.link.frames, self.link.layers_out, self.link.commits = [], [], []
         self.sender.submit(Prefill(request, self.link))
         (prefilled,) = self.sender.step().prefilled
         self.groups = self.receiver_groups(ledger)
@@ -116,6 +119,14 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(runner: Runner) -> Non
             assert sent[item] == (encoded, encoded)
             assert digest(stored(item)) == encoded
             assert digest(read[record].numpy().tobytes()) == encoded
+    walk.close()
+
+
+def test_the_commit_says_what_encoding_took_in_the_words_of_the_service(runner: Runner) -> None:
+    walk = Walk(runner)
+    report = walk.link.report()
+    assert report.encode_ms > 0
+    assert walk.link.commits == [{"encode_ms": report.encode_ms}]
     walk.close()
 
 
