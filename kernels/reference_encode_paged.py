@@ -106,7 +106,8 @@ def _encode_codes(
         shape = (side.columns, side.sparse.slots)
         by_column = missing.transpose(2, 3)
         pages.plane(torch.uint8, side.sparse.index, shape).copy_(index)
-        pages.plane(torch.float16, side.sparse.delta, shape).copy_(by_column.gather(3, index))
+        delta = by_column.gather(3, index).clamp_(-LARGEST, LARGEST)
+        pages.plane(torch.float16, side.sparse.delta, shape).copy_(delta)
         by_column.scatter_(3, index, 0.0)
     return missing
 

@@ -59,11 +59,10 @@ def write_prompt(
     q:      [Hq, W, D] - queries of the last W of the tokens so far, for codecs that choose by them
     """
     done = k.shape[1]
-    dtype = getattr(torch, group.raw.plane("k").dtype)
     written: list[Written] = []
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
-        new_k, new_v = k[:, start:end].to(dtype), v[:, start:end].to(dtype)
+        new_k, new_v = _rounded(k[:, start:end], group), _rounded(v[:, start:end], group)
         encoded = codec.encode_prompt(new_k, new_v, start, layer, q, total)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         if encoded.segments is not None and group.segment is not None:
@@ -80,7 +79,7 @@ def write_prompt(
         if state.side is not None:
             written.append(Written(Kind.SIDE, 0, 1))
         if state.tail:
-            blocks = raw_blocks(k[:, end:].to(dtype), v[:, end:].to(dtype))
+            blocks = raw_blocks(_rounded(k[:, end:], group), _rounded(v[:, end:], group))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
             written.append(Written(Kind.RAW, 0, raws))
@@ -96,8 +95,8 @@ def write_step(
     """
     group = step.group
     raw, base = raw_format(group.raw), group.layer_offset(group.raw, layer)
-    dtype = getattr(torch, group.raw.plane("k").dtype)
-    append_raw(arena, k.to(dtype), v.to(dtype), step.pages, step.slots, raw, base)
+    new_k, new_v = _rounded(k, group), _rounded(v, group)
+    append_raw(arena, new_k, new_v, step.pages, step.slots, raw, base)
     for seal in step.seals:
         tail_k, tail_v = gather_raw(arena, seal.tail, raw, base, group.heads)
         before = _before(group, seal, layer, arena)
@@ -163,6 +162,15 @@ def read_blocks(
     ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
     base = group.layer_offset(layout, layer)
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
+
+
+def _rounded(x: Tensor, group: LayerGroup) -> Tensor:
+    """K or V in the dtype of the tail; what that cannot hold saturates, as it does in pages."""
+    dtype = getattr(torch, group.raw.plane("k").dtype)
+    if x.dtype == dtype:
+        return x
+    limits = torch.finfo(dtype)
+    return x.to(dtype).clamp(limits.min, limits.max)
 
 
 def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:

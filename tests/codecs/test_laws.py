@@ -248,3 +248,14 @@ def test_what_fp16_cannot_hold_saturates_in_pages(codec: Codec) -> None:
     sealed = cache.group.sealed(400)
     for seen in cache.reconstruct():
         assert torch.isfinite(seen[:, :sealed]).all() != (codec.name == "raw")
+
+
+def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec: Codec) -> None:
+    k, v = realistic(2, 420, 64)
+    k, v = 1e6 * k, 1e6 * v
+    for n in (5, 170, 400):  # a tail alone, and pages with a tail
+        cache = compress(codec, k[:, :n], v[:, :n])
+        cache.append(k[:, n : n + 20], v[:, n : n + 20])
+        q = torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
+        assert torch.isfinite(cache.attend(q)).all()
+        assert torch.isfinite(torch.stack(cache.reconstruct())).all()
