@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from disagg.errors import ConfigError, PeerLostError, error_from
 
@@ -76,11 +76,9 @@ def _exchange(
     token: str = "",
 ) -> Iterator[HTTPResponse]:
     """A response with a good status; the connection is closed on every way out."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
+    parts, host, port = _address(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
+    connection = kind(host, port, timeout=CONNECT_S)
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -99,6 +97,18 @@ def _exchange(
         connection.close()
 
 
+def _address(url: str) -> tuple[SplitResult, str, int | None]:
+    """A URL in parts, its host and its port; ConfigError for what is no URL of a service."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL of a service: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
+    return parts, host, port
+
+
 def _error(url: str, status: int, body: bytes) -> Exception:
     try:
         error = json.loads(body)["error"]
@@ -114,6 +124,13 @@ def _json(url: str, body: bytes) -> dict[str, Any]:
         raise PeerLostError(f"{url} does not answer with JSON; is it a disagg service?") from error
 
 
+def _event(data: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise PeerLostError(f"the answer was cut short: {data[:80]!r} is no event") from error
+
+
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE]."""
     for line in response:
@@ -121,4 +138,4 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
         if data == "[DONE]":
             return
         if data:
-            yield json.loads(data)
+            yield _event(data)

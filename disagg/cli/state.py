@@ -56,6 +56,8 @@ def read_state(path: Path) -> State | None:
         text = path.read_text()
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"state file {path} cannot be read: {error}") from error
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"state file {path} belongs or is open to others; remove it")
     try:

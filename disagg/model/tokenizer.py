@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from disagg.errors import ModelError
+from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
@@ -39,7 +39,14 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model wants around it."""
+        """Token ids of a prompt, with the special tokens that the model wants around it.
+
+        RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
         return self._backend.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.completions import Completions, Piece
@@ -36,7 +36,8 @@ def create_app(
     _add_views(app, completions)
 
     @app.post("/v1/completions")
-    async def complete(request: CompletionRequest, http: Request) -> Response:
+    async def complete(http: Request) -> Response:
+        request = CompletionRequest.model_validate_json(await http.body())  # of any content type
         tokens = completions.tokens_of(request)
         answer = Answer(completions, request, tokens)
         if request.stream:
@@ -152,10 +153,10 @@ def _add_errors(app: FastAPI) -> None:
         body = error_body(str(error), error.reason, error.http_status)
         return JSONResponse(body, error.http_status, headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: ValidationError) -> Response:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        param = ".".join(str(part) for part in first["loc"])
         message = f"{param}: {first['msg']}" if param else first["msg"]
         return JSONResponse(error_body(message, "request", 400, param or None), 400)
 

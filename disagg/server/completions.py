@@ -1,10 +1,11 @@
 """From a completion request to pieces of text: checks, tokens, stop strings, figures. No HTTP."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prometheus_client import Gauge
@@ -16,7 +17,7 @@ from disagg.server.limits import check_prompt
 from disagg.server.schema import CompletionRequest
 from disagg.transfer.work import WorkerStatus
 from disagg.workers.clients import Output
-from disagg.workers.router import Router
+from disagg.workers.router import RECEIPT_S, Router
 from disagg.workers.text import Decoder, TextStream
 
 MAX_SEED = 2**63
@@ -112,6 +113,8 @@ class Completions:
             async with aclosing(outputs):
                 async for output in outputs:
                     piece = self._piece(text, output, times)
+                    if piece.finish_reason is not None and not piece.kv:
+                        piece = replace(piece, kv=await _figures(outputs))
                     yield piece
                     if piece.finish_reason is not None:
                         self._note(times, piece)
@@ -169,3 +172,13 @@ class Completions:
             seconds = kv.get(f"{phase}_ms", 0.0) / 1e3
             metrics.observe(metrics.transfer_seconds, seconds, phase=phase)
         metrics.observe(metrics.exposed_seconds, kv["exposed_ms"] / 1e3)
+
+
+async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:
+    """What the hand-off cost, for an answer that a stop string ended before the figures came."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(RECEIPT_S):
+            async for output in outputs:
+                if output.kv:
+                    return output.kv
+    return {}

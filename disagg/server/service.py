@@ -143,5 +143,5 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound socket; ConfigError where the address is taken or not ours."""
     try:
         return socket.create_server((host, port))
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

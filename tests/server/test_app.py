@@ -152,6 +152,33 @@ def test_a_stop_string_ends_the_answer_and_frees_the_workers(
     visit(app, completions, network, scene)
 
 
+def test_an_answer_that_a_stop_string_ends_has_the_figures_of_its_hand_off(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        body = ask(max_tokens=9, stop="ab", kv=True)
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["kv"]["wire_bytes"] == STATS_OF_A_PROMPT["wire_bytes"]
+
+    visit(app, completions, network, scene)
+
+
+def test_the_body_counts_and_not_its_content_type(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+        body = json.dumps(ask())
+        answer = await client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 200
+        broken = await client.post("/v1/completions", content="prompt=abc", headers=headers)
+        assert broken.status_code == 400
+        assert "JSON" in broken.json()["error"]["message"]
+
+    visit(app, completions, network, scene)
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "reason", "says"),
     [

@@ -73,13 +73,16 @@ def prompt() -> Prompt:
 
 
 async def push_until(prompt: Prompt, address: str, frames: int, strike: object, **options: float):
-    """Hand over, and strike once so many frames are out."""
+    """Hand over, and strike once so many frames are out; the commit follows the strike."""
     link = connect(address)
     sender = Sender(link, prompt.request(), prompt.plan, prompt.read, replace(SLOW, **options))
     await sender.reserve()
-    running = asyncio.create_task(hand_over(sender, prompt))
+    running = asyncio.create_task(sender.run())
+    for layer in range(len(prompt.plan.group_of)):
+        sender.offer(prompt.checklist.layer(layer))
     await until(lambda: sender._sending.frames >= frames or running.done())
     strike()
+    sender.finish(42, {"ids": [1, 2]}, {"encode": 1.5})
     try:
         return await running
     finally:
