@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from disagg.errors import ConfigError, PeerLostError, error_from
+from disagg.errors import CancelledError, ConfigError, PeerLostError, error_from
 
 CONNECT_S = 5.0
 
@@ -45,13 +45,20 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
                 times.append(time.monotonic())
                 answer.text += choice["text"]
                 answer.finish_reason = choice["finish_reason"] or ""
-                show(choice["text"])
+                _show(choice["text"], show)
             answer.kv = event.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])
     answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
     return answer
+
+
+def _show(text: str, show: Callable[[str], None]) -> None:
+    try:
+        show(text)
+    except BrokenPipeError as error:
+        raise CancelledError("nobody reads the answer any more") from error
 
 
 def get(url: str, path: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:

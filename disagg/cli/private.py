@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from disagg.config import DEFAULT_CODEC, Config
+from disagg.engine.sequence import SamplingParams
 from disagg.errors import CancelledError
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.tokenizer import Tokenizer
@@ -16,7 +17,9 @@ DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
 
 
 def check(config: Config, body: Mapping[str, Any]) -> None:
-    """Everything about a prompt that can be known before workers run: model, length, codec."""
+    """What can be known of a request before workers run: sampling, model, length, codec."""
+    names = {field.name for field in fields(SamplingParams)}
+    SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
     info = describe_model(config.model.name, config.model.dtype)
     tokens = Tokenizer.load(config.model.name).encode(body["prompt"])
     check_prompt(len(tokens), info.context_length)
