@@ -18,6 +18,10 @@ BLOCKS = re.findall(
 )
 
 
+def test_the_readme_has_no_figure_left_to_fill_in() -> None:
+    assert "@@" not in (ROOT / "README.md").read_text()
+
+
 def test_the_readme_has_runnable_blocks() -> None:
     assert {language for language, _ in BLOCKS} == {"python", "sh"}
 
