@@ -176,7 +176,7 @@ class Completions:
 
 async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:
     """What the hand-off cost, for an answer that a stop string ended before the figures came."""
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, DisaggError):
         async with asyncio.timeout(RECEIPT_S):
             async for output in outputs:
                 if output.kv:
