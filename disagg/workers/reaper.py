@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 GRACE_S = 3.0
+QUIET_S = 5.0
 POLL_S = 0.05
 SECRET_NAME = b"RAY_AUTH_TOKEN="
 
@@ -26,7 +27,8 @@ def main() -> None:
     until = time.monotonic() + GRACE_S
     while (left := carriers(secret)) and time.monotonic() < until:
         time.sleep(POLL_S)
-    while left:
+    quiet = time.monotonic() + QUIET_S  # one that was just being started shows up a moment later
+    while left or time.monotonic() < quiet:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
