@@ -43,15 +43,22 @@ class Home:
         )
 
     def processes(self) -> list[str]:
-        """Whoever has this home."""
+        """Whoever has this home, or a file of a session folder open."""
         found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if f"HOME={self.folder}".encode() in entry.read_bytes().split(b"\0"):
-                    found.append((entry.parent / "cmdline").read_text().replace("\0", " "))
+                if self.started(entry):
+                    found.append((entry / "cmdline").read_text().replace("\0", " ").strip())
             except OSError:
                 continue
         return found
+
+    def started(self, entry: Path) -> bool:
+        opened = {os.readlink(link) for link in (entry / "fd").iterdir()}
+        variables = (entry / "environ").read_bytes().split(b"\0")
+        ours = {name for name in opened if name.startswith("/tmp/dg-")}
+        theirs = {name for name in ours for folder in self.before if name.startswith(f"{folder}/")}
+        return f"HOME={self.folder}".encode() in variables or ours > theirs
 
     def left(self) -> list[object]:
         """Processes, session folders, files at home."""

@@ -7,15 +7,31 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from disagg.workers.session import Session
 
 OWNER = """
-import subprocess, sys, time
+import json, subprocess, sys, time
 from disagg.workers.session import Session
 with Session() as session:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    log = open(session.folder / "log", "w")
+    environment = json.loads(sys.argv[2])
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=log, env=environment)
+    log.close()
     print(child.pid, session.folder, flush=True)
     time.sleep(300)
+"""
+
+STAYS = "import time; time.sleep(300)"
+HIDES = """
+import os, sys, time
+owner = os.getppid()
+while os.getppid() == owner:
+    time.sleep(0.02)
+time.sleep(1)  # by now it was seen
+os.close(1)
+os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"], {})
 """
 
 
@@ -37,8 +53,14 @@ def test_a_session_that_ends_leaves_no_folder_and_no_environment() -> None:
     assert dict(os.environ) == before
 
 
-def test_what_a_killed_owner_started_is_killed_too() -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("child", "environment"),
+    [(STAYS, "null"), (STAYS, "{}"), (HIDES, "null")],
+    ids=["stays", "has only a log of it", "hides when it was seen"],
+)
+def test_what_a_killed_owner_started_is_killed_too(child: str, environment: str) -> None:
+    command = [sys.executable, "-c", OWNER, child, environment]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid, folder = owner.stdout.readline().split()
     assert running(int(pid))
