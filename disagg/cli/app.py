@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from disagg.cli import bench, look, serve, submit
-from disagg.errors import CancelledError, DisaggError
+from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
     name="disagg",
@@ -28,15 +28,18 @@ app.add_typer(bench.app, name="bench")
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit status. Errors have statuses of their own, see disagg/errors.py."""
+    as_json = "--json" in arguments
     try:
-        app(args=list(arguments), prog_name="disagg", standalone_mode=True)
+        status = app(args=list(arguments), prog_name="disagg", standalone_mode=not as_json)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    except typer.TyperException as error:
+        return report(ConfigError(error.format_message()), as_json)
     except DisaggError as error:
-        return report(error, as_json="--json" in arguments)
+        return report(error, as_json)
     except KeyboardInterrupt:
-        return report(CancelledError("interrupted"), as_json="--json" in arguments)
-    return 0
+        return report(CancelledError("interrupted"), as_json)
+    return status if isinstance(status, int) else 0
 
 
 def report(error: DisaggError, as_json: bool) -> int:

@@ -140,6 +140,18 @@ def test_bad_input_has_an_exit_code_and_one_line(
     assert error["type"] == reason
 
 
+@pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
+def test_a_usage_error_is_an_object_too_for_who_asks_for_json(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "abc", *wrong]) == 2
+    assert "Usage: disagg submit" in capsys.readouterr().err
+    assert run(["submit", "abc", *wrong, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["error"]["type"] == "config"
+    assert printed.err == ""
+
+
 def test_an_unknown_codec_is_named_with_the_known_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
