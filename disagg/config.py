@@ -21,6 +21,24 @@ T = TypeVar("T")
 DEFAULT_CODEC = "kivi:bits=2,group=64,residual=64"
 
 
+def at_least(least: float, *, default: Any) -> Any:
+    """A field whose value, if it is not None, may not be below `least`."""
+    return field(default=default, metadata={"least": least})
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """ConfigError for a value below the least one, with the key as a user would write it."""
+
+    def __post_init__(self) -> None:
+        room = type(self).__name__.removesuffix("Config").lower()
+        for each in dataclasses.fields(self):
+            least, value = each.metadata.get("least"), getattr(self, each.name)
+            if None not in (least, value) and not value >= least:
+                wanted = f"at least {least} is wanted"
+                raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model is served.
@@ -34,7 +52,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Bounded):
     """How one worker computes.
 
     max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks
@@ -44,15 +62,15 @@ class EngineConfig:
     torch_threads:    None: the cores of the host shared among its workers
     """
 
-    max_batch_tokens: int = 512
-    max_sequences: int = 64
-    arena_bytes: int = 256 << 20
-    watermark: float = 0.02
-    torch_threads: int | None = None
+    max_batch_tokens: int = at_least(1, default=512)
+    max_sequences: int = at_least(1, default=64)
+    arena_bytes: int = at_least(1 << 20, default=256 << 20)
+    watermark: float = at_least(0, default=0.02)
+    torch_threads: int | None = at_least(1, default=None)
 
 
 @dataclass(frozen=True)
-class TransferConfig:
+class TransferConfig(Bounded):
     """How a prompt is handed off.
 
     lease_s:     a reservation ends this long after its sender's last sign of life
@@ -63,16 +81,16 @@ class TransferConfig:
     dedup:       pages that the decode worker has of other prompts are not sent again
     """
 
-    lease_s: float = 10.0
-    frame_bytes: int = 2 << 20
-    link_mbps: float | None = None
-    burst_bytes: int = 64 << 10
+    lease_s: float = at_least(0.001, default=10.0)
+    frame_bytes: int = at_least(1024, default=2 << 20)
+    link_mbps: float | None = at_least(0.001, default=None)
+    burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
     dedup: bool = True
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Bounded):
     """How requests are kept alive.
 
     deadline_s:   a request that takes longer is given up
@@ -80,13 +98,13 @@ class RouterConfig:
     silence_s:    a worker that does not answer for so long counts as dead
     """
 
-    deadline_s: float = 300.0
-    max_attempts: int = 3
-    silence_s: float = 5.0
+    deadline_s: float = at_least(0.001, default=300.0)
+    max_attempts: int = at_least(1, default=3)
+    silence_s: float = at_least(0.001, default=5.0)
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Bounded):
     """Where the workers run.
 
     address: "local" starts a private Ray; else the address of a cluster, "host:port"
@@ -96,18 +114,18 @@ class ClusterConfig:
     """
 
     address: str = "local"
-    prefill: int = 1
-    decode: int = 1
-    orphan_s: float = 60.0
-    grace_s: float = 5.0
+    prefill: int = at_least(1, default=1)
+    decode: int = at_least(1, default=1)
+    orphan_s: float = at_least(0, default=60.0)
+    grace_s: float = at_least(0, default=5.0)
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(Bounded):
     """Where clients find the service. Port 0: any free one."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = at_least(0, default=8000)
     state_file: str | None = None
 
 

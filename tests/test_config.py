@@ -77,3 +77,17 @@ def test_a_flag_can_switch(text: str, value: bool) -> None:
 def test_a_switch_is_on_or_off() -> None:
     with pytest.raises(ConfigError, match=r"transfer.overlap is 'maybe'; bool is wanted"):
         load_config(None, {"transfer.overlap": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cluster.prefill", "0"),
+        ("engine.max_sequences", "-1"),
+        ("transfer.link_mbps", "0"),
+        ("router.deadline_s", "nan"),
+    ],
+)
+def test_a_value_below_the_least_is_named_with_it(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config key {key} is .*; at least .* is wanted"):
+        load_config(None, {key: value})

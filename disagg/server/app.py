@@ -37,7 +37,10 @@ def create_app(
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
-        request = CompletionRequest.model_validate_json(await http.body())  # of any content type
+        try:  # of any content type
+            request = CompletionRequest.model_validate_json(await http.body())
+        except ValidationError as error:
+            return invalid(error)
         tokens = completions.tokens_of(request)
         answer = Answer(completions, request, tokens)
         if request.stream:
@@ -54,6 +57,14 @@ def create_app(
         return JSONResponse({"stopping": True})
 
     return app
+
+
+def invalid(error: ValidationError) -> Response:
+    """What is wrong with a request, and with which of its parameters."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"])
+    message = f"{param}: {first['msg']}" if param else first["msg"]
+    return JSONResponse(error_body(message, "request", 400, param or None), 400)
 
 
 class Answer:
@@ -152,13 +163,6 @@ def _add_errors(app: FastAPI) -> None:
         headers = {"Retry-After": RETRY_AFTER_S} if error.http_status == 503 else None
         body = error_body(str(error), error.reason, error.http_status)
         return JSONResponse(body, error.http_status, headers)
-
-    @app.exception_handler(ValidationError)
-    async def invalid(request: Request, error: ValidationError) -> Response:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"])
-        message = f"{param}: {first['msg']}" if param else first["msg"]
-        return JSONResponse(error_body(message, "request", 400, param or None), 400)
 
 
 def _add_views(app: FastAPI, completions: Completions) -> None:

@@ -68,6 +68,7 @@ class Service:
                 self._up(started)
             self.links = workers.links
             workers.watch(self._up, self._down)
+            stack.callback(self._drain)  # first of all: answers on their way need their workers
             self._stack = stack.pop_all()
         return self
 
@@ -130,11 +131,15 @@ class Service:
         loop, _ = self._serving.result()
         loop.call_soon_threadsafe(self._router.died, name)
 
+    def _drain(self) -> None:
+        """Let answers end within the grace; then end them."""
+        loop, _ = self._serving.result()
+        closing = self._router.close(self.config.cluster.grace_s)
+        asyncio.run_coroutine_threadsafe(closing, loop).result()
+
     def _stop_http(self) -> None:
         if self._serving.exception() is None:
-            loop, server = self._serving.result()
-            closing = self._router.close(self.config.cluster.grace_s)
-            asyncio.run_coroutine_threadsafe(closing, loop).result()
+            _, server = self._serving.result()
             server.should_exit = True
         self._thread.join()
 

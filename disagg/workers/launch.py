@@ -6,6 +6,7 @@ again by name.
 """
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from disagg.config import Config
 from disagg.errors import DisaggError, PeerLostError, error_from
@@ -28,7 +29,10 @@ LOCAL = "local"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
+RETRY_S = 5.0
 MEET_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class Shell:
@@ -71,8 +75,18 @@ class Shell:
 
 
 @dataclass
+class Starting:
+    """An actor that loads, and the call that ends when it serves."""
+
+    role: Role
+    name: str
+    handle: ray.actor.ActorHandle
+    ready: ray.ObjectRef
+
+
+@dataclass
 class Watched:
-    """An actor, and the call that ends when it does."""
+    """An actor that serves, and the call that ends when it does."""
 
     started: Started
     handle: ray.actor.ActorHandle
@@ -89,7 +103,8 @@ class Cluster:
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
         self._config = config
         self._token = token
-        self._watched: dict[str, Watched] = {}
+        self._starting: list[Starting] = []
+        self._watched: list[Watched] = []
         self._replaced = 0
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -100,8 +115,8 @@ class Cluster:
         cluster = self._config.cluster
         names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
         names += [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
-        loading = [(role, name, *self._load(role, name)) for role, name in names]
-        started = [self._enter(name, handle, ref) for _, name, handle, ref in loading]
+        loading = [self._load(role, name) for role, name in names]
+        started = [self._enter(each) for each in loading]
         self.links = self._introduce()
         return started
 
@@ -110,15 +125,26 @@ class Cluster:
 
         def follow() -> None:
             while not self._closing.is_set():
-                ends = {each.end: name for name, each in self._watched.items()}
-                ended, _ = ray.wait(list(ends), timeout=CHECK_S)
-                for end in ended if not self._closing.is_set() else []:
-                    dead = self._watched.pop(ends[end]).started
-                    on_down(dead.name)
-                    on_up(self._replace(dead))
+                self.look(on_up, on_down)
 
         self._watcher = threading.Thread(target=follow, name="ray-watch", daemon=True)
         self._watcher.start()
+
+    def look(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
+        """Wait a moment for a death or a worker that is ready; tell of it, replace the dead."""
+        ended, ready = self._wait()
+        for dead in ended:
+            self._watched.remove(dead)
+            on_down(dead.started.name)
+            self._replace(dead.started.role, dead.started.name)
+        for each in ready:
+            self._starting.remove(each)
+            try:
+                on_up(self._enter(each))
+            except DisaggError as error:
+                log.error("%s did not start: %s; trying again", each.name, error)
+                self._closing.wait(RETRY_S)
+                self._replace(each.role, each.name)
 
     def close(self) -> None:
         """Stop private workers; those on a cluster stay."""
@@ -126,30 +152,44 @@ class Cluster:
         if self._watcher is not None:
             self._watcher.join()
         if self._private:
-            for each in self._watched.values():
-                ray.kill(each.handle)
+            loading = [each.handle for each in self._starting]
+            for handle in [each.handle for each in self._watched] + loading:
+                ray.kill(handle)
 
-    def _load(self, role: Role, name: str) -> tuple[ray.actor.ActorHandle, ray.ObjectRef]:
+    def _wait(self) -> tuple[list[Watched], list[Starting]]:
+        """Those that ended and those whose start did, one way or the other, within CHECK_S."""
+        calls = [each.end for each in self._watched] + [each.ready for each in self._starting]
+        done = set(ray.wait(calls, timeout=CHECK_S)[0])
+        ended = [each for each in self._watched if each.end in done]
+        return ended, [each for each in self._starting if each.ready in done]
+
+    def _replace(self, role: Role, name: str) -> None:
+        if not self._closing.is_set():
+            self._replaced += 1
+            self._starting.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
+
+    def _load(self, role: Role, name: str) -> Starting:
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
-        return handle, handle.start.remote("127.0.0.1" if self._private else None)
+        ready = handle.start.remote("127.0.0.1" if self._private else None)
+        return Starting(role, name, handle, ready)
 
-    def _enter(self, name: str, handle: ray.actor.ActorHandle, ref: ray.ObjectRef) -> Started:
+    def _enter(self, each: Starting) -> Started:
         try:
-            started = ray.get(ref)
-        except RayActorError as error:
-            raise PeerLostError(f"worker {name} died while it started: {error}") from error
+            started = ray.get(each.ready)
+        except RayError as error:
+            raise PeerLostError(f"worker {each.name} broke while it started: {error}") from error
         if isinstance(started, tuple):
             raise error_from(*started)
-        self._watched[name] = Watched(started, handle, handle.watch.remote())
+        self._watched.append(Watched(started, each.handle, each.handle.watch.remote()))
         return started
 
     def _introduce(self) -> list[str]:
         """Let prefill workers measure their links to decode workers: "prefill-0: link to ..."."""
-        there = self._watched.values()
+        there = self._watched
         decode = [x.started.address for x in there if x.started.role.decodes]
         asked = {
             x.started.name: x.handle.meet.remote(decode) for x in there if x.started.role.prefills
@@ -159,11 +199,6 @@ class Cluster:
         except (RayActorError, GetTimeoutError):
             return []  # who is dead or slow is found out by the hand-offs
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
-
-    def _replace(self, dead: Started) -> Started:
-        self._replaced += 1
-        name = f"{dead.name.split('.')[0]}.{self._replaced}"
-        return self._enter(name, *self._load(dead.role, name))
 
 
 @contextmanager

@@ -133,6 +133,27 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
     path.unlink()
 
 
+def test_a_service_that_is_asked_to_stop_lets_answers_end(home: Home) -> None:
+    process = home.start("serve", "--port", "0")
+    path = home.folder / "disagg.json"
+    wait_for(path.exists)
+    state = read_state(path)
+    assert state is not None
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 5:
+            process.send_signal(signal.SIGTERM)
+
+    asked = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    answer = complete(state.url, asked, show)
+    assert answer.completion_tokens == 100
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert err.splitlines()[-1] == "stopped"
+
+
 def kill_after_pieces(state: State, asked: dict[str, Any], expected: str, role: str) -> None:
     """kill -9 of a worker in mid-answer: the text is the same, no piece lost or doubled."""
     pieces: list[str] = []
