@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.errors import CorruptFrameError, DisaggError, PromptTooLongError
+from disagg.errors import CapacityError, CorruptFrameError, DisaggError, PromptTooLongError
 from disagg.page import Kind
 from disagg.plan import Allocator, GroupState, Plan, RecordShape, allocate_group
 from disagg.transfer.handoff import Handoff
@@ -92,12 +92,23 @@ class Library:
 
     def hold(self, plan: Plan, request: Request) -> tuple[list[GroupState], Shares]:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken."""
+        try:
+            return self._hold(plan, request, self._pool)
+        except CapacityError:
+            if self._pool is None or self._pool.referenced_pages:
+                raise
+            # nobody else holds anything: what it would share lies scattered over too many slabs
+            return self._hold(plan, request, None)
+
+    def _hold(
+        self, plan: Plan, request: Request, kept: KeepingPool | None
+    ) -> tuple[list[GroupState], Shares]:
         shares = Shares(plan, request)
         given = []
         for index in range(len(plan.groups)):
             found: dict[RecordShape, list[int]] = {}
-            if self._pool is not None and shares.units:
-                found = shares.found(plan, index, self._pool.take(shares.keys[index]))
+            if kept is not None and shares.units:
+                found = shares.found(plan, index, kept.take(shares.keys[index]))
             given.append(Given(self._allocator, found))
         groups: list[GroupState] = []
         try:
@@ -108,9 +119,9 @@ class Library:
             for known in given:
                 known.release_rest()
             raise
-        if self._pool is not None:
+        if kept is not None:
             for keys, count in zip(shares.keys, shares.cached, strict=True):
-                self._pool.used(keys[:count])
+                kept.used(keys[:count])
         return groups, shares
 
     def release(self, groups: Sequence[GroupState]) -> None:
