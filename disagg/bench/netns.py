@@ -22,13 +22,24 @@ BURST, QUEUE = "1mb", "20ms"
 HOLD = ["sh", "-c", "echo; exec cat >/dev/null"]
 
 
+def available() -> bool:
+    """Whether this process may make such a link here."""
+    if not _permitted():
+        return False
+    return not subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode
+
+
+def _permitted() -> bool:
+    tools = all(map(shutil.which, TOOLS))
+    return sys.platform.startswith("linux") and os.geteuid() == 0 and tools
+
+
 class Namespaces:
     """Two ends of one link; use it as a context, around the processes that run in it."""
 
     def __init__(self) -> None:
-        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-        if not sys.platform.startswith("linux") or os.geteuid() != 0 or missing:
-            needs = f"root on Linux and {', '.join(missing or TOOLS)}"
+        if not _permitted():
+            needs = f"root on Linux and {', '.join(TOOLS)}"
             raise ConfigError(f"a link between network namespaces needs {needs}")
         self._holders: list[subprocess.Popen[str]] = []
 

@@ -1,7 +1,6 @@
 """How fast is the data plane? Frames as shipped, against a plain TCP socket in the same run.
 
-    python -m disagg.bench.plane --json              loopback
-    python -m disagg.bench.plane --netns --json      and links of 1, 5 and 10 Gb/s, as root
+    disagg bench transfer --plane --json        loopback, and as root links of 1, 5 and 10 Gb/s
 
 One hand-off over one stream in frames of 2 MiB: reservation, credit, digests checked at the other
 end, records copied into the pool, commit. Beside it the same over TLS. The socket (cubic) brings
@@ -9,18 +8,14 @@ as many bytes from the same memory to as much memory. Rounds are interleaved; fi
 and a ratio is the median of the rounds' ratios, since machines have moods.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from disagg.bench.certificate import make_security
 from disagg.bench.child import Child
 from disagg.bench.netns import HOSTS, Namespaces
-from disagg.bench.provenance import result_of
 from disagg.bench.shape import SLAB_BYTES, Shape, slabs_for
 from disagg.bench.sink import Sink
 from disagg.bench.source import Source
@@ -187,27 +182,3 @@ def table(rows: Sequence[PlaneRow]) -> str:
             f"    {row.ratio:7.3f} {row.tls_ratio:7.3f}     {plane}    {tcp}"
         )
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", default=DEFAULT_CODEC)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--netns", action="store_true", help="also over real links; wants root")
-    parser.add_argument("--gbps", type=float, nargs="+", default=LINKS_GBPS)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
-    given = parser.parse_args(arguments)
-    rows = run(
-        PlaneOptions(given.codec, given.tokens, given.rounds, given.netns, tuple(given.gbps))
-    )
-    result = result_of("disagg.bench.plane", rows, NOTES)
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result) if given.json else table(rows))
-
-
-if __name__ == "__main__":
-    main()

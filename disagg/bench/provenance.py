@@ -6,15 +6,19 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "grpcio", "xxhash", "numpy")
+COMMANDS = ("disagg", "__main__.py")  # how programs are called whose commands measure
 
 
 def result_of(module: str, rows: Iterable[Any], notes: str) -> dict[str, Any]:
-    """A result as a JSON object; `rows` are dataclasses."""
+    """A result as a JSON object; `rows` are dataclasses, `module` is what measured them."""
+    program = Path(sys.argv[0])
+    begin = "disagg" if program.name in COMMANDS else f"python -m {module}"
     return {
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "command": " ".join([begin, *sys.argv[1:]]),
         "notes": notes,
         "versions": {"python": platform.python_version()} | {x: version(x) for x in PACKAGES},
         "machine": asdict(describe_machine()),

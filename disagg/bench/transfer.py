@@ -1,7 +1,7 @@
 """What compression is worth on a link: codecs x prompt lengths x link rates.
 
-    python -m disagg.bench.transfer --gbps 0.1 1 10 --tokens 8192
-    python -m disagg.bench.transfer --netns --json          links between namespaces, as root
+    disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
+    disagg bench transfer --netns --json          links between namespaces, as root
 
 KV shaped as in Llama 3.1 8B, realistic and made up, goes from one process to another through the
 sender, receiver, ledger and pool that serve. A link's rate is kept by a token bucket in the sender,
@@ -10,18 +10,14 @@ encoded layer by layer while it is sent. `seconds` end when the decode worker ha
 could compute its next token.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from disagg.bench.child import Child
 from disagg.bench.encoder import Encoder
 from disagg.bench.netns import HOSTS, Namespaces
-from disagg.bench.provenance import result_of
 from disagg.bench.shape import SLAB_BYTES, Shape, slabs_for
 from disagg.bench.sink import Sink
 from disagg.bench.source import Sent
@@ -221,27 +217,3 @@ def table(rows: Sequence[TransferRow]) -> str:
             f" {row.byte_ratio:7.2f} {row.time_ratio:7.2f}  {row.bottleneck}{crossover}"
         )
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", nargs="+", default=CODECS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=(8192,))
-    parser.add_argument("--gbps", type=float, nargs="+", default=LINKS_GBPS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of the encoder")
-    parser.add_argument("--netns", action="store_true", help="links of the kernel; wants root")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
-    given = parser.parse_args(arguments)
-    lists = tuple(given.codec), tuple(given.tokens), tuple(given.gbps)
-    rows = run(TransferOptions(*lists, given.rounds, given.netns, given.threads))
-    result = result_of("disagg.bench.transfer", rows, NOTES)
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result) if given.json else table(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,12 +25,20 @@ except ImportError as error:
 
 Row = Mapping[str, Any]  # a row of `disagg.bench.transfer`
 
+SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = ("#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31")
 KEY = (
     Line2D([], [], color="black", label="encoded while it is sent"),
     Line2D([], [], color="black", linestyle="--", linewidth=1, label="encoded beforehand"),
     Line2D([], [], color="black", marker="X", linestyle="", label="encode is the bottleneck"),
 )
+
+
+def check_name(file: Path) -> None:
+    """ConfigError unless a picture can be written there."""
+    if file.suffix not in SUFFIXES or not file.parent.is_dir():
+        known = ", ".join(SUFFIXES)
+        raise ConfigError(f"no picture can be written to {file}: folders must exist, and {known}")
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
@@ -95,7 +103,7 @@ def _megabytes(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path, help="what `disagg.bench.transfer --out` wrote")
+    parser.add_argument("result", type=Path, help="what `disagg bench transfer --out` wrote")
     parser.add_argument("picture", type=Path, help="a .png, .svg or .pdf file")
     given = parser.parse_args(arguments)
     draw(json.loads(given.result.read_text())["rows"], given.picture)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.netns import HOSTS, Namespaces
+from disagg.bench.netns import HOSTS, Namespaces, available
 from disagg.errors import ConfigError
 from tests.bench.test_child import wait_until_gone
 
@@ -63,7 +63,13 @@ def test_a_killed_benchmark_leaves_no_namespace(how):
         wait_until_gone(pid)
 
 
+@needs_root
+def test_whoever_may_make_namespaces_has_them():
+    assert available()
+
+
 def test_without_root_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert not available()
     with pytest.raises(ConfigError, match="root on Linux"):
         Namespaces()

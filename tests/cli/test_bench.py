@@ -1,0 +1,78 @@
+"""`disagg bench transfer`, at sizes that say nothing of speed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.app import run
+
+SMALL = ["--layers", "2", "--heads", "1", "--head-dim", "64", "--tokens", "70", "--rounds", "1"]
+RAW = "raw:dtype=fp16"
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["bench", "transfer", *SMALL, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_transfer_prints_writes_and_draws_a_row_for_every_case(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]
+    cases = ["--codec", "fp8", "--gbps", "1", "--gbps", "3.5", "--tokens", "37"]
+    printed = json.loads(bench(capsys, *cases, *files, "--json"))
+    assert json.loads((tmp_path / "a.json").read_text()) == printed
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    seen = {(x["codec"], x["tokens"], x["gbps"], x["pages"]) for x in printed["rows"]}
+    assert len(seen) == len(printed["rows"])
+    assert seen == {
+        (codec, tokens, gbps, pages)
+        for codec in (RAW, "fp8")
+        for tokens in (37, 70)
+        for gbps in (1.0, 3.5)
+        for pages in ("ready", "inline")
+    }
+    assert all(x["fp16_bytes"] == 2 * 2 * 2 * 64 * x["tokens"] for x in printed["rows"])
+    assert {"link", "seconds", "time_ratio", "byte_ratio", "bottleneck"} <= printed["rows"][
+        0
+    ].keys()
+
+
+def test_transfer_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    header, *lines = bench(capsys, "--codec", "fp8", "--gbps", "2").splitlines()
+    assert header.split()[:4] == ["codec", "tokens", "Gb/s", "pages"]
+    assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
+
+
+def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
+    (row,) = result["rows"]
+    assert row["link"] == "loopback"
+    assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"], row["tls_gbps"]) > 0
+    assert row["plane_cpu"]["sender"] > 0
+    assert result["machine"]["cores"] > 0
+    assert "loopback" in bench(capsys, "--plane", "--no-netns")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--plane", "--plot", "a.png"], "draws nothing"),
+        (["--plane", "--codec", "raw", "--codec", "fp8"], "one codec"),
+        (["--plot", "a.gif"], ".png"),
+        (["--plot", "/nowhere/a.png"], "/nowhere"),
+        (["--codec", "zip"], "zip"),
+    ],
+    ids=["drawn", "two", "name", "folder", "codec"],
+)
+def test_what_cannot_be_measured_is_refused_before_it_begins(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(["bench", "transfer", *SMALL, *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert word in said.err
+    assert not said.out
