@@ -1,8 +1,11 @@
-"""Sealing pages on a GPU: the Triton form of reference_encode.encode_quantized, byte for byte.
+"""Sealing pages on a GPU: the Triton form of reference_encode.py and reference_encode_paged.py.
 
-One program encodes one side of one block. Both sides are a matrix whose rows are cut into groups
-and planes and whose columns are cut into halves: for K rows are tokens and columns channels, for V
-the other way round. Packing is a plain sum over planes and halves; nothing is shuffled.
+    segment_scales_kernel   scales of the channels of a segment, where its pages share them
+    encode_side_kernel      outliers, codes, scales and sparse slots of one side of one block
+    lowrank.py              A B^T of what these left over
+
+Blocks go straight to their addresses, in an arena or in order (places.py). The decomposition behind
+a rotation is torch's on every device, in fp64: it is one small matrix for a segment and head.
 """
 
 import torch
@@ -10,80 +13,206 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.encode_tiles import (
+    LARGEST,
+    at,
+    axis_of,
+    choose_outliers,
+    finite,
+    group_scale,
+    quantize_tile,
+    store_float8,
+    store_outliers,
+    store_words,
+)
 from disagg.kernels.formats import QuantFormat
+from disagg.kernels.formats_paged import PagedFormat, Rotation, Side, as_paged
+from disagg.kernels.lowrank import encode_low_rank
+from disagg.kernels.places import Places, in_order
+from disagg.kernels.reference_lowrank import rotation, unrotate
+from disagg.kernels.reference_pieces import DenseBlocks
 
-LARGEST = tl.constexpr(65504.0)  # of fp16
-SMALLEST_SCALE = tl.constexpr(2.0**-24)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
+CHANNELS = 32  # of a segment that one program reads
 
 
 @triton.jit
-def encode_kernel(
-    x_ptr, words_ptr, scales_ptr, stride_head, stride_row, stride_column, page_tokens,
-    BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
+def segment_scales_kernel(
+    x_ptr, segments_ptr, stride_head, stride_token, stride_channel, n, segment_tokens,
+    SIDE: tl.constexpr, BYTES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Scales and zeros of some channels, over one segment without its outliers.
+
+    x_ptr: [H, n, D] of any float dtype; segments_ptr: [S, H, BYTES] u8
+    """
+    i_segment, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    o_r, m_r = axis_of(SIDE.rows, SIDE.planes)
+    m_c = o_c < SIDE.columns
+    there = m_r[:, None] & m_c[None, :]
+    first = i_segment * segment_tokens
+    p_x = x_ptr + i_head.to(tl.int64) * stride_head + o_c[None, :].to(tl.int64) * stride_channel
+    low = tl.full([CHANNELS], LARGEST, tl.float32)
+    high = -low
+    for i in tl.range(first, tl.minimum(first + segment_tokens, n), SIDE.rows, num_stages=3):
+        p_page = p_x + (i + o_r)[:, None].to(tl.int64) * stride_token
+        x = finite(tl.load(p_page, mask=there, other=0.0))
+        if SIDE.sparse is not None:
+            x = choose_outliers(x, there, SIDE)[1]
+        low = tl.minimum(low, tl.min(tl.where(there, x, LARGEST), 0))
+        high = tl.maximum(high, tl.max(tl.where(there, x, -LARGEST), 0))
+    ends = tl.permute(tl.join(low, high), (1, 0))  # [2, CHANNELS]
+    scale, zero = group_scale(ends, ends == ends, 0, SIDE)
+    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * BYTES
+    tl.store(at(segment, SIDE.scale.scale, tl.float16) + o_c, scale, mask=m_c)
+    tl.store(at(segment, SIDE.scale.zero, tl.float16) + o_c, zero, mask=m_c)
+
+
+@triton.jit
+def encode_side_kernel(
+    x_ptr, bytes_ptr, ids_ptr, segments_ptr, missing_ptr,
+    stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
+    unit, base, segment_pages,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One side of one block.
 
-    x_ptr:       [H, n, D] of any float dtype; a page begins page_tokens items after the one before
-    words_ptr:   blocks [P, H, BLOCK] as int16; scales_ptr: the same as fp16; offsets are in bytes
+    x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
+    bytes_ptr, ids_ptr, unit, base: where blocks lie, as places.py says; BLOCK: bytes of a block
+    segments_ptr: [S, H, SEGMENT] u8 with their scales; a segment has segment_pages pages
+    missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank piece is fitted to, if there is one
     """
-    HALVES: tl.constexpr = 4 // BITS
-    R: tl.constexpr = ROWS // 4
-    U: tl.constexpr = COLUMNS // HALVES
-    R_PAD: tl.constexpr = triton.next_power_of_2(R)
-    U_PAD: tl.constexpr = triton.next_power_of_2(U)
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    i_page, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_r, o_u = tl.arange(0, 4 * R_PAD), tl.arange(0, HALVES * U_PAD)
-    row, column = o_r // R_PAD * R + o_r % R_PAD, o_u // U_PAD * U + o_u % U_PAD
-    m_r, m_u = o_r % R_PAD < R, o_u % U_PAD < U
-    p_x = x_ptr + i_page * page_tokens + i_head.to(tl.int64) * stride_head
-    p_x += row[:, None].to(tl.int64) * stride_row + column[None, :].to(tl.int64) * stride_column
-    x = tl.load(p_x, mask=m_r[:, None] & m_u[None, :], other=0.0).to(tl.float32)
-    x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
-    block = (i_page * tl.num_programs(1) + i_head) * (BLOCK // 2)
-    codes = tl.zeros([4 * R_PAD, HALVES * U_PAD], tl.int32)
-    for g in tl.static_range(ROWS // GROUP):
-        own = (m_r & (row // GROUP == g))[:, None]
-        low = tl.min(tl.where(own, x, LARGEST), 0)
-        high = tl.max(tl.where(own, x, -LARGEST), 0)
-        largest = tl.maximum(tl.abs(low), tl.abs(high))
-        scale = tl.maximum(tl.div_rn(high - low, LEVELS * 1.0), largest * (1.0 / 1024))
-        scale = tl.maximum(scale, SMALLEST_SCALE).to(tl.float16)
-        zero = tl.div_rn(low, scale.to(tl.float32)).to(tl.float16)
-        inverse = tl.div_rn(1.0, scale.to(tl.float32))
-        code = (x * inverse[None, :] - zero.to(tl.float32)[None, :]) + ROUND - ROUND
-        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0).to(tl.int32)
-        codes = tl.where(own, code, codes)
-        p_scale = scales_ptr + block + g * COLUMNS + column
-        tl.store(p_scale + SCALE // 2, scale, mask=m_u)
-        tl.store(p_scale + ZERO // 2, zero, mask=m_u)
-    # [4 planes, R, halves, U] -> [R, U]
-    fields = codes << (o_r // R_PAD * BITS)[:, None] << (o_u // U_PAD * 8)[None, :]
-    fields = tl.reshape(fields, [4, R_PAD, HALVES, U_PAD])
-    words = tl.sum(tl.sum(fields, 2), 0)
-    w_r, w_u = tl.arange(0, R_PAD)[:, None], tl.arange(0, U_PAD)[None, :]
-    p_words = words_ptr + block + CODES // 2 + w_r * U + w_u
-    tl.store(p_words, words.to(tl.int16), mask=(w_r < R) & (w_u < U))
+    i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_r, m_r = axis_of(SIDE.rows, SIDE.planes)
+    o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
+    there = m_r[:, None] & m_c[None, :]
+    p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
+    p_x += o_r[:, None].to(tl.int64) * stride_row + o_c[None, :].to(tl.int64) * stride_column
+    x = finite(tl.load(p_x, mask=there, other=0.0))
+    page = tl.load(ids_ptr + i_page).to(tl.int64) * unit + base
+    block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
+    if SIDE.floating:
+        store_float8(x, there, o_r, o_c, block, SIDE)
+    else:
+        heads = tl.num_programs(1)
+        segment = segments_ptr + (i_page // segment_pages * heads + i_head) * SEGMENT
+        means = x
+        if SIDE.sparse is not None:
+            picks, means = choose_outliers(x, there, SIDE)
+        codes, seen = quantize_tile(means, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
+        store_words(block, codes, o_r, o_c, SIDE)
+        missing = x - seen
+        if SIDE.sparse is not None:
+            missing = store_outliers(block, missing, picks, o_c, m_c, SIDE)
+        if SIDE.low_rank is not None:
+            i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
+            p_out = missing_ptr + i_out + o_r[:, None] * missing_row + o_c[None, :] * missing_column
+            tl.store(p_out, missing.to(tl.float16), mask=there)
 
 
 def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
     """Seal pages of one layer. Shapes, results and bytes as in reference_encode."""
+    return encode_segments(k, v, as_paged(fmt), [0], k.shape[1])[0]
+
+
+def encode_segments(
+    k: Tensor,
+    v: Tensor,
+    fmt: PagedFormat,
+    seeds: list[int],
+    tokens: int,
+    frozen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Seal pages of one layer, segment by segment. As in reference_encode_paged.encode_segments.
+
+    error: codes, scales and slots are the reference's, byte for byte, but where the mean of a
+           column, which is summed in another order, tips a rounding; A B^T is off by 2**-9 of it
+    """
+    count = k.shape[1] // fmt.tokens
+    shape = (count, k.shape[0], fmt.block_bytes)
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    return blocks, seal_segments(k, v, in_order(blocks), fmt, seeds, tokens, frozen)
+
+
+def seal_segments(
+    k: Tensor,
+    v: Tensor,
+    places: Places,
+    fmt: PagedFormat,
+    seeds: list[int],
+    tokens: int,
+    frozen: Tensor | None = None,
+) -> Tensor | None:
+    """As `encode_segments`, with blocks written where they belong; the segments, if any."""
     heads, n, _ = k.shape
-    count = n // fmt.tokens
-    blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)
-    if not count:
-        return blocks
-    words, scales = blocks.view(torch.int16), blocks.view(torch.float16)
-    sides = (
-        (k, (1, 2), fmt.tokens, fmt.head_dim, fmt.k_group, fmt.k_codes, fmt.k_scale, fmt.k_zero),
-        (v, (2, 1), fmt.head_dim, fmt.tokens, fmt.v_group, fmt.v_codes, fmt.v_scale, fmt.v_zero),
+    shape = (len(seeds), heads, fmt.segment_bytes)
+    segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    if frozen is not None:
+        segments.copy_(frozen)
+    if not n:
+        return segments if fmt.segment_bytes else None
+    needed = fmt.k.low_rank is not None
+    missing = torch.empty(
+        2 if needed else 0, heads, n, k.shape[2], dtype=torch.float16, device=k.device
     )
-    for x, axes, rows, columns, group, *offsets in sides:
-        encode_kernel[(count, heads)](
-            x, words, scales, x.stride(0), x.stride(axes[0]), x.stride(axes[1]),
-            fmt.tokens * x.stride(1), fmt.bits, rows, columns, group, fmt.block_bytes, *offsets,
-            num_warps=4, enable_fp_fusion=False,
+    for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
+        if side.rotation:
+            x = _rotate(x, side.rotation, segments, tokens, frozen is None)
+        _encode_side(x, side, fmt, places, segments, missing[i] if needed else x, tokens, i == 1)
+    if needed:
+        encode_low_rank(missing, places, segments, fmt, seeds, tokens)
+    return segments if fmt.segment_bytes else None
+
+
+def is_encodable(fmt: PagedFormat) -> bool:
+    """Whether the kernels seal pages of this format; the reference seals any."""
+    k, v = fmt.k.low_rank, fmt.v.low_rank
+    if k is None or v is None:
+        return k is v
+    return k.rank == v.rank <= 16 and not fmt.tokens & (fmt.tokens - 1)
+
+
+def _encode_side(
+    x: Tensor,
+    side: Side,
+    fmt: PagedFormat,
+    places: Places,
+    segments: Tensor,
+    missing: Tensor,
+    tokens: int,
+    is_v: bool,
+) -> None:
+    """K [H, n, D] of all pages, or V."""
+    heads, n, head_dim = x.shape
+    stride_head, stride_token, stride_channel = x.stride()
+    if side.scale.shared:
+        segment_scales_kernel[(segments.shape[0], heads, triton.cdiv(head_dim, CHANNELS))](
+            x, segments, stride_head, stride_token, stride_channel, n, tokens,
+            side, fmt.segment_bytes, CHANNELS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return blocks
+    strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
+    dense = (1, head_dim) if is_v else (head_dim, 1)
+    encode_side_kernel[(n // fmt.tokens, heads)](
+        x, places.data, places.ids, segments, missing,
+        stride_head, *strides, fmt.tokens * stride_token, *dense,
+        places.unit, places.base, max(1, tokens // fmt.tokens),
+        side, fmt.block_bytes, fmt.segment_bytes,
+        num_warps=encode_warps(side), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def encode_warps(side: Side) -> int:
+    """Warps of a program: with 64 numbers a thread they fit its registers, outliers with 32."""
+    return 8 if side.rows * side.columns * (2 if side.sparse else 1) > 64 * 128 else 4
+
+
+def _rotate(x: Tensor, piece: Rotation, segments: Tensor, tokens: int, fresh: bool) -> Tensor:
+    """T_L of x [H, n, D] fp32, by the T_S of each segment."""
+    matrices = DenseBlocks(segments).plane(torch.float16, piece.matrix, (piece.block, piece.block))
+    parts = (
+        torch.nan_to_num(x.float(), nan=0.0).clamp(-LARGEST.value, LARGEST.value).split(tokens, 1)
+    )
+    for part, matrix in zip(parts, matrices, strict=True):
+        if fresh:
+            matrix.copy_(rotation(part, piece.block))
+    turned = [unrotate(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+    return torch.cat(turned, 1)

@@ -1,8 +1,8 @@
 """Pages made of pieces or of bit planes, as the other rooms call them: arguments checked first.
 
 Shapes and units are stated in reference_paged.py and reference_encode_paged.py. A wrong dtype
-raises TypeError, a wrong shape or device ValueError. Attention on pieces runs in Triton on a GPU
-where its kernel knows the format; everything else is the torch reference on every device.
+raises TypeError, a wrong shape or device ValueError. On a GPU attention on pieces and encoding run
+in Triton where the kernels know the format; everything else is the torch reference.
 """
 
 from importlib import import_module
@@ -71,8 +71,29 @@ def encode_paged(
     k: Tensor, v: Tensor, fmt: PagedFormat, seed: int = 0, frozen: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Seal the pages of a segment: blocks [P, H, bytes], segment [H, bytes] or None."""
+    blocks, segments = encode_segments(k, v, fmt, [seed], max(1, k.shape[1]), frozen)
+    return blocks, None if segments is None else segments[0]
+
+
+def encode_segments(
+    k: Tensor,
+    v: Tensor,
+    fmt: PagedFormat,
+    seeds: list[int],
+    tokens: int,
+    frozen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Seal consecutive segments: blocks [P, H, bytes], segments [S, H, bytes] or None.
+
+    See reference_encode_paged.encode_segments.
+    """
     _check_encode(k, v, fmt.head_dim, fmt.tokens)
-    return reference_encode_paged.encode_paged(k, v, fmt, seed, frozen)
+    if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
+        raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
+    run = reference_encode_paged.encode_segments
+    if k.is_cuda and import_module("disagg.kernels.encode").is_encodable(fmt):
+        run = import_module("disagg.kernels.encode").encode_segments
+    return run(k, v, fmt, seeds, tokens, frozen)
 
 
 def decode_paged(

@@ -56,6 +56,27 @@ def encode_paged(
     return blocks, segment
 
 
+def encode_segments(
+    k: Tensor,
+    v: Tensor,
+    fmt: PagedFormat,
+    seeds: list[int],
+    tokens: int,
+    frozen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Seal the pages of consecutive segments, of one layer.
+
+    seeds:   one for each segment; tokens: of each, but for the last, which may have fewer
+    returns: blocks as `encode_paged`; segments [S, H, segment_bytes] u8 if any
+    """
+    if not fmt.segment_bytes:
+        return encode_paged(k, v, fmt)
+    parts = zip(k.split(tokens, 1), v.split(tokens, 1), seeds, strict=True)
+    found = [encode_paged(a, b, fmt, seed, frozen) for a, b, seed in parts]
+    segments = [segment for _, segment in found if segment is not None]
+    return torch.cat([blocks for blocks, _ in found]), torch.stack(segments)
+
+
 def _encode(
     x: Tensor,
     side: Side,

@@ -21,7 +21,7 @@ from disagg.codecs.base import Codec, Encoded, Partial
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Scale, Side, Sparse
-from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged
+from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged, encode_segments
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -62,19 +62,10 @@ class PagedCodec(Codec):
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         head_dim = k.shape[2]
-        segment = self.segment_layout(head_dim)
-        fmt = self.format_of(self.page_layout(head_dim), segment, head_dim)
-        if segment is None:
-            return Encoded(encode_paged(k, v, fmt)[0])
-        blocks, segments = [], []
-        for start in range(0, k.shape[1], SEGMENT_TOKENS):
-            part = slice(start, start + SEGMENT_TOKENS)
-            seed = seed_of(layer, first + start)
-            found, shared = encode_paged(k[:, part], v[:, part], fmt, seed)
-            assert shared is not None
-            blocks.append(found)
-            segments.append(shared)
-        return Encoded(torch.cat(blocks), torch.stack(segments))
+        fmt = self.format_of(self.page_layout(head_dim), self.segment_layout(head_dim), head_dim)
+        starts = range(first, first + k.shape[1], SEGMENT_TOKENS)
+        seeds = [seed_of(layer, start) for start in starts]
+        return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS))
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         head_dim = k.shape[2]

@@ -1,0 +1,195 @@
+"""Quantising one side of one block in registers: the pieces of encode.py.
+
+A side is a matrix whose rows are cut into planes and whose columns are cut into halves; each part
+is padded to a power of two, so that packing is a plain sum over planes and halves and nothing is
+shuffled. What is not there is masked. The arithmetic is that of reference_quantize.py and
+reference_outliers.py, operation by operation, so the bytes are the same.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(65504.0)  # of fp16
+SMALLEST_SCALE = tl.constexpr(2.0**-24)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
+
+
+@triton.jit
+def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist."""
+    PART: tl.constexpr = SIZE // PARTS
+    PAD: tl.constexpr = triton.next_power_of_2(PART)
+    tl.static_assert(PART * PARTS == SIZE, "planes and halves divide a side")
+    o = tl.arange(0, PARTS * PAD)
+    return o // PAD * PART + o % PAD, o % PAD < PART
+
+
+@triton.jit
+def finite(x):
+    """x in fp32; what fp16 cannot hold saturates, NaN becomes 0."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
+
+
+@triton.jit
+def at(block, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Items of DTYPE at a byte offset of a block; block: u8 pointer."""
+    return (block + OFFSET).to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
+    """Scale and zero, fp16, of what is `own` along an axis of x."""
+    low = tl.min(tl.where(own, x, LARGEST), AXIS)
+    high = tl.max(tl.where(own, x, -LARGEST), AXIS)
+    largest = tl.maximum(tl.abs(low), tl.abs(high))
+    if SIDE.scale.zero is None:
+        LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
+        scale = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE).to(tl.float16)
+        zero = tl.full(scale.shape, SIDE.scale.center, tl.float16)
+    else:
+        LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+        scale = tl.maximum(tl.div_rn(high - low, LEVELS * 1.0), largest * (1.0 / 1024))
+        scale = tl.maximum(scale, SMALLEST_SCALE).to(tl.float16)
+        zero = tl.div_rn(low, scale.to(tl.float32)).to(tl.float16)
+    return scale, zero
+
+
+@triton.jit
+def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
+    """Codes of x, and the numbers in fp32 that they stand for.
+
+    Adding ROUND leaves the rounded number in the last bits, so there is nothing to convert.
+    """
+    scale = tl.expand_dims(scale.to(tl.float32), AXIS)
+    zero = tl.expand_dims(zero.to(tl.float32), AXIS)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if SIDE.scale.zero is None:
+        LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
+        code = tl.minimum(tl.maximum(x * inverse, -LIMIT * 1.0), LIMIT * 1.0) + ROUND
+        whole = code.to(tl.int32, bitcast=True) + (LIMIT + 1)
+        code = (code - ROUND) + (LIMIT + 1)
+    else:
+        LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+        code = tl.fma(x, inverse, -zero)
+        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + ROUND
+        whole = code.to(tl.int32, bitcast=True)
+        code = code - ROUND
+    return whole & ((1 << SIDE.bits) - 1), (code + zero) * scale
+
+
+@triton.jit
+def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
+    """Codes of x [R, C] in int32 and what they stand for; scales and zeros are stored.
+
+    block, segment: u8 pointers to the block of the page, and of the segment whose scales hold
+    """
+    AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
+    LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
+    LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
+    GROUP: tl.constexpr = SIDE.rows if SIDE.scale.shared else SIDE.scale.group
+    if AXIS == 0:
+        place, lane, m_lane = row[:, None], column, m_c
+    else:
+        place, lane, m_lane = column[None, :], row, m_r
+    codes, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
+    for g in tl.static_range(LENGTH // GROUP):
+        own = there & (place // GROUP == g)
+        if SIDE.scale.shared:
+            p_scale = at(segment, SIDE.scale.scale, tl.float16) + lane
+            scale = tl.load(p_scale, mask=m_lane, other=1.0)
+            p_zero = at(segment, SIDE.scale.zero, tl.float16) + lane
+            zero = tl.load(p_zero, mask=m_lane, other=0.0)
+        else:
+            scale, zero = group_scale(x, own, AXIS, SIDE)
+            o_scale = g * LANES + lane
+            tl.store(at(block, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
+            if SIDE.scale.zero is not None:
+                tl.store(at(block, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
+        code, number = codes_with(x, scale, zero, AXIS, SIDE)
+        codes = tl.where(own, code, codes)
+        seen = tl.where(own, number, seen)
+    return codes, seen
+
+
+@triton.jit
+def store_words(block, codes, row, column, SIDE: tl.constexpr):
+    """Codes [planes * R, halves * U], 0 where nothing is, as words [R, U]."""
+    R: tl.constexpr = SIDE.rows // SIDE.planes
+    U: tl.constexpr = SIDE.columns // SIDE.halves
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    U_PAD: tl.constexpr = triton.next_power_of_2(U)
+    tl.static_assert(
+        codes.shape[0] == SIDE.planes * R_PAD and codes.shape[1] == SIDE.halves * U_PAD
+    )
+    fields = codes << (row // R * SIDE.bits)[:, None] << (column // U * 8)[None, :]
+    fields = tl.reshape(fields, [SIDE.planes, R_PAD, SIDE.halves, U_PAD])
+    words = tl.sum(tl.sum(fields, 2), 0)
+    w_r, w_u = tl.arange(0, R_PAD)[:, None], tl.arange(0, U_PAD)[None, :]
+    p_words = at(block, SIDE.codes, tl.int16) + w_r * U + w_u
+    tl.store(p_words, words.to(tl.int16), mask=(w_r < R) & (w_u < U))
+
+
+@triton.jit
+def float8_bits(x):
+    """The e4m3 byte of x in [-448, 448], ties to even, by integers: any chip can.
+
+    A normal number loses 20 bits of mantissa and 120 of its exponent. A smaller one is a multiple
+    of 2**-9, which is what the last bit of a number near 2**14 is worth.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    small = tl.abs(x)
+    normal = ((bits & 0x7FFFFFFF) + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
+    subnormal = (small + 16384.0).to(tl.int32, bitcast=True) & 15
+    return tl.where(small < 0.015625, subnormal, normal) | (bits >> 24 & 0x80)
+
+
+@triton.jit
+def store_float8(x, there, row, column, block, SIDE: tl.constexpr):
+    """x [R, C] over one scale, as bytes [rows][columns]; the scale in fp32."""
+    top = tl.max(tl.max(tl.where(there, tl.abs(x), 0.0), 1), 0)
+    scale = tl.maximum(tl.div_rn(top, 448.0), 2.0**-100)
+    tl.store(at(block, SIDE.scale.scale, tl.float32), scale)
+    x = tl.div_rn(x, tl.zeros(x.shape, tl.float32) + scale)
+    codes = float8_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8)
+    tl.store(block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :], codes, mask=there)
+
+
+@triton.jit
+def choose_outliers(x, there, SIDE: tl.constexpr):
+    """Places along the padded rows of the outliers of each column [C], one tile for each slot, and
+    x with the mean of its column where they were. Of equals the first is chosen."""
+    SLOTS: tl.constexpr = SIDE.sparse.slots
+    mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 0), SIDE.rows * 1.0)[None, :]
+    o_r = tl.arange(0, x.shape[0])[:, None]
+    rest, picks = there, ()
+    for i in tl.static_range(SLOTS):
+        if not SIDE.sparse.ends:
+            distance = tl.abs(x - mean)
+        elif i < SLOTS // 2:
+            distance = x
+        else:
+            distance = -x
+        pick = tl.argmax(tl.where(rest, distance, float("-inf")), 0)
+        rest = rest & (o_r != pick[None, :])
+        picks = picks + (pick,)
+    return picks, tl.where(rest, x, mean)
+
+
+@triton.jit
+def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
+    """Sparse slots of what is missing at `picks`; what is still missing then."""
+    SLOTS: tl.constexpr = SIDE.sparse.slots
+    R: tl.constexpr = SIDE.rows // SIDE.planes
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    o_r = tl.arange(0, missing.shape[0])[:, None]
+    for i in tl.static_range(SLOTS):
+        hit = o_r == picks[i][None, :]
+        delta = tl.sum(tl.where(hit, missing, 0.0), 0)
+        delta = tl.minimum(tl.maximum(delta, -LARGEST), LARGEST).to(tl.float16)
+        slot = column * SLOTS + i
+        index = (picks[i] // R_PAD * R + picks[i] % R_PAD).to(tl.uint8)
+        tl.store(block + SIDE.sparse.index + slot, index, mask=m_c)
+        tl.store(at(block, SIDE.sparse.delta, tl.float16) + slot, delta, mask=m_c)
+        missing = tl.where(hit, 0.0, missing)
+    return missing

@@ -1,0 +1,168 @@
+"""Power iteration on a GPU: A and B of what codes and sparse slots left over of a segment.
+
+One program takes one side of one head and segment, and reads its residual X [n, D] four times:
+
+    Q <- orthonormal X^T X Q    twice, from a seeded start
+    Z  = X^T X Q;  W: such that X Q W is orthonormal, found from Q^T Z
+    A  = X Q W sqrt(n),  B = Z W / sqrt(n)
+
+Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
+two fp16 terms with a common power of two: X is fp16 and goes to the tensor core as it is. The
+reference takes A from a QR decomposition; A B^T is the same, whatever basis A has.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.encode_tiles import at
+from disagg.kernels.formats_paged import PagedFormat
+from disagg.kernels.places import Places
+from disagg.kernels.reference_lowrank import seeded_uniform
+
+WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
+WARPS = 8
+INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
+FAINTEST = tl.constexpr(
+    1e-7
+)  # of the largest squared length: what rounding leaves where nothing is
+
+
+@triton.jit
+def low_rank_kernel(
+    x_ptr, start_ptr, bytes_ptr, ids_ptr, segments_ptr, n, segment_tokens, unit, base,
+    FMT: tl.constexpr,
+):  # fmt: skip
+    """A of all pages of a segment, and its B, of one side and head.
+
+    x_ptr:     [2, H, n, D] fp16; start_ptr: [S, H, 2, D * rank] fp32
+    bytes_ptr, ids_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
+    """
+    T: tl.constexpr = FMT.tokens
+    D: tl.constexpr = FMT.head_dim
+    RANK: tl.constexpr = FMT.k.low_rank.rank
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    tl.static_assert(RANK <= WIDTH, "a factor has 16 columns at most")
+    i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    o_d, o_r, o_t = tl.arange(0, D_PAD), tl.arange(0, WIDTH), tl.arange(0, T)
+    m_b = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+    o_b = o_d[:, None] * RANK + o_r[None, :]
+    start = i_segment * segment_tokens
+    length = tl.minimum(segment_tokens, n - start)
+    p_x = x_ptr + ((i_side * heads + i_head).to(tl.int64) * n + start) * D
+    i_start = (i_segment * heads + i_head) * 2 + i_side
+    q = tl.load(start_ptr + i_start * (D * RANK) + o_b, mask=m_b, other=0.0)
+    for _ in tl.static_range(2):
+        z = squared_product(p_x, q, length, FMT)
+        q = orthonormal(z / power_above(z), RANK)
+    z = squared_product(p_x, q, length, FMT)
+    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
+    size = tl.sqrt(length.to(tl.float32))
+    b = tl.dot(z, w, input_precision="ieee") / size
+    segment = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
+    segment += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
+    tl.store(at(segment, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
+
+    q = tl.dot(q, w, input_precision="ieee") * size
+    offset = base + i_head.to(tl.int64) * FMT.block_bytes
+    offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
+    for i in tl.range(0, length // T, num_stages=3):
+        a = times(load_rows(p_x, i, FMT), q)
+        page = tl.load(ids_ptr + start // T + i).to(tl.int64) * unit + offset
+        p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
+        tl.store(p_a, a.to(tl.float16), mask=(o_r < RANK)[None, :])
+
+
+@triton.jit
+def load_rows(p_x, i, FMT: tl.constexpr):
+    """The tokens of page i: [T, D] fp16."""
+    D: tl.constexpr = FMT.head_dim
+    o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    o_t = i * FMT.tokens + tl.arange(0, FMT.tokens)[:, None]
+    return tl.load(p_x + o_t * D + o_d, mask=o_d < D, other=0.0)
+
+
+@triton.jit
+def squared_product(p_x, b, length, FMT: tl.constexpr):
+    """X^T (X b): [D, 16] fp32."""
+    z = tl.zeros(b.shape, tl.float32)
+    for i in tl.range(0, length // FMT.tokens, num_stages=3):
+        x = load_rows(p_x, i, FMT)
+        z += times(tl.trans(x), times(x, b))
+    return z
+
+
+@triton.jit
+def times(x, y):
+    """x @ y of fp16 x and fp32 y, whose terms have 22 bits below the largest number of y."""
+    unit = power_above(y)
+    y = y / unit
+    high = y.to(tl.float16)
+    product = tl.dot(x, high)
+    return tl.dot(x, (y - high.to(tl.float32)).to(tl.float16), product) * unit
+
+
+@triton.jit
+def power_above(x):
+    """A power of two that is not below any number of x, nor far above the largest."""
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30))))
+
+
+@triton.jit
+def orthonormal(b, RANK: tl.constexpr):
+    """Columns that span what the columns of b [D, 16] span; a column in the others becomes 0."""
+    o_r = tl.arange(0, WIDTH)[None, :]
+    q = tl.zeros(b.shape, tl.float32)
+    for j in range(RANK):
+        x = tl.sum(tl.where(o_r == j, b, 0.0), 1)
+        size = tl.sum(x * x, 0)
+        for _ in tl.static_range(2):  # the second time takes away what rounding left of the first
+            x -= tl.sum(q * tl.sum(q * x[:, None], 0)[None, :], 1)
+        left = tl.sum(x * x, 0)
+        x *= tl.where(left > size * INDEPENDENT, tl.rsqrt(tl.maximum(left, 1e-30)), 0.0)
+        q = tl.where(o_r == j, x[:, None], q)
+    return q
+
+
+@triton.jit
+def orthonormal_by(gram, RANK: tl.constexpr):
+    """W [16, 16] with W^T gram W = 1, column by column; 0 where a column is in the others."""
+    o_r = tl.arange(0, WIDTH)
+    w = tl.zeros(gram.shape, tl.float32)
+    floor = tl.maximum(tl.max(tl.max(gram, 1), 0) * FAINTEST, 1e-30)
+    for j in range(RANK):
+        x = (o_r == j).to(tl.float32)
+        for _ in tl.static_range(2):
+            image = tl.sum(gram * x[None, :], 1)
+            x -= tl.sum(w * tl.sum(w * image[:, None], 0)[None, :], 1)
+        left = tl.sum(x * tl.sum(gram * x[None, :], 1), 0)
+        x *= tl.where(left > floor, tl.rsqrt(tl.maximum(left, floor)), 0.0)
+        w = tl.where((o_r == j)[None, :], x[:, None], w)
+    return w
+
+
+def encode_low_rank(
+    missing: Tensor,
+    places: Places,
+    segments: Tensor,
+    fmt: PagedFormat,
+    seeds: list[int],
+    tokens: int,
+) -> None:
+    """Write A of every page and B of every segment.
+
+    missing: [2, H, n, D] fp16 of K and V; segments: [S, H, segment_bytes] u8
+    seeds:   one for each segment; tokens: of a segment, but for the last
+    """
+    assert fmt.k.low_rank is not None
+    _, heads, n, head_dim = missing.shape
+    index = torch.arange(heads, device=missing.device)
+    first = torch.tensor(seeds, device=missing.device).unsqueeze(1) * heads + index  # [S, H]
+    sides = torch.stack([2 * first, 2 * first + 1], -1).flatten()
+    start = seeded_uniform(sides, head_dim * fmt.k.low_rank.rank)
+    low_rank_kernel[(len(seeds), heads, 2)](
+        missing, start, places.data, places.ids, segments, n, tokens, places.unit, places.base,
+        fmt, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
