@@ -3,9 +3,12 @@
 from collections.abc import Iterable
 
 import pytest
+from fastapi import FastAPI
 
+from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.workers.router import Router
+from tests.server.visits import STATS_OF_A_PROMPT
 from tests.workers.fakes import Network
 
 
@@ -38,3 +41,13 @@ def network() -> Network:
 @pytest.fixture
 def completions(served: Served) -> Completions:
     return Completions(served, Letters(), Router())
+
+
+@pytest.fixture
+def app(completions: Completions) -> FastAPI:
+    return create_app(completions, token="secret")
+
+
+@pytest.fixture(autouse=True)
+def figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.workers.fakes.STATS", STATS_OF_A_PROMPT)

@@ -20,6 +20,9 @@ TOKEN = "a shared secret"
 IDLE = {"arena_bytes", "cached_pages", "cached_bytes"}  # not zero when nothing goes on
 
 
+Prompt = tuple[int, ...]
+
+
 @dataclass
 class House:
     """Workers by name, and their router."""
@@ -36,6 +39,11 @@ class House:
         link = connect(started.address, Security(token=TOKEN))
         self.router.add(Peer(started, WorkerClient(link)))
         return worker
+
+    def pair(self, runners: list[Runner]) -> None:
+        """A prefill worker "p" and a decode worker "d"."""
+        self.add("p", Role.PREFILL, runners[0])
+        self.add("d", Role.DECODE, runners[1])
 
     def kill(self, name: str) -> None:
         """End a worker at once, in the middle of whatever it does."""

@@ -12,18 +12,11 @@ from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.transfer.items import Checklist
 from disagg.transfer.units import units_of
-from disagg.workers.members import Role
 from disagg.workers.worker import Worker
-from tests.workers.pairs import GREEDY, House, house
+from tests.workers.pairs import GREEDY, Prompt, house
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 SHARED = 1000
-Prompt = tuple[int, ...]
-
-
-def pair(home: House, runners: list[Runner]) -> None:
-    home.add("p", Role.PREFILL, runners[0])
-    home.add("d", Role.DECODE, runners[1])
 
 
 def prompts(story: Prompt) -> tuple[Prompt, Prompt]:
@@ -40,7 +33,7 @@ def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
 
     async def scene() -> None:
         async with house() as home:
-            pair(home, runners)
+            home.pair(runners)
             _, one = await home.complete(first, codec)
             tokens, two = await home.complete(second, codec)
             plan = home.workers["d"].engine.plan(codec)
@@ -73,7 +66,7 @@ def test_a_prompt_that_comes_again_sends_its_tail_and_gets_the_same_answer(
 ) -> None:
     async def scene() -> None:
         async with house() as home:
-            pair(home, runners)
+            home.pair(runners)
             answers = [await home.complete(story, KIVI) for _ in range(3)]
             assert answers[0][0] == answers[1][0] == answers[2][0]
             assert answers[1][1].kv["cached_bytes"] == answers[2][1].kv["cached_bytes"] > 0
@@ -89,7 +82,7 @@ def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(
 
     async def scene() -> None:
         async with house() as home:
-            pair(home, runners)
+            home.pair(runners)
             expected, _ = await home.complete(story, KIVI, max_tokens=60)
             decode = home.workers["d"]
             tokens: list[int] = []
@@ -129,7 +122,7 @@ def test_sharing_can_be_turned_off(runners: list[Runner], story: Prompt) -> None
     async def scene() -> None:
         config = Config(transfer=TransferConfig(dedup=False))
         async with house(config) as home:
-            pair(home, runners)
+            home.pair(runners)
             for _ in range(2):
                 _, last = await home.complete(story, KIVI)
                 assert last.kv["cached_bytes"] == 0

@@ -1,0 +1,186 @@
+"""What a worker refuses, by name, and what it asks again: real gRPC, nothing is left."""
+
+import asyncio
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from disagg.config import Config, EngineConfig, TransferConfig
+from disagg.errors import (
+    CapacityError,
+    ConfigError,
+    DisaggError,
+    LayoutError,
+    PromptTooLongError,
+    RequestError,
+    ReservationError,
+)
+from disagg.model.runner import Runner
+from disagg.transfer.ledger import Ledger
+from disagg.transfer.messages import Request, Waiter
+from disagg.transfer.work import Submit, Work
+from tests.workers.pairs import Prompt, house
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+
+
+@pytest.mark.parametrize(
+    ("codec", "error"),
+    [
+        ("kivy", ConfigError),
+        ("kivi:bits=3", ConfigError),
+        ("0:raw", ConfigError),
+        ("²-:raw", ConfigError),
+        ("\ud800", DisaggError),
+    ],
+    ids=["name", "value", "plan", "digit", "half-a-character"],
+)
+def test_a_codec_that_cannot_be_is_refused_by_name(
+    codec: str, error: type[DisaggError], runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            with pytest.raises(error):
+                await home.complete(story, codec)
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
+    runners: list[Runner], story: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plan(spec: str) -> None:
+        raise ValueError(f"nobody foresaw {spec}")
+
+    async def scene() -> None:
+        async with house(deadline_s=1e6) as home:
+            home.pair(runners)
+            home.workers["p"].engine.plan = plan  # type: ignore[assignment]
+            with pytest.raises(DisaggError, match="ValueError: nobody foresaw raw"):
+                await home.complete(story, "raw")
+            assert home.workers["p"].prefill.failures["internal"] >= 1
+
+    asyncio.run(scene())
+    assert any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ((1,) * 5000, {}, PromptTooLongError),
+        ((10**6,), {}, RequestError),
+        ((1, 2), {"top_p": 0.0}, RequestError),
+    ],
+    ids=["too-long", "no-such-token", "no-such-sampling"],
+)
+def test_a_request_that_cannot_be_is_refused_by_name(
+    prompt: Prompt, params: dict[str, float], error: type[DisaggError], runners: list[Runner]
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            with pytest.raises(error):
+                await home.complete(prompt, KIVI, **params)
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_prompt_that_no_pool_can_hold_is_refused(runners: list[Runner], story: Prompt) -> None:
+    async def scene() -> None:
+        async with house(Config(engine=replace(EngineConfig(), arena_bytes=1 << 20))) as home:
+            home.pair(runners)
+            with pytest.raises(PromptTooLongError):
+                await home.complete(story * 8, "raw")
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        small = replace(EngineConfig(), arena_bytes=2 << 20, watermark=0.0)
+        async with house(Config(engine=small)) as home:
+            home.pair(runners)
+            tokens, last = await home.complete(story, "raw", max_tokens=2000)
+            assert last.finish_reason == "length"
+            assert 12 < len(tokens) < 2000
+            assert home.router.dispatch.retries == 0
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_prompts_wait_for_room_at_the_decode_worker(runners: list[Runner], story: Prompt) -> None:
+    """Four prompts for a decode worker that holds one or two at a time: all are answered."""
+
+    async def scene() -> None:
+        small = replace(EngineConfig(), arena_bytes=4 << 20, watermark=0.0)
+        async with house(Config(engine=small)) as home:
+            home.pair(runners)
+            answers = await asyncio.gather(*(home.complete(story * 3, KIVI) for _ in range(4)))
+            assert len({tuple(tokens) for tokens, _ in answers}) == 1
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_receiver_that_refuses_at_once_is_asked_less_and_less_and_the_bytes_count(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, asked, refusals = Ledger.reserve, list[float](), 3
+
+    def reserved(self: Ledger, request: Request, now: float) -> Waiter:
+        asked.append(now)
+        if len(asked) <= refusals:
+            raise CapacityError("the queue is full")
+        return reserve(self, request, now)
+
+    async def scene() -> None:
+        config = Config(transfer=replace(TransferConfig(), dedup=False))
+        async with house(config) as home:
+            home.pair(runners)
+            _, plain = await home.complete(story, KIVI)
+            monkeypatch.setattr(Ledger, "reserve", reserved)
+            _, last = await home.complete(story, KIVI)
+            gaps = [later - sooner for sooner, later in pairwise(asked)]
+            assert len(gaps) == refusals
+            assert all(gap >= 0.05 * 2**i for i, gap in enumerate(gaps))
+            more = last.kv["wire_bytes"] - plain.kv["wire_bytes"]  # type: ignore[operator]
+            assert more > refusals * 60  # a request has a name of 32 characters, and more
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_another_model_is_refused_by_its_fingerprint(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            monkeypatch.setattr(runners[1], "fingerprint", "another")
+            home.pair(runners)
+            with pytest.raises(LayoutError, match="model"):
+                await home.complete(story, KIVI)
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(runners: list[Runner]) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            prefill, decode = home.workers["p"], home.workers["d"]
+            work = Submit("r", 1, Work.PREFILL, decode.epoch, (1, 2))
+            with pytest.raises(RequestError, match="decode"):
+                await decode.submit(work)
+            with pytest.raises(ReservationError, match="epoch"):
+                await prefill.submit(replace(work, epoch=prefill.epoch - 1))
+
+    asyncio.run(scene())
