@@ -97,7 +97,6 @@ class Metrics:
         self.transfer_failures = counter("kv_transfer_failures", "Failed hand-offs", "reason")
         self.expired = counter("kv_expired", "Reservations whose lease ran out")
         self.damaged = counter("kv_damaged", "Cached units whose bytes were altered")
-        self.decisions = counter("route_decisions", "Where requests were sent", "decision")
         self.engine = {
             name: Gauge(name, text, ["model_name", "role"], registry=self.registry)
             for name, text in {
@@ -111,15 +110,17 @@ class Metrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens prefilled")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens")
+        self.tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request"
+        )
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
         self.success = counter("vllm:request_success", "Finished requests", "finished_reason")
 
-    def load(self, running: int, waiting: int, held: int, usage: float) -> None:
-        """Set the gauges of an engine: sequences by what they do, and the used part of its pool."""
+    def load(self, role: str, running: float, waiting: float, held: float, usage: float) -> None:
+        """Set the gauges of a role: sequences by what they do, and the used part of its pools."""
         values = (running, waiting, usage, held)
         for gauge, value in zip(self.engine.values(), values, strict=True):
-            gauge.labels(self._model, self._role).set(value)
+            gauge.labels(self._model, role).set(value)
 
     def add(self, counter: Counter, amount: float = 1, role: str = "", **labels: str) -> None:
         """Count up one of the counters of this object; `role` of another process, if it was it."""
@@ -134,7 +135,7 @@ class Metrics:
         self.observe(self.ttft, times.ttft_s)
         self.observe(self.e2e, times.e2e_s)
         if times.tokens > 1:
-            self.observe(self.itl, times.tpot_s)
+            self.observe(self.tpot, times.tpot_s)
         self.add(self.success, finished_reason=reason)
 
     def render(self) -> bytes:

@@ -34,7 +34,7 @@ def test_times_of_a_request() -> None:
 
 def test_rendered_metrics_have_our_names_and_those_of_dashboards() -> None:
     metrics = Metrics("tiny", "decode")
-    metrics.load(running=2, waiting=3, held=1, usage=0.25)
+    metrics.load("decode", running=2, waiting=3, held=1, usage=0.25)
     metrics.add(metrics.transfer_bytes, 100, kind="wire", codec="raw")
     metrics.observe(metrics.transfer_seconds, 0.5, phase="encode")
     metrics.finished(RequestTimes(0.0, 1.0, 2.0, 3), "stop")
@@ -47,6 +47,7 @@ def test_rendered_metrics_have_our_names_and_those_of_dashboards() -> None:
         'disagg_kv_transfer_bytes_total{codec="raw",kind="wire",model_name="tiny",role="decode"}'
         " 100.0",
         'vllm:request_success_total{finished_reason="stop",model_name="tiny",role="decode"} 1.0',
+        'vllm:request_time_per_output_token_seconds_sum{model_name="tiny",role="decode"} 0.5',
         'vllm:time_to_first_token_seconds_sum{model_name="tiny",role="decode"} 1.0',
         'disagg_kv_transfer_seconds_count{model_name="tiny",phase="encode",role="decode"} 1.0',
     ):

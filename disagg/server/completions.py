@@ -142,7 +142,9 @@ class Completions:
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
         self._gauges.clear()
-        for worker in (await self.status())["workers"]:
+        workers = (await self.status())["workers"]
+        self._worker_counts.load(workers)
+        for worker in workers:
             for name, value in worker.get("gauges", {}).items():
                 self._gauges.labels(worker["name"], worker["role"], name).set(value)
             self._worker_counts.take(worker)

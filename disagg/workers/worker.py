@@ -47,9 +47,7 @@ class Worker:
         security: Security | None = None,
         runner: Runner | None = None,
     ):
-        self.config = config
-        self.role = role
-        self.name = name
+        self.config, self.role, self.name = config, role, name
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
         self._runner = runner or Runner.load(config.model.name, config.model.dtype)
@@ -60,7 +58,8 @@ class Worker:
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
         self._failure: BaseException | None = None
-        self._load, self._links, self._draining = Load(), Links(security), False
+        self._load, self._preempted = Load(), 0
+        self._links, self._draining = Links(security), False
 
     # -- from any thread
 
@@ -135,9 +134,9 @@ class Worker:
         }
         gauges |= {f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()}
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
-        links, counts = self._links.as_info(), dict(self.receiver.ledger.counts)
-        failures = dict(self.receiver.failures + self.prefill.failures)
-        info = {"pid": os.getpid(), "links": links, "counts": counts, "failures": failures}
+        links, failures = self._links.as_info(), self.receiver.failures + self.prefill.failures
+        counts = {**self.receiver.ledger.counts, "preempted": self._preempted}
+        info = {"pid": os.getpid(), "links": links, "counts": counts, "failures": dict(failures)}
         return WorkerStatus(self.epoch, model, plan, gauges, info)
 
     # -- threads
@@ -219,6 +218,7 @@ class Worker:
 
     def _step(self, output: StepOutput) -> None:
         self._load = output.load
+        self._preempted += len(output.preempted)
         self.prefill.step([*output.prefilled, *output.failed])
         self.decode.step([*output.tokens, *output.failed])
 

@@ -69,6 +69,30 @@ def test_models_status_and_metrics_tell_what_is_served(
     visit(app, completions, network, scene)
 
 
+def test_what_engines_do_has_the_names_that_dashboards_know(
+    app: FastAPI, completions: Completions, network: Network
+) -> None:
+    async def status() -> WorkerStatus:
+        doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
+        held = {"used_bytes": 30, "arena_bytes": 120}
+        return WorkerStatus(1, "model", "plan", doing | held, {"counts": {"preempted": 4}})
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        network.workers["d"].status = status  # type: ignore[method-assign]
+        text = (await client.get("/metrics")).text
+        labels = '{model_name="tiny",role="decode"}'
+        for line in (
+            f"vllm:num_requests_running{labels} 3.0",
+            f"vllm:num_requests_waiting{labels} 2.0",
+            f"disagg_held_sequences{labels} 1.0",
+            f"vllm:kv_cache_usage_perc{labels} 0.25",
+            f"vllm:num_preemptions_total{labels} 4.0",
+        ):
+            assert line in text
+
+    visit(app, completions, network, scene)
+
+
 def test_only_who_knows_the_secret_may_stop_the_service(completions: Completions) -> None:
     stopped: list[bool] = []
     app = create_app(completions, "secret", lambda: stopped.append(True))
