@@ -1,8 +1,8 @@
 """Pages made of pieces or of bit planes, as the other rooms call them: arguments checked first.
 
 Shapes and units are stated in reference_paged.py and reference_encode_paged.py. A wrong dtype
-raises TypeError, a wrong shape or device ValueError. On a GPU attention on pieces and encoding run
-in Triton where the kernels know the format; everything else is the torch reference.
+raises TypeError, a wrong shape or device ValueError. On a GPU everything but `decode_paged` runs in
+Triton where the kernels know the format; the rest is the torch reference.
 """
 
 from importlib import import_module
@@ -64,7 +64,10 @@ def attend_aligned(
 ) -> tuple[Partial, Bits]:
     """Attention on bit planes, and the bits read. See reference_aligned.attend_aligned."""
     _check_attend(q, arena, pages, lo, hi, fmt.head_dim, heads)
-    return reference_aligned.attend_aligned(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    run = reference_aligned.attend_aligned
+    if q.is_cuda and q.dtype == torch.float32:
+        run = import_module("disagg.kernels.paged_aligned").attend_aligned
+    return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
 def encode_paged(
@@ -110,6 +113,8 @@ def decode_paged(
 def encode_aligned(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:
     """Bit planes of pages: [n / T, H, block_bytes] u8. See reference_aligned.encode_aligned."""
     _check_encode(k, v, fmt.head_dim, fmt.tokens)
+    if k.is_cuda:
+        return import_module("disagg.kernels.encode_aligned").encode_aligned(k, v, fmt)
     return reference_aligned.encode_aligned(k, v, fmt)
 
 

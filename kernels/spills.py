@@ -1,9 +1,9 @@
-"""What the compiler makes of the kernels that seal pages, for chips that need not be there.
+"""Do the kernels compile for chips that need not be there, and do their registers suffice?
 
-    python -m disagg.kernels.machine_code_writers encode-2bit-k sm_90        # one row, as JSON
+    python -m disagg.kernels.spills encode-2bit-k sm_90        # one row, as JSON
 
-These kernels run once for a page, not once for a token, so what counts is that they compile for
-every chip without spilling. As in machine_code.py, each is compiled in a process of its own.
+machine_code.py counts the instructions of attention on pages; this is for all other kernels
+(measured_kernels.py). As there, each is compiled in a process of its own.
 """
 
 import json
@@ -13,37 +13,17 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.compiler import ASTSource
 
-from disagg.kernels.encode import CHANNELS, encode_side_kernel, encode_warps, segment_scales_kernel
-from disagg.kernels.formats_paged import Side
-from disagg.kernels.lowrank import WARPS, low_rank_kernel
 from disagg.kernels.machine_code import TARGETS
-from disagg.kernels.measured_formats import HEAD_DIM, piece_format
-
-TYPES = {  # of arguments by name; other names that end in _ptr are int32, the rest whole numbers
-    "x_ptr": "*fp16",
-    "missing_ptr": "*fp16",
-    "bytes_ptr": "*u8",
-    "segments_ptr": "*u8",
-    "start_ptr": "*fp32",
-}
+from disagg.kernels.measured_kernels import SOURCES, TYPES
+from disagg.kernels.shape import AMD_COLUMNS, NVIDIA_COLUMNS
 
 
 @dataclass(frozen=True)
-class Source:
-    """A kernel with its compile-time arguments, as encode.py and its neighbours launch it."""
-
-    kernel: triton.JITFunction
-    constants: dict[str, Any]
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class WriterRow:
+class Spills:
     """One kernel on one target; spill_bytes: of a thread; instructions: of the whole kernel."""
 
     kernel: str
@@ -54,46 +34,14 @@ class WriterRow:
     instructions: int
 
 
-def _encode(kind: str, bits: int, is_v: bool) -> Source:
-    fmt = piece_format(kind, bits)
-    side = fmt.v if is_v else fmt.k
-    constants = {"SIDE": side, "BLOCK": fmt.block_bytes, "SEGMENT": fmt.segment_bytes}
-    along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
-    constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
-    return Source(encode_side_kernel, constants, encode_warps(side))
-
-
-def _scales(side: Side) -> Source:
-    constants = {"SIDE": side, "BYTES": 4 * HEAD_DIM, "CHANNELS": CHANNELS, "stride_channel": 1}
-    return Source(segment_scales_kernel, constants, 4)
-
-
-SOURCES = {
-    **{
-        f"encode-{name}-{side}": _encode(kind, bits, side == "v")
-        for name, kind, bits in (
-            ("2bit", "quantized", 2),
-            ("4bit", "quantized", 4),
-            ("int8", "rows", 8),
-            ("fp8", "float", 8),
-            ("lowrank-2bit", "lowrank", 2),
-            ("sparse-2bit", "sparse", 2),
-        )
-        for side in "kv"
-    },
-    "segment-scales": _scales(piece_format("quantized", 4).k),
-    "segment-scales-sparse": _scales(piece_format("sparse", 4).k),
-    "low-rank": Source(low_rank_kernel, {"FMT": piece_format("lowrank", 2)}, WARPS),
-}
-
-
-def measure(name: str, target: str) -> WriterRow:
+def measure(name: str, target: str) -> Spills:
     """Compile one kernel for one target, in this process, and read the result."""
     if name not in SOURCES:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(SOURCES)}")
     if target not in TARGETS:
         raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
-    source, chip = SOURCES[name], TARGETS[target]
+    chip = TARGETS[target]
+    source = SOURCES[name](NVIDIA_COLUMNS if chip.backend == "cuda" else AMD_COLUMNS)
     names = source.kernel.arg_names
     types = {x: _type_of(x) for x in names if x not in source.constants}
     compiled = triton.compile(
@@ -110,7 +58,7 @@ def measure(name: str, target: str) -> WriterRow:
         registers, spilled, instructions = _read_cubin(compiled.asm["cubin"])
     else:
         registers, spilled, instructions = _read_amdgcn(compiled.asm["amdgcn"])
-    return WriterRow(name, target, registers, spilled, compiled.metadata.shared, instructions)
+    return Spills(name, target, registers, spilled, compiled.metadata.shared, instructions)
 
 
 def _type_of(name: str) -> str:

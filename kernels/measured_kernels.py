@@ -1,0 +1,110 @@
+"""The kernels whose registers are counted by spills.py, compiled as they are launched.
+
+Pages are those of measured_formats.py, queries 32 sequences of 8 KV heads with 4 query heads each.
+Attention on raw pages and on pieces is measured in machine_code.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import triton
+
+from disagg.kernels import aligned_attention
+from disagg.kernels.encode import CHANNELS, encode_side_kernel, encode_warps, segment_scales_kernel
+from disagg.kernels.encode_aligned import encode_planes_kernel
+from disagg.kernels.formats_aligned import AlignedFormat
+from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
+from disagg.kernels.lowrank import low_rank_kernel
+from disagg.kernels.measured_formats import HEAD_DIM, piece_format
+from disagg.kernels.paged_aligned import WARPS as ALIGNED_WARPS
+from disagg.kernels.shape import raw_shape
+
+TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
+    "x_ptr": "*fp16",
+    "missing_ptr": "*fp16",
+    "bytes_ptr": "*u8",
+    "segments_ptr": "*u8",
+    "tops_ptr": "*u8",
+    "levels_ptr": "*i8",
+    "scale": "fp32",
+} | {
+    f"{name}_ptr": "*fp32"
+    for name in ("start", "q", "scores", "lse", "best", "part_lse", "part_o", "k_bits")
+}
+PIECES = (  # name, and kind and bits of measured_formats.py
+    ("2bit", "quantized", 2),
+    ("4bit", "quantized", 4),
+    ("int8", "rows", 8),
+    ("fp8", "float", 8),
+    ("lowrank-2bit", "lowrank", 2),
+    ("sparse-2bit", "sparse", 2),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel with its compile-time arguments."""
+
+    kernel: triton.JITFunction
+    constants: dict[str, Any]
+    num_warps: int
+
+
+def _encode(kind: str, bits: int, is_v: bool, columns: int) -> Source:
+    fmt = piece_format(kind, bits)
+    side = fmt.v if is_v else fmt.k
+    constants = {"SIDE": side, "BLOCK": fmt.block_bytes, "SEGMENT": fmt.segment_bytes}
+    along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
+    constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
+    return Source(encode_side_kernel, constants, encode_warps(side))
+
+
+def _scales(kind: str, columns: int) -> Source:
+    side = piece_format(kind, 4).k
+    constants = {"SIDE": side, "BYTES": 4 * HEAD_DIM, "CHANNELS": CHANNELS, "stride_channel": 1}
+    return Source(segment_scales_kernel, constants, 4)
+
+
+def _low_rank(columns: int) -> Source:
+    return Source(low_rank_kernel, {"FMT": piece_format("lowrank", 2)}, LOW_RANK_WARPS)
+
+
+def _planes(is_v: bool, columns: int) -> Source:
+    fmt, sizes = _aligned_format(), (64, HEAD_DIM) if is_v else (HEAD_DIM, 64)
+    planes = [getattr(fmt, f"{'kv'[is_v]}_{x}") for x in ("high", "middle", "low", "top")]
+    names = ("ROWS", "COLUMNS", "BLOCK", "HIGH", "MIDDLE", "LOW", "TOP", "TOP_AXIS")
+    constants = dict(zip(names, (*sizes, fmt.block_bytes, *planes, 1 - is_v), strict=True))
+    return Source(encode_planes_kernel, constants | {f"stride_{'column' if is_v else 'row'}": 1}, 4)
+
+
+def _aligned(name: str, warps: int, columns: int) -> Source:
+    constants = {"FMT": _aligned_format(), "SHAPE": raw_shape((32, 1, 32), 8, columns)}
+    return Source(getattr(aligned_attention, f"{name}_kernel"), constants, warps)
+
+
+def _aligned_format() -> AlignedFormat:
+    whole, half = 64 * HEAD_DIM, 32 * HEAD_DIM
+    sizes = (whole, half, half, whole, half, half, HEAD_DIM, HEAD_DIM)
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    return AlignedFormat(64, HEAD_DIM, sum(sizes), *offsets)
+
+
+# what makes a source, given the columns of a tensor-core product on the chip
+SOURCES: dict[str, Callable[[int], Source]] = {
+    **{
+        f"encode-{name}-{side}": partial(_encode, kind, bits, side == "v")
+        for name, kind, bits in PIECES
+        for side in "kv"
+    },
+    "encode-planes-k": partial(_planes, False),
+    "encode-planes-v": partial(_planes, True),
+    "segment-scales": partial(_scales, "quantized"),
+    "segment-scales-sparse": partial(_scales, "sparse"),
+    "low-rank": _low_rank,
+    "aligned-levels": partial(_aligned, "channel_levels", 4),
+    "aligned-scores": partial(_aligned, "plane_scores", ALIGNED_WARPS),
+    "aligned-drops": partial(_aligned, "allow_drops", 1),
+    "aligned-values": partial(_aligned, "plane_values", ALIGNED_WARPS),
+}
