@@ -130,6 +130,22 @@ class ServerConfig(Bounded):
 
 
 @dataclass(frozen=True)
+class SecurityConfig:
+    """Who may speak on the plane between workers. Files, read on each host by its processes.
+
+    token_file:  the shared secret that every call carries; a private Ray makes one of its own
+    certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS
+    mutual:      clients show a certificate too
+    """
+
+    token_file: str | None = None
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    mutual: bool = False
+
+
+@dataclass(frozen=True)
 class Config:
     """All of it. `codec` is a spec for every layer, or a plan "0-1:kivi:bits=4;2-:kivi:bits=2"."""
 
@@ -140,6 +156,7 @@ class Config:
     router: RouterConfig = field(default_factory=RouterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
 def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:

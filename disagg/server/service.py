@@ -18,8 +18,9 @@ from disagg.config import Config
 from disagg.errors import ConfigError
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.channel import Link, Security, connect
+from disagg.transfer.channel import Link, connect
 from disagg.transfer.control import WorkerClient
+from disagg.transfer.credentials import load_security
 from disagg.workers.members import Peer, Started
 from disagg.workers.router import Router
 from disagg.workers.session import Session
@@ -54,7 +55,8 @@ class Service:
         with ExitStack() as stack:
             stack.callback(self._socket.close)
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
-            self._token = session.token if session else None
+            token = session.token if session else None
+            self._security = load_security(self.config.security, token)
             self._thread.start()
             stack.callback(self._stop_http)
             # here, not above: Ray reads its environment when it is imported
@@ -62,7 +64,7 @@ class Service:
 
             folder = session.folder if session else None
             stack.enter_context(connected(cluster.address, folder))
-            workers = Cluster(self.config, self._token)
+            workers = Cluster(self.config, token)
             stack.callback(workers.close)
             for started in workers.start():
                 self._up(started)
@@ -118,7 +120,7 @@ class Service:
             await link.close()
 
     def _add(self, started: Started) -> None:
-        link = self._links[started.name] = connect(started.address, Security(token=self._token))
+        link = self._links[started.name] = connect(started.address, self._security)
         self._router.add(Peer(started, WorkerClient(link)))
 
     # -- from other threads

@@ -21,7 +21,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from disagg.config import Config
 from disagg.errors import DisaggError, PeerLostError, error_from
-from disagg.transfer.channel import Security, tune_malloc
+from disagg.transfer.channel import tune_malloc
+from disagg.transfer.credentials import load_security
 from disagg.workers.members import Role, Started
 
 NAMESPACE = "disagg"
@@ -55,8 +56,8 @@ class Shell:
 
         if self._started is None:
             torch.set_num_threads(_threads(self._config))
-            security = Security(token=self._token)
             try:
+                security = load_security(self._config.security, self._token)
                 address = host or ray.util.get_node_ip_address()
                 self._worker = Worker(self._config, self._role, self._name, address, security)
                 self._started = self._worker.start()

@@ -15,6 +15,7 @@ import pytest
 
 from disagg.cli.client import complete, get
 from disagg.cli.state import State, read_state
+from tests.papers import make_papers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -133,8 +134,14 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
     path.unlink()
 
 
-def test_a_service_that_is_asked_to_stop_lets_answers_end(home: Home) -> None:
-    process = home.start("serve", "--port", "0")
+def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
+    home: Home, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    papers = make_papers(tmp_path_factory.mktemp("papers"))
+    files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
+    sets = [f"security.{key}={papers / name}" for key, name in files.items()]
+    options = [x for each in (*sets, "security.mutual=true") for x in ("--set", each)]
+    process = home.start("serve", "--port", "0", *options)
     path = home.folder / "disagg.json"
     wait_for(path.exists)
     state = read_state(path)
@@ -151,6 +158,7 @@ def test_a_service_that_is_asked_to_stop_lets_answers_end(home: Home) -> None:
     assert answer.completion_tokens == 100
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
+    assert "gRPC over TLS" in err.splitlines()[0]
     assert err.splitlines()[-1] == "stopped"
 
 

@@ -1,14 +1,13 @@
 """Who may speak on the plane: shared token, TLS, mutual TLS."""
 
 import asyncio
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError, PeerLostError
 from disagg.transfer.channel import Security, tune_malloc
 from disagg.transfer.probe import measure
+from tests.papers import make_papers
 from tests.transfer.prompts import Prompt, make_prompt
 from tests.transfer.wires import hand_over, open_house
 
@@ -20,31 +19,8 @@ def prompt() -> Prompt:
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A throw-away authority, a certificate of 127.0.0.1, and a foreign authority."""
-    folder = tmp_path_factory.mktemp("papers")
-    for authority in ("ca", "foreign"):
-        openssl(folder, "req -x509 -nodes -days 2 -subj /CN=test", f"{authority}.key", authority)
-    openssl(folder, "req -nodes -subj /CN=127.0.0.1", "peer.key", "peer.csr")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    subprocess.run(
-        "openssl x509 -req -days 2 -in peer.csr -CA ca -CAkey ca.key -CAcreateserial "
-        "-extfile names -out peer",
-        cwd=folder,
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
+    folder = make_papers(tmp_path_factory.mktemp("papers"))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def openssl(folder: Path, command: str, key: str, out: str) -> None:
-    subprocess.run(
-        f"openssl {command} -newkey ec -pkeyopt ec_paramgen_curve:P-256 -keyout {key} -out {out}",
-        cwd=folder,
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
 
 
 def run(prompt: Prompt, server: Security | None, client: Security | None) -> None:
