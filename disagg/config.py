@@ -43,12 +43,14 @@ class Bounded:
 class ModelConfig:
     """Which model is served.
 
-    name:  a folder or a Hugging Face name; None: the model that ships in the package
-    dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    name:   a folder or a Hugging Face name; None: the model that ships in the package
+    dtype:  "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16"
+    device: "auto" (a GPU for each worker where there are some), "cpu" or "cuda"
     """
 
     name: str | None = None
     dtype: str = "auto"
+    device: str = "auto"
 
 
 @dataclass(frozen=True)

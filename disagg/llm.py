@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from disagg.config import DEFAULT_CODEC, EngineConfig
+from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Token
 from disagg.engine.sequence import Request, SamplingParams
-from disagg.model.runner import Runner
+from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.terms import Terms
@@ -47,7 +47,7 @@ class LLM:
         model: str | None = None,
         codec: str = DEFAULT_CODEC,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str = "auto",
         config: EngineConfig | None = None,
     ):
         """Load a model, by name or path; the packaged one unless given.
@@ -55,7 +55,7 @@ class LLM:
         codec: a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
         Raises ModelError, UnknownNameError and ConfigError for what cannot be used.
         """
-        self._runner = Runner.load(model, dtype, device)
+        self._runner = load_runner(ModelConfig(model, dtype, device))
         self._tokenizer = Tokenizer.load(model)
         self._codec = codec
         self._prefill = Engine(self._runner, config)

@@ -24,6 +24,7 @@ from disagg.errors import DisaggError, PeerLostError, error_from
 from disagg.transfer.channel import tune_malloc
 from disagg.transfer.credentials import load_security
 from disagg.workers.members import Role, Started
+from disagg.workers.portions import gpu_share, torch_threads
 
 NAMESPACE = "disagg"
 LOCAL = "local"
@@ -55,7 +56,7 @@ class Shell:
         from disagg.workers.worker import Worker
 
         if self._started is None:
-            torch.set_num_threads(_threads(self._config))
+            torch.set_num_threads(torch_threads(self._config))
             try:
                 security = load_security(self._config.security, self._token)
                 address = host or ray.util.get_node_ip_address()
@@ -170,7 +171,9 @@ class Cluster:
             self._starting.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
 
     def _load(self, role: Role, name: str) -> Starting:
+        gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        options["num_gpus"] = gpus
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)
@@ -234,10 +237,3 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=1.0).close()
     except (OSError, ValueError) as error:
         raise PeerLostError(f"no Ray at {address!r}: {error}") from error
-
-
-def _threads(config: Config) -> int:
-    """Threads of torch: the cores of this host, shared among its workers."""
-    if config.engine.torch_threads is not None:
-        return config.engine.torch_threads
-    return max(1, (os.cpu_count() or 1) // (config.cluster.prefill + config.cluster.decode))

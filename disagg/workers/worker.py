@@ -19,6 +19,7 @@ from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, Load, StepOutput
 from disagg.errors import PeerLostError, RequestError, ReservationError
+from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Security, start_server
 from disagg.transfer.control import worker_handler
@@ -50,7 +51,7 @@ class Worker:
         self.config, self.role, self.name = config, role, name
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
-        self._runner = runner or Runner.load(config.model.name, config.model.dtype)
+        self._runner = runner or load_runner(config.model)
         self.engine = Engine(self._runner, config.engine)
         self._started: Future[Started] = Future()
         self._threads = [
@@ -58,8 +59,8 @@ class Worker:
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
         self._failure: BaseException | None = None
-        self._load, self._preempted = Load(), 0
-        self._links, self._draining = Links(security), False
+        self._load, self._preempted, self._draining = Load(), 0, False
+        self._links = Links(security)
 
     # -- from any thread
 
@@ -123,16 +124,15 @@ class Worker:
 
     async def status(self) -> WorkerStatus:
         """Who this is and what it holds; only the arena and cached pages are left when idle."""
-        pool, load = self.engine.pool, self._load
         gauges: dict[str, float] = {
-            "engine_running": load.running,
-            "engine_waiting": load.waiting,
-            "engine_held": load.held,
+            "engine_running": self._load.running,
+            "engine_waiting": self._load.waiting,
+            "engine_held": self._load.held,
             "handoffs_out": self.prefill.running,
             "unacknowledged": self._events.kept,
-            **pool.gauges(),
+            **self.engine.pool.gauges(),
+            **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
-        gauges |= {f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()}
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
         links, failures = self._links.as_info(), self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.ledger.counts, "preempted": self._preempted}
