@@ -84,11 +84,14 @@ class Handoff:
         self.checklist.check(frame)
         items: dict[Item, int] = {}
         placements: list[Placement] = []
-        for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
+        starts = self._records.starts(frame)
+        for item, expected, start, data in zip(
+            frame.items(), frame.digests, starts, frame.payload, strict=True
+        ):
             known = self.marks.get(item) or self._writing.get(item) or items.get(item)
             if known is None and self.offered.get(item) != expected:
                 items[item] = expected
-                placements.append(Placement(self._records.start(item), data))
+                placements.append(Placement(start, data))
             elif known not in (None, expected):
                 raise CorruptFrameError(
                     f"{item} came as {known:016x} before, as {expected:016x} now"

@@ -67,9 +67,14 @@ class Checklist:
         return self._nbytes[item.group, item.kind]
 
     @cached_property
+    def num_items(self) -> int:
+        """How many items there are."""
+        return sum(count for count, _ in self._sizes())
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all items together."""
-        return sum(map(self.nbytes, self.items))
+        return sum(count * nbytes for count, nbytes in self._sizes())
 
     @cached_property
     def frame_bytes(self) -> int:
@@ -93,12 +98,18 @@ class Checklist:
                 f"{layout.fingerprint} ({layout.spec})"
             )
         count, nbytes = self._counts[frame.group].count(frame.kind), group.layer_bytes(layout)
-        for layer, record, data in zip(frame.layers, frame.records, frame.payload, strict=True):
-            if layer not in group.layers or record >= count or len(data) != nbytes:
-                raise LayoutError(
-                    f"{frame.kind} {record} of layer {layer}, {len(data)} bytes; group "
-                    f"{frame.group} has {count} of {nbytes} bytes in layers {group.layers}"
-                )
+        inside = {*frame.layers} <= {*group.layers} and max(frame.records) < count
+        if not inside or {*map(len, frame.payload)} != {nbytes}:
+            raise LayoutError(
+                f"{frame.kind} records {min(frame.records)} to {max(frame.records)} of layers "
+                f"{sorted({*frame.layers})}, {len(frame.payload[0])} bytes; group {frame.group} "
+                f"has {count} of {nbytes} bytes in layers {group.layers}"
+            )
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Count and size of the items of each group and kind."""
+        for (index, kind), nbytes in self._nbytes.items():
+            yield len(self.plan.groups[index].layers) * self._counts[index].count(kind), nbytes
 
 
 class Records:
@@ -117,6 +128,12 @@ class Records:
         """Byte offset of an item in the arena."""
         ids, offsets = self._places[item.group, item.kind]
         return ids[item.record] * ARENA_UNIT + offsets[item.layer]
+
+    def starts(self, frame: PageFrame) -> list[int]:
+        """Byte offsets of the items of a frame that `Checklist.check` accepted."""
+        ids, offsets = self._places[frame.group, frame.kind]
+        places = zip(frame.layers, frame.records, strict=True)
+        return [ids[record] * ARENA_UNIT + offsets[layer] for layer, record in places]
 
     def replace(self, kind: Kind, group: int, record: int, page: int) -> None:
         """From now on a record is another page."""

@@ -4,10 +4,12 @@
                 ▲                     │ stream broke, or the receiver misses it
                 └─────────────────────┘
 
-Items leave in the order in which they were offered. Their bytes stay where they are, in the
-arena of the prefill worker, until the hand-off ends; a frame is views of them. What is in flight
-never exceeds two frames, nor what the receiver granted. What the receiver has is skipped: with the
-same digest, or found by its content key; then the commit names the receiver's digest.
+Frames are filled kind by kind, oldest items first. A frame that is not full leaves when nothing is
+on its way, so that the link never waits for more, and when nothing more will come. The bytes of
+items stay where they are, in the arena of the prefill worker, until the hand-off ends; a frame is
+views of them. What is in flight never exceeds two frames, nor what the receiver granted. What the
+receiver has is skipped: with the same digest, or found by its content key; then the commit names
+the receiver's digest.
 """
 
 from collections import deque
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from disagg.errors import CorruptFrameError
+from disagg.page import Kind
 from disagg.transfer.convert import frame_message
 from disagg.transfer.items import Checklist, items_in_frame
 from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest, pack
@@ -44,7 +47,7 @@ class Outbox:
         self.bytes_in_flight = 0
         self._read = read
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
-        self._queue: deque[Item] = deque()
+        self._queues: dict[tuple[Kind, int], deque[Item]] = {}  # by kind and group, to be sent
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._digests: dict[Item, int] = {}
@@ -59,13 +62,12 @@ class Outbox:
         for item in items:
             assert item not in self._given
             self._given[item] = now
-            self._queue.append(item)
+            self._enqueue(item)
 
     @property
     def drained(self) -> bool:
         """Every item of the checklist was offered, and none waits to be sent."""
-        whole = len(self._given) == len(self.checklist.items)
-        return whole and not self._queue and self._ready is None
+        return self._whole and not any(self._queues.values()) and self._ready is None
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
@@ -92,7 +94,10 @@ class Outbox:
         self._flight.clear()
         self._ready = None
         self.credit = self.bytes_in_flight = 0
-        self._queue = deque(x for x in self._given if not self._is_there(x))
+        self._queues.clear()
+        for item in self._given:
+            if not self._is_there(item):
+                self._enqueue(item)
 
     def grant(self, credit: int, frames: int) -> None:
         """More credit, and `frames` more that arrived and were verified."""
@@ -110,14 +115,14 @@ class Outbox:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
             self._there.pop(item, None)
             self._skipped.pop(item, None)
-            self._queue.append(item)
+            self._enqueue(item)
 
     # -- what goes out
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next message, if there is one and credit for it; it counts as in flight."""
-        while self._ready is None and self._queue:
-            self._ready = self._pack(ticket)
+        while self._ready is None and (queue := self._next_queue()):
+            self._ready = self._pack(queue, ticket)
         if self._ready is None:
             return None
         size = len(self._ready.message)
@@ -130,16 +135,33 @@ class Outbox:
         self.bytes_in_flight += size
         return parcel
 
-    def _pack(self, ticket: Ticket) -> Parcel | None:
-        """A frame of the items at the head of the queue that share kind and group."""
-        kind, group = self._queue[0][:2]
-        nbytes = self.checklist.nbytes(self._queue[0])
-        most = items_in_frame(self.frame_bytes, nbytes)
+    @property
+    def _whole(self) -> bool:
+        return len(self._given) == self.checklist.num_items
+
+    def _enqueue(self, item: Item) -> None:
+        self._queues.setdefault(item[:2], deque()).append(item)
+
+    def _most(self, item: Item) -> int:
+        """How many items like this one make a full frame."""
+        return items_in_frame(self.frame_bytes, self.checklist.nbytes(item))
+
+    def _next_queue(self) -> deque[Item] | None:
+        """Where the oldest items are that may leave now."""
+        queues = [queue for queue in self._queues.values() if queue]
+        if self._flight and not self._whole:
+            queues = [queue for queue in queues if len(queue) >= self._most(queue[0])]
+        return min(queues, key=lambda queue: self._given[queue[0]], default=None)
+
+    def _pack(self, queue: deque[Item], ticket: Ticket) -> Parcel | None:
+        """A frame of the items at the head of a queue; none if all of them are there."""
+        kind, group = queue[0][:2]
+        nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
         items: list[Item] = []
         digests: list[int] = []
         payload: list[memoryview] = []
-        while self._queue and self._queue[0][:2] == (kind, group) and len(items) < most:
-            item = self._queue.popleft()
+        while queue and len(items) < most:
+            item = queue.popleft()
             seen = self._there.get(item)
             if seen is not None and item in self._cached:
                 self._skipped[item] = seen

@@ -1,5 +1,6 @@
 """What a sender sends, in which order, and how much of it at once. No sockets."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.convert import message_frame
+from disagg.transfer.items import items_in_frame
 from disagg.transfer.outbox import Outbox
 from disagg.wire import Item, Ticket, digest, unpack
 from tests.transfer.prompts import Prompt, make_prompt
@@ -39,16 +41,75 @@ def drain(outbox: Outbox) -> list[Item]:
     return sent
 
 
+def by_kind(items: Iterable[Item]) -> dict[tuple, list[Item]]:
+    """Items of one kind and group, each list in its order."""
+    found: dict[tuple, list[Item]] = {}
+    for item in items:
+        found.setdefault(item[:2], []).append(item)
+    return found
+
+
 def digests(prompt: Prompt, items: list[Item]) -> dict[Item, int]:
     return {item: digest(prompt.read(item)) for item in items}
 
 
-def test_items_leave_in_the_order_of_offering(prompt):
+def test_items_of_a_kind_leave_in_the_order_of_offering(prompt):
     outbox = make_outbox(prompt)
     for layer in (0, 1, 2):
-        outbox.offer(prompt.checklist.layer(layer), 0.0)
-    assert drain(outbox) == list(prompt.checklist.items)
+        outbox.offer(prompt.checklist.layer(layer), float(layer))
+    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
     assert outbox.drained
+
+
+def test_every_frame_begins_with_the_item_that_waits_longest(prompt):
+    outbox = make_outbox(prompt)
+    waiting = list(reversed(prompt.checklist.items))
+    for now, item in enumerate(waiting):
+        outbox.offer([item], float(now))
+    while parcel := outbox.next_parcel(TICKET):
+        items = unpack(message_frame(parcel.message)).items()
+        assert items[0] == waiting[0]
+        waiting = [item for item in waiting if item not in items]
+        outbox.grant(len(parcel.message), 1)
+    assert not waiting
+
+
+def test_frames_are_filled_over_layers_while_something_is_on_its_way(prompt):
+    outbox = make_outbox(prompt, frame_bytes=1 << 20)
+    outbox.offer(prompt.checklist.layer(0), 0.0)
+    first = outbox.next_parcel(TICKET)
+    assert outbox.next_parcel(TICKET) is None
+    outbox.offer(prompt.checklist.layer(1), 1.0)
+    assert outbox.next_parcel(TICKET) is None
+    outbox.offer(prompt.checklist.layer(2), 2.0)  # the last: nothing more will come
+    rest = []
+    while parcel := outbox.next_parcel(TICKET):
+        rest.append(unpack(message_frame(parcel.message)).items())
+    begun = unpack(message_frame(first.message)).items()
+    waiting = by_kind(x for x in prompt.checklist.items if x not in begun)
+    assert {tuple(items) for items in rest} == {tuple(items) for items in waiting.values()}
+
+
+def test_what_does_not_fill_a_frame_leaves_when_nothing_is_on_its_way(prompt):
+    outbox = make_outbox(prompt, frame_bytes=1 << 20)
+    outbox.offer(prompt.checklist.layer(0), 0.0)
+    first = outbox.next_parcel(TICKET)
+    assert outbox.next_parcel(TICKET) is None
+    outbox.grant(len(first.message), 1)
+    assert outbox.next_parcel(TICKET) is not None
+
+
+def test_only_full_frames_leave_beside_others_while_more_will_come(prompt):
+    outbox = make_outbox(prompt)
+    outbox.offer(prompt.checklist.layer(0), 0.0)
+    outbox.next_parcel(TICKET)
+    beside = []
+    while parcel := outbox.next_parcel(TICKET):
+        beside.append(unpack(message_frame(parcel.message)))
+    assert beside
+    for frame in beside:
+        assert len(frame.payload) == items_in_frame(FRAME, len(frame.payload[0]))
+    assert not outbox.drained
 
 
 def test_a_layer_leaves_before_the_next_is_offered(prompt):
@@ -133,7 +194,7 @@ def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     assert outbox.bytes_in_flight == 0
     assert outbox.credit == 0
     outbox.grant(PLENTY, 0)
-    assert drain(outbox) == [x for x in prompt.checklist.items if x not in first]
+    assert by_kind(drain(outbox)) == by_kind(x for x in prompt.checklist.items if x not in first)
 
 
 def test_after_a_new_reservation_everything_goes_out_again(prompt):
@@ -142,7 +203,7 @@ def test_after_a_new_reservation_everything_goes_out_again(prompt):
     drain(outbox)
     outbox.there({})
     outbox.grant(PLENTY, 0)
-    assert drain(outbox) == list(prompt.checklist.items)
+    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
 
 
 def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
@@ -151,7 +212,7 @@ def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
     outbox.there(digests(prompt, known))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
-    assert drain(outbox) == list(prompt.checklist.items[9:])
+    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items[9:])
     assert outbox.skipped_bytes == sum(map(prompt.checklist.nbytes, known))
     assert outbox.manifest() == prompt.commit().digests
 
@@ -161,7 +222,7 @@ def test_items_that_the_receiver_has_with_another_digest_are_sent(prompt):
     outbox.there(dict.fromkeys(prompt.checklist.items, 1))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
-    assert drain(outbox) == list(prompt.checklist.items)
+    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
 
 
 def test_what_the_receiver_misses_goes_out_again(prompt):
