@@ -201,8 +201,9 @@ def _encode_side(
 
 
 def encode_warps(side: Side) -> int:
-    """Warps of a program: with 64 numbers a thread they fit its registers, outliers with 32."""
-    return 8 if side.rows * side.columns * (2 if side.sparse else 1) > 64 * 128 else 4
+    """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss."""
+    large = side.rows * side.columns > 64 * 128
+    return 8 if large or side.sparse or side.low_rank else 4
 
 
 def _rotate(x: Tensor, piece: Rotation, segments: Tensor, tokens: int, fresh: bool) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import triton
 
 from disagg.kernels import aligned_attention
+from disagg.kernels.compete import BLOCK, compete_kernel, keep_kernel, key_norms_kernel
 from disagg.kernels.encode import CHANNELS, encode_side_kernel, encode_warps, segment_scales_kernel
 from disagg.kernels.encode_aligned import encode_planes_kernel
 from disagg.kernels.formats_aligned import AlignedFormat
@@ -28,10 +29,16 @@ TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest w
     "segments_ptr": "*u8",
     "tops_ptr": "*u8",
     "levels_ptr": "*i8",
+    "states_ptr": "*u8",
+    "won_ptr": "*u8",
+    "k_ptr": "*fp16",
+    "v_ptr": "*fp16",
+    "kept_k_ptr": "*fp16",
+    "kept_v_ptr": "*fp16",
     "scale": "fp32",
 } | {
     f"{name}_ptr": "*fp32"
-    for name in ("start", "q", "scores", "lse", "best", "part_lse", "part_o", "k_bits")
+    for name in ("start", "q", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
 }
 PIECES = (  # name, and kind and bits of measured_formats.py
     ("2bit", "quantized", 2),
@@ -91,6 +98,10 @@ def _aligned_format() -> AlignedFormat:
     return AlignedFormat(64, HEAD_DIM, sum(sizes), *offsets)
 
 
+def _competition(kernel: triton.JITFunction, constants: dict[str, int], columns: int) -> Source:
+    return Source(kernel, constants, 1 if kernel is keep_kernel else 4)
+
+
 # what makes a source, given the columns of a tensor-core product on the chip
 SOURCES: dict[str, Callable[[int], Source]] = {
     **{
@@ -103,6 +114,11 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "segment-scales": partial(_scales, "quantized"),
     "segment-scales-sparse": partial(_scales, "sparse"),
     "low-rank": _low_rank,
+    "key-norms": partial(
+        _competition, key_norms_kernel, {"D": HEAD_DIM, "TOKENS": 64, "stride_channel": 1}
+    ),
+    "compete": partial(_competition, compete_kernel, {"SLOTS": 35, "BLOCK": BLOCK}),
+    "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
     "aligned-levels": partial(_aligned, "channel_levels", 4),
     "aligned-scores": partial(_aligned, "plane_scores", ALIGNED_WARPS),
     "aligned-drops": partial(_aligned, "allow_drops", 1),

@@ -72,6 +72,18 @@ def raw_of(kept: Kept, raw: RawFormat) -> Tensor:
     return both.permute(2, 1, 0, 3, 4).flatten(2).contiguous().view(torch.uint8)
 
 
+def keep_outliers(kept: Kept, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
+    """Let tokens first .. first+n-1 compete by |K|_1 and keep the winners.
+
+    k, v:    [H, n, D] of the raw dtype; count: of tokens in a head's pool
+    returns: [H, n] bool - the winners; `kept` holds them
+    """
+    scores = k.float().abs().sum(2)
+    won = compete(kept, scores, count)
+    keep(kept, won, scores, k, v, first)
+    return won
+
+
 def compete(kept: Kept, scores: Tensor, count: int) -> Tensor:
     """Let new tokens compete with the pool: the `count` lowest scores of a head are its pool.
 

@@ -1,9 +1,10 @@
 """Do the kernels compile for chips that need not be there, and do their registers suffice?
 
-    python -m disagg.kernels.spills encode-2bit-k sm_90        # one row, as JSON
+    python -m disagg.kernels.spills sm_90                      # all kernels, a row of JSON for each
+    python -m disagg.kernels.spills sm_90 low-rank compete     # these
 
 machine_code.py counts the instructions of attention on pages; this is for all other kernels
-(measured_kernels.py). As there, each is compiled in a process of its own.
+(measured_kernels.py). A kernel that aborts the compiler takes the process with it.
 """
 
 import json
@@ -90,4 +91,5 @@ def _read_amdgcn(code: str) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(sys.argv[1], sys.argv[2]))))
+    for kernel in sys.argv[2:] or SOURCES:
+        print(json.dumps(asdict(measure(kernel, sys.argv[1]))), flush=True)

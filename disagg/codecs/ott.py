@@ -12,13 +12,12 @@ from disagg.codecs.paged import PagedCodec, Planes, code_planes
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
+from disagg.kernels.ops_kept import keep_outliers
 from disagg.kernels.reference_kept import (
     FREE,
     KeptFormat,
     attend_kept,
-    compete,
     join,
-    keep,
     raw_of,
     view_kept,
     with_group_means,
@@ -135,9 +134,7 @@ class Ott(PagedCodec):
             layout = self.side_layout(k.shape[2])
             assert layout is not None
             kept = view_kept(side, blocks, kept_format(layout), raw)
-            scores = k.float().abs().sum(2)
-            won = compete(kept, scores, self.outliers)
-            keep(kept, won, scores, k, v, first)
+            won = keep_outliers(kept, k, v, self.outliers, first)
             blocks = raw_of(kept, raw)
         full_k, full_v = (with_group_means(x.float(), won, self.group) for x in (k, v))
         if before is None:
