@@ -86,16 +86,20 @@ class Pool:
 
     def allocate(self, shape: RecordShape, count: int) -> list[int]:
         """`count` page ids, each with one reference; CapacityError and nothing taken if no room."""
+        pages = self.claim(shape, count)
+        if shape.zeroed:
+            for page in pages:
+                self.arena.zero(page * ARENA_UNIT, shape.nbytes)
+        return pages
+
+    def claim(self, shape: RecordShape, count: int) -> list[int]:
+        """As `allocate`, for who writes every byte: what was there before is there still."""
         if self.free_pages(shape) < count:
             raise CapacityError(
                 f"{count} pages of {shape.nbytes} bytes wanted, {self.free_pages(shape)} free "
                 f"in an arena of {self.arena.nbytes} bytes"
             )
-        pages = [self._take(shape) for _ in range(count)]
-        if shape.zeroed:
-            for page in pages:
-                self.arena.zero(page * ARENA_UNIT, shape.nbytes)
-        return pages
+        return [self._take(shape) for _ in range(count)]
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more reference to each page; LayoutError for a page that nobody owns."""

@@ -32,10 +32,21 @@ def test_pages_that_may_be_partly_filled_come_zeroed() -> None:
     assert bytes(pool.read(page, 0, 256)) == bytes(256)
 
 
+def test_claimed_pages_are_left_as_they_are() -> None:
+    pool = make_pool()
+    (page,) = pool.claim(ZEROED, 1)
+    assert bytes(pool.read(page, 0, 256)) == b"\xff" * 256
+    pool.release([page])
+    (again,) = pool.allocate(ZEROED, 1)
+    assert again == page
+    assert bytes(pool.read(page, 0, 256)) == bytes(256)
+
+
 def test_an_allocation_too_large_takes_nothing() -> None:
     pool = make_pool()
-    with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
-        pool.allocate(ODD, 25)
+    for take in (pool.allocate, pool.claim):
+        with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
+            take(ODD, 25)
     assert pool.referenced_pages == 0
     assert len(pool.allocate(ODD, 24)) == 24
 

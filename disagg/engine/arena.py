@@ -46,6 +46,10 @@ class SharedPool(KeepingPool):
         with self._lock:
             return super().allocate(shape, count)
 
+    def claim(self, shape: RecordShape, count: int) -> list[int]:
+        with self._lock:
+            return super().claim(shape, count)
+
     def retain(self, pages: Iterable[int]) -> None:
         with self._lock:
             super().retain(pages)

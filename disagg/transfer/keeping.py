@@ -25,7 +25,7 @@ class Kept:
 
 
 class KeepingPool(Pool):
-    """A pool that is a cache beside: `allocate` evicts, `take` finds again."""
+    """A pool that is a cache beside: `claim` evicts, `take` finds again."""
 
     def __init__(self, arena: Arena, slab_bytes: int = DEFAULT_SLAB_BYTES):
         super().__init__(arena, slab_bytes)
@@ -80,14 +80,14 @@ class KeepingPool(Pool):
 
     # -- as any pool, with cached pages apart
 
-    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+    def claim(self, shape: RecordShape, count: int) -> list[int]:
         """`count` page ids, each with one reference; CapacityError and nothing taken if no room.
 
         Cached pages go where that makes room.
         """
         while self.free_pages(shape) < count and self._evict():
             pass
-        return super().allocate(shape, count)
+        return super().claim(shape, count)
 
     def retain(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from disagg.errors import CapacityError, CorruptFrameError, DisaggError, PromptTooLongError
 from disagg.page import Kind
 from disagg.plan import Allocator, GroupState, Plan, RecordShape, allocate_group
+from disagg.pool import Pool
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import ids_by_kind
 from disagg.transfer.keeping import KeepingPool, Kept
@@ -37,16 +38,21 @@ class Damage:
 
 
 class Given:
-    """An allocator that hands out known pages of each shape first."""
+    """An allocator that hands out known pages of each shape first.
+
+    Fresh ones are not zeroed where that can be avoided: a prompt is admitted when all its bytes
+    have arrived.
+    """
 
     def __init__(self, allocator: Allocator, known: dict[RecordShape, list[int]]):
         self._allocator = allocator
+        self._claim = allocator.claim if isinstance(allocator, Pool) else allocator.allocate
         self._known = known
 
     def allocate(self, shape: RecordShape, count: int) -> list[int]:
         """The known pages of a shape, and fresh ones up to `count`."""
         known = self._known.get(shape, [])
-        fresh = self._allocator.allocate(shape, count - len(known))
+        fresh = self._claim(shape, count - len(known))
         self._known.pop(shape, None)
         return known + fresh
 
@@ -179,7 +185,7 @@ class Library:
         if self._pool.owners(page) > 1:
             group = handoff.checklist.plan.groups[index]
             shape = group.record(group.layout(kind))
-            (fresh,) = self._pool.allocate(shape, 1)
+            (fresh,) = self._pool.claim(shape, 1)
             self._pool.write(fresh, 0, self._pool.read(page, 0, shape.nbytes))
             handoff.replace(place, fresh)
             self._pool.release([page])

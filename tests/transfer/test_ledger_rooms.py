@@ -67,6 +67,18 @@ def test_requests_that_can_never_be_served_are_refused_by_name(desk, prompt, cha
     desk.assert_nothing_held()
 
 
+def test_reserving_touches_no_byte_and_everything_is_written_before_it_is_admitted(prompt):
+    desk = Desk()
+    arena = desk.pool.arena
+    arena.write(0, b"\xa5" * arena.nbytes)
+    ticket = desk.attach(desk.reserve(prompt))
+    assert arena.read(0, arena.nbytes) == b"\xa5" * arena.nbytes
+    desk.push(prompt, ticket)
+    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0), Ack)
+    (admission,) = desk.admitted()
+    assert prompt.equals(arena, admission.groups)
+
+
 def test_without_room_and_patience_a_request_is_refused_at_once(prompt):
     desk = Desk(SMALL)
     desk.reserve(prompt)
