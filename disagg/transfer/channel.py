@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import grpc
 
 from disagg.errors import ConfigError
-from disagg.wire import MAX_FRAME_BYTES
+from disagg.wire import FRAME_BYTES, MAX_FRAME_BYTES
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 _LIMITS = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    # credit bounds what is on its way, so HTTP/2 need not: its window is wider, and not probed for
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * FRAME_BYTES),
 ]
 CLIENT_OPTIONS = [
     *_LIMITS,
