@@ -1,8 +1,9 @@
 """The kernels as the other rooms call them: arguments checked here, run by device.
 
-A tensor on a CPU goes to the torch reference, one on a GPU to the Triton kernel of the same name,
-signature and result. Shapes and units are stated in reference.py and reference_encode.py. A wrong
-dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
+A tensor on a GPU goes to the Triton kernel, one on a CPU to torch: attention of fp32 queries to its
+fast form (cpu_*.py), the rest to the reference; all of one name, signature and result. Shapes and
+units are stated in reference.py and reference_encode.py. A wrong dtype raises TypeError, a wrong
+shape, device or memory order ValueError. No silent copies.
 
 Triton is imported on the first call that needs it: a machine without a GPU starts faster, and runs
 where there is no Triton at all.
@@ -15,8 +16,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference, reference_encode, reference_pages
+from disagg.kernels import cpu_paged, cpu_raw, reference, reference_encode, reference_pages
 from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.reference import Partial
 
 
@@ -37,7 +39,8 @@ def attend_raw(
         return _triton("paged_attention").attend_raw(
             q, arena, pages, lo, hi, fmt, base, heads, scale
         )
-    return reference.attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    run = reference.attend_raw if q.dtype == torch.float64 else cpu_raw.attend_raw
+    return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
 def attend_quantized(
@@ -57,7 +60,9 @@ def attend_quantized(
         return _triton("paged_attention").attend_quantized(
             q, arena, pages, lo, hi, fmt, base, heads, scale
         )
-    return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    if q.dtype == torch.float64:
+        return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    return cpu_paged.attend_paged(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
 
 
 def merge(parts: list[Partial]) -> Tensor:

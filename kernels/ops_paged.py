@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference_aligned, reference_encode_paged, reference_paged
+from disagg.kernels import cpu_paged, reference_aligned, reference_encode_paged, reference_paged
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat
 from disagg.kernels.reference import Partial
@@ -41,6 +41,8 @@ def attend_paged(
     run = reference_paged.attend_paged
     if q.dtype == torch.float32 and runs_on_gpu(fmt, q.device):
         run = import_module("disagg.kernels.paged_pieces").attend_paged
+    elif q.dtype == torch.float32 and cpu_paged.is_supported(fmt, q.device):
+        run = cpu_paged.attend_paged
     return run(q, arena, pages, lo, hi, fmt, base, heads, scale, segments, owner, segment_base)
 
 
