@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from disagg.config import Config
-from disagg.errors import DisaggError, PeerLostError, error_from
+from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
 from disagg.transfer.channel import tune_malloc
 from disagg.transfer.credentials import load_security
 from disagg.workers.members import Role, Started
@@ -48,8 +48,11 @@ class Shell:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._worker.stop())
 
-    def start(self, host: str | None) -> Started | tuple[str, str]:
+    def start(self, host: str | None, config: Config) -> Started | tuple[str, str]:
         """Load and serve; again: the same answer. An error comes as (reason, message)."""
+        if config != self._config:
+            until = f"until {self._config.cluster.orphan_s:g} s after its last router"
+            return ConfigError.reason, f"{self._name} runs with other settings, {until}"
         # here, not above: torch and transformers, which the process that launches need not load
         import torch
 
@@ -64,6 +67,7 @@ class Shell:
                 self._started = self._worker.start()
             except DisaggError as error:
                 return error.reason, str(error)
+            threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
         return self._started
 
     def meet(self, addresses: list[str]) -> list[str]:
@@ -72,8 +76,15 @@ class Shell:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Returns when the worker has ended; dies with it otherwise."""
+        """Ends with the worker, one way or the other."""
         self._worker.wait()
+
+    def _end_with_worker(self) -> None:
+        """A detached actor would stay, and be taken by its name for one that works."""
+        try:
+            self._worker.wait()
+        finally:
+            os._exit(0)  # what broke it, if something did, was printed by its own thread
 
 
 @dataclass
@@ -178,7 +189,7 @@ class Cluster:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
-        ready = handle.start.remote("127.0.0.1" if self._private else None)
+        ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
         return Starting(role, name, handle, ready)
 
     def _enter(self, each: Starting) -> Started:
@@ -200,7 +211,7 @@ class Cluster:
         }
         try:
             found = ray.get(list(asked.values()), timeout=MEET_S)
-        except (RayActorError, GetTimeoutError):
+        except RayError:
             return []  # who is dead or slow is found out by the hand-offs
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
 
