@@ -28,7 +28,7 @@ from disagg.kernels.encode_tiles import (
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.formats_paged import PagedFormat, Rotation, Side, as_paged
 from disagg.kernels.lowrank import encode_low_rank
-from disagg.kernels.places import Places, in_order
+from disagg.kernels.places import Places, clear_gaps, in_order, new_blocks
 from disagg.kernels.reference_lowrank import rotation, unrotate
 from disagg.kernels.reference_pieces import DenseBlocks
 
@@ -69,7 +69,7 @@ def segment_scales_kernel(
 
 @triton.jit
 def encode_side_kernel(
-    x_ptr, bytes_ptr, ids_ptr, segments_ptr, missing_ptr,
+    x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr,
     stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
     unit, base, segment_pages,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
@@ -77,7 +77,7 @@ def encode_side_kernel(
     """One side of one block.
 
     x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
-    bytes_ptr, ids_ptr, unit, base: where blocks lie, as places.py says; BLOCK: bytes of a block
+    bytes_ptr, pages_ptr, unit, base: where blocks lie, as places.py says; BLOCK: bytes of a block
     segments_ptr: [S, H, SEGMENT] u8 with their scales; a segment has segment_pages pages
     missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank piece is fitted to, if there is one
     """
@@ -88,7 +88,7 @@ def encode_side_kernel(
     p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
     p_x += o_r[:, None].to(tl.int64) * stride_row + o_c[None, :].to(tl.int64) * stride_column
     x = finite(tl.load(p_x, mask=there, other=0.0))
-    page = tl.load(ids_ptr + i_page).to(tl.int64) * unit + base
+    page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
     if SIDE.floating:
         store_float8(x, there, o_r, o_c, block, SIDE)
@@ -128,8 +128,7 @@ def encode_segments(
            column, which is summed in another order, tips a rounding; A B^T is off by 2**-9 of it
     """
     count = k.shape[1] // fmt.tokens
-    shape = (count, k.shape[0], fmt.block_bytes)
-    blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    blocks = new_blocks(count, k.shape[0], fmt.block_bytes, written_bytes(fmt), k.device)
     return blocks, seal_segments(k, v, in_order(blocks), fmt, seeds, tokens, frozen)
 
 
@@ -150,6 +149,7 @@ def seal_segments(
         segments.copy_(frozen)
     if not n:
         return segments if fmt.segment_bytes else None
+    clear_gaps(places, heads, fmt.block_bytes, written_bytes(fmt))
     needed = fmt.k.low_rank is not None
     missing = torch.empty(
         2 if needed else 0, heads, n, k.shape[2], dtype=torch.float16, device=k.device
@@ -169,6 +169,19 @@ def is_encodable(fmt: PagedFormat) -> bool:
     if k is None or v is None:
         return k is v
     return k.rank == v.rank <= 16 and not fmt.tokens & (fmt.tokens - 1)
+
+
+def written_bytes(fmt: PagedFormat) -> int:
+    """Bytes of the planes of a block that the kernels write: all but the mask of who is there."""
+    total = 0
+    for side in (fmt.k, fmt.v):
+        total += side.rows * side.columns * side.bits // 8
+        if not side.scale.shared:
+            scales = side.scale_shape[0] * side.scale_shape[1]
+            total += scales * (4 if side.floating else 2 if side.scale.zero is None else 4)
+        total += 2 * fmt.tokens * side.low_rank.rank if side.low_rank else 0
+        total += 3 * side.columns * side.sparse.slots if side.sparse else 0
+    return total
 
 
 def _encode_side(
@@ -192,7 +205,7 @@ def _encode_side(
     strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
     dense = (1, head_dim) if is_v else (head_dim, 1)
     encode_side_kernel[(n // fmt.tokens, heads)](
-        x, places.data, places.ids, segments, missing,
+        x, places.arena, places.pages, segments, missing,
         stride_head, *strides, fmt.tokens * stride_token, *dense,
         places.unit, places.base, max(1, tokens // fmt.tokens),
         side, fmt.block_bytes, fmt.segment_bytes,

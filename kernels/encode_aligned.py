@@ -1,18 +1,17 @@
 """Cutting fp16 into bit planes on a GPU: the Triton form of reference_aligned.encode_aligned."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.encode_tiles import finite
 from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.places import Places, in_order
+from disagg.kernels.places import Places, clear_gaps, in_order, new_blocks
 
 
 @triton.jit
 def encode_planes_kernel(
-    x_ptr, bytes_ptr, ids_ptr, stride_head, stride_row, stride_column, stride_page, unit, base,
+    x_ptr, bytes_ptr, pages_ptr, stride_head, stride_row, stride_column, stride_page, unit, base,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
     TOP: tl.constexpr, TOP_AXIS: tl.constexpr,
@@ -20,7 +19,7 @@ def encode_planes_kernel(
     """One side of one block. K has channels as rows, V has tokens.
 
     x_ptr:    [H, n, D] of any float dtype; strides in items, a page begins stride_page further
-    bytes_ptr, ids_ptr, unit, base: where blocks lie, as places.py says
+    bytes_ptr, pages_ptr, unit, base: where blocks lie, as places.py says
     TOP_AXIS: along which a channel lies
     """
     tl.static_assert(COLUMNS % 2 == 0, "two neighbours share a byte")
@@ -33,7 +32,7 @@ def encode_planes_kernel(
     p_x += o_r.to(tl.int64) * stride_row + o_c.to(tl.int64) * stride_column
     number = finite(tl.load(p_x, mask=there, other=0.0)).to(tl.float16)
     word = number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    page = tl.load(ids_ptr + i_page).to(tl.int64) * unit + base
+    page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
     tl.store(block + HIGH + o_r * COLUMNS + o_c, (word >> 8).to(tl.uint8), mask=there)
 
@@ -54,8 +53,7 @@ def encode_planes_kernel(
 def encode_aligned(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:
     """Seal pages of one layer. Shapes, results and bytes as in reference_aligned."""
     count = k.shape[1] // fmt.tokens
-    shape = (count, k.shape[0], fmt.block_bytes)
-    blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    blocks = new_blocks(count, k.shape[0], fmt.block_bytes, written_bytes(fmt), k.device)
     seal_aligned(k, v, in_order(blocks), fmt)
     return blocks
 
@@ -65,6 +63,7 @@ def seal_aligned(k: Tensor, v: Tensor, places: Places, fmt: AlignedFormat) -> No
     heads, n, head_dim = k.shape
     if not n:
         return
+    clear_gaps(places, heads, fmt.block_bytes, written_bytes(fmt))
     k_planes = (fmt.k_high, fmt.k_middle, fmt.k_low, fmt.k_top, 1)
     v_planes = (fmt.v_high, fmt.v_middle, fmt.v_low, fmt.v_top, 0)
     for x, axes, rows, columns, planes in (
@@ -72,7 +71,12 @@ def seal_aligned(k: Tensor, v: Tensor, places: Places, fmt: AlignedFormat) -> No
         (v, (1, 2), fmt.tokens, head_dim, v_planes),
     ):
         encode_planes_kernel[(n // fmt.tokens, heads)](
-            x, places.data, places.ids, x.stride(0), x.stride(axes[0]), x.stride(axes[1]),
+            x, places.arena, places.pages, x.stride(0), x.stride(axes[0]), x.stride(axes[1]),
             fmt.tokens * x.stride(1), places.unit, places.base,
             rows, columns, fmt.block_bytes, *planes, num_warps=4,
         )  # fmt: skip
+
+
+def written_bytes(fmt: AlignedFormat) -> int:
+    """Bytes of the planes of a block."""
+    return (4 * fmt.tokens + 2) * fmt.head_dim

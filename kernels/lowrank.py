@@ -31,13 +31,13 @@ FAINTEST = tl.constexpr(
 
 @triton.jit
 def low_rank_kernel(
-    x_ptr, start_ptr, bytes_ptr, ids_ptr, segments_ptr, n, segment_tokens, unit, base,
+    x_ptr, start_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base,
     FMT: tl.constexpr,
 ):  # fmt: skip
     """A of all pages of a segment, and its B, of one side and head.
 
     x_ptr:     [2, H, n, D] fp16; start_ptr: [S, H, 2, D * rank] fp32
-    bytes_ptr, ids_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
+    bytes_ptr, pages_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
     """
     T: tl.constexpr = FMT.tokens
     D: tl.constexpr = FMT.head_dim
@@ -70,7 +70,7 @@ def low_rank_kernel(
     offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
     for i in tl.range(0, length // T, num_stages=3):
         a = times(load_rows(p_x, i, FMT), q)
-        page = tl.load(ids_ptr + start // T + i).to(tl.int64) * unit + offset
+        page = tl.load(pages_ptr + start // T + i).to(tl.int64) * unit + offset
         p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
         tl.store(p_a, a.to(tl.float16), mask=(o_r < RANK)[None, :])
 
@@ -163,6 +163,6 @@ def encode_low_rank(
     sides = torch.stack([2 * first, 2 * first + 1], -1).flatten()
     start = seeded_uniform(sides, head_dim * fmt.k.low_rank.rank)
     low_rank_kernel[(len(seeds), heads, 2)](
-        missing, start, places.data, places.ids, segments, n, tokens, places.unit, places.base,
+        missing, start, places.arena, places.pages, segments, n, tokens, places.unit, places.base,
         fmt, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

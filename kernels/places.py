@@ -6,27 +6,41 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT
+from disagg.kernels.reference_pages import store_blocks
 
 
 @dataclass(frozen=True)
 class Places:
-    """The block of (page i, head) begins at byte ids[i] * unit + base + head * block_bytes.
+    """The block of (page i, head) begins at byte pages[i] * unit + base + head * block_bytes.
 
-    data: [bytes] u8, contiguous; ids: [P] i32
+    arena: [bytes] u8, contiguous; pages: [P] i32 - ids
+    base:  offset of a layer page inside a page
     """
 
-    data: Tensor
-    ids: Tensor
-    unit: int
-    base: int
+    arena: Tensor
+    pages: Tensor
+    base: int = 0
+    unit: int = ARENA_UNIT
 
 
-def in_arena(arena: Tensor, pages: Tensor, base: int) -> Places:
-    """The pages with these ids; base: byte offset of this layer's layer page inside a page."""
-    return Places(arena, pages, ARENA_UNIT, base)
+def new_blocks(
+    count: int, heads: int, block_bytes: int, written: int, device: torch.device
+) -> Tensor:
+    """Blocks [P, H, block_bytes] u8 to encode into; 0 where planes of `written` bytes leave gaps."""
+    make = torch.empty if written == block_bytes else torch.zeros
+    return make(count, heads, block_bytes, dtype=torch.uint8, device=device)
+
+
+def clear_gaps(places: Places, heads: int, block_bytes: int, written: int) -> None:
+    """Leave nothing of what was there before between planes that do not fill their block."""
+    if places.unit == ARENA_UNIT and written != block_bytes and places.pages.numel():
+        count = places.pages.numel()
+        zeros = new_blocks(count, heads, block_bytes, 0, places.arena.device)
+        store_blocks(places.arena, zeros, places.pages, places.base)
 
 
 def in_order(blocks: Tensor) -> Places:
-    """blocks [P, H, block_bytes] u8, one after another."""
-    ids = torch.arange(blocks.shape[0], dtype=torch.int32, device=blocks.device)
-    return Places(blocks.view(-1), ids, blocks.shape[1] * blocks.shape[2], 0)
+    """Blocks [P, H, block_bytes] u8, one page after another."""
+    count, heads, block_bytes = blocks.shape
+    pages = torch.arange(count, dtype=torch.int32, device=blocks.device)
+    return Places(blocks.view(-1), pages, unit=heads * block_bytes)

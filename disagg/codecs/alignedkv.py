@@ -7,10 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.base import EMPTY, Codec, Encoded, Partial, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.ops_paged import attend_aligned, encode_aligned
+from disagg.kernels.ops_seal import seal_aligned
+from disagg.kernels.places import Places
 from disagg.kernels.reference_aligned import Bits, read_planes
 from disagg.kernels.reference_pieces import DenseBlocks
 from disagg.page import Kind, Layout, make_layout
@@ -49,6 +51,24 @@ class AlignedKV(Codec):
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return Encoded(encode_aligned(k, v, aligned_format(self, k.shape[2])))
+
+    def encode_into(
+        self,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        q: Tensor | None,
+        total: int,
+    ) -> Encoded:
+        seal_aligned(k, v, places, aligned_format(self, k.shape[2]))
+        return Encoded(EMPTY)
+
+    def flush_into(
+        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
+        return self.encode_into(places, k, v, first, layer, None, 0)
 
     def attend(
         self,

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from disagg.kernels.ops import store_blocks
+from disagg.kernels.places import Places
 from disagg.page import FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
 Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D], lse [B, M, Hq] (natural log), both as q
 
 
+EMPTY = torch.zeros(0, dtype=torch.uint8)  # blocks that are in their places already
+
+
 @dataclass(frozen=True)
 class Encoded:
     """The bytes of consecutive sealed tokens of one layer.
 
-    blocks:   [P, H, block_bytes] u8 - pages in token order
+    blocks:   [P, H, block_bytes] u8 - pages in token order; none where they are in their places
     segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
     side:     [H, side block_bytes] u8, or None - the side record after these tokens
     kept:     [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
@@ -151,6 +156,29 @@ class Codec(ABC):
                 `side` and `kept` as they are, with room for what this seal may set aside
         """
         return self.encode(k, v, first, layer)
+
+    def encode_into(
+        self,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        q: Tensor | None,
+        total: int,
+    ) -> Encoded:
+        """As `encode_prompt`, with the blocks written to their places."""
+        encoded = self.encode_prompt(k, v, first, layer, q, total)
+        store_blocks(places.arena, encoded.blocks, places.pages, places.base)
+        return encoded
+
+    def flush_into(
+        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
+        """As `flush`, with the block written to its place."""
+        encoded = self.flush(k, v, first, layer, before)
+        store_blocks(places.arena, encoded.blocks, places.pages, places.base)
+        return encoded
 
     @abstractmethod
     def attend(

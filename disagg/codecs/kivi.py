@@ -7,10 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.base import EMPTY, Codec, Encoded, Partial, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.ops import attend_quantized, decode_quantized, encode_quantized
+from disagg.kernels.ops_seal import seal_quantized
+from disagg.kernels.places import Places
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -62,6 +64,24 @@ class Kivi(Codec):
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return Encoded(encode_quantized(k, v, quant_format(self, k.shape[2])))
+
+    def encode_into(
+        self,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        q: Tensor | None,
+        total: int,
+    ) -> Encoded:
+        seal_quantized(k, v, places, quant_format(self, k.shape[2]))
+        return Encoded(EMPTY)
+
+    def flush_into(
+        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
+        return self.encode_into(places, k, v, first, layer, None, 0)
 
     def attend(
         self,

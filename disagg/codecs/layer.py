@@ -14,6 +14,7 @@ from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
 from disagg.codecs.seals import flush_layout
 from disagg.codecs.tables import GroupStep, PageTable, Seal
 from disagg.kernels.ops import append_raw, gather_raw, load_blocks, merge, store_blocks
+from disagg.kernels.places import Places
 from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import GroupState, LayerGroup
 
@@ -63,16 +64,16 @@ def write_prompt(
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
         new_k, new_v = _rounded(k[:, start:end], group), _rounded(v[:, start:end], group)
-        encoded = codec.encode_prompt(new_k, new_v, start, layer, q, total)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
+        pages = state.page_ids()[first : first + count]
+        places = _places(group, group.page, layer, arena, pages)
+        encoded = codec.encode_into(places, new_k, new_v, start, layer, q, total)
         if encoded.segments is not None and group.segment is not None:
             index = start // SEGMENT_TOKENS
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
             written.append(Written(Kind.SEGMENT, index, len(chosen)))
-        pages = state.page_ids()[first : first + count]
-        _store(group, group.page, layer, arena, encoded.blocks, pages)
         written.append(Written(Kind.PAGE, first, count))
         _store_kept(group, layer, arena, encoded, state)
     if done == total:
@@ -100,9 +101,8 @@ def write_step(
     for seal in step.seals:
         tail_k, tail_v = gather_raw(arena, seal.tail, raw, base, group.heads)
         before = _before(group, seal, layer, arena)
-        encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
-        page = flush_layout(group)
-        store_blocks(arena, encoded.blocks, seal.page, group.layer_offset(page, layer))
+        places = Places(arena, seal.page, group.layer_offset(flush_layout(group), layer))
+        encoded = codec.flush_into(places, tail_k[0], tail_v[0], seal.first, layer, before)
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
             layout = group.flush_segment or group.layout(Kind.SEGMENT)
             offset = group.layer_offset(layout, layer)
@@ -204,8 +204,16 @@ def _store_kept(
 def _store(
     group: LayerGroup, layout: Layout, layer: int, arena: Tensor, blocks: Tensor, pages: list[int]
 ) -> None:
+    places = _places(group, layout, layer, arena, pages)
+    store_blocks(arena, blocks, places.pages, places.base)
+
+
+def _places(
+    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, pages: list[int]
+) -> Places:
+    """Where the layer pages of some records lie."""
     ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
-    store_blocks(arena, blocks, ids, group.layer_offset(layout, layer))
+    return Places(arena, ids, group.layer_offset(layout, layer))
 
 
 assert RAW_TOKENS == 16  # kernels/formats.py says the same; kernels know no page.py

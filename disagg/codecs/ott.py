@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Encoded, Partial, require
+from disagg.codecs.base import Codec, Encoded, Partial, require
 from disagg.codecs.paged import PagedCodec, Planes, code_planes
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
@@ -116,6 +116,10 @@ class Ott(PagedCodec):
     ) -> LayerGroup:
         group = super().layer_group(layers, heads, head_dim, model_dtype, window)
         return replace(group, kept=self.outliers, kept_limit=self.slots)
+
+    # the mask of a page is written after its codes
+    encode_into = Codec.encode_into
+    flush_into = Codec.flush_into
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return self._seal(k, v, first, layer, None)

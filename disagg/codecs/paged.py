@@ -17,11 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial
+from disagg.codecs.base import EMPTY, Codec, Encoded, Partial
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Scale, Side, Sparse
-from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged, encode_segments
+from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_segments
+from disagg.kernels.ops_seal import seal_segments
+from disagg.kernels.places import Places
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -61,20 +63,46 @@ class PagedCodec(Codec):
         return paged_format(page, segment, head_dim, self.k_by, self.v_by)
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        head_dim = k.shape[2]
-        fmt = self.format_of(self.page_layout(head_dim), self.segment_layout(head_dim), head_dim)
-        starts = range(first, first + k.shape[1], SEGMENT_TOKENS)
-        seeds = [seed_of(layer, start) for start in starts]
+        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
         return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS))
 
+    def encode_into(
+        self,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        q: Tensor | None,
+        total: int,
+    ) -> Encoded:
+        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        return Encoded(EMPTY, seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS))
+
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        head_dim = k.shape[2]
+        fmt, frozen = self._flush_format(k.shape[2]), _only(before.segments)
+        seeds = [seed_of(layer, first)]
+        found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, frozen)
+        return Encoded(*found, flush=True)
+
+    def flush_into(
+        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
+    ) -> Encoded:
+        fmt, frozen = self._flush_format(k.shape[2]), _only(before.segments)
+        seeds = [seed_of(layer, first)]
+        found = seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS, frozen)
+        return Encoded(EMPTY, found, flush=True)
+
+    def _format(self, head_dim: int) -> PagedFormat:
+        """The format of pages of a prompt."""
+        page, segment = self.page_layout(head_dim), self.segment_layout(head_dim)
+        return self.format_of(page, segment, head_dim)
+
+    def _flush_format(self, head_dim: int) -> PagedFormat:
+        """The format of a page sealed while decoding."""
         page = self.flush_page_layout(head_dim) or self.page_layout(head_dim)
         segment = self.flush_segment_layout(head_dim) or self.segment_layout(head_dim)
-        frozen = None if before.segments is None else before.segments[0]
-        fmt = self.format_of(page, segment, head_dim)
-        blocks, shared = encode_paged(k, v, fmt, seed_of(layer, first), frozen)
-        return Encoded(blocks, None if shared is None else shared[None], flush=True)
+        return self.format_of(page, segment, head_dim)
 
     def attend(
         self,
@@ -119,6 +147,11 @@ class PagedCodec(Codec):
 def seed_of(layer: int, first: int) -> int:
     """The seed of a segment: which layer it belongs to and where it begins."""
     return (layer << 20) + first // SEED_TOKENS
+
+
+def segment_seeds(layer: int, first: int, count: int) -> list[int]:
+    """The seeds of the segments of `count` tokens of a prompt."""
+    return [seed_of(layer, start) for start in range(first, first + count, SEGMENT_TOKENS)]
 
 
 def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
@@ -187,3 +220,8 @@ def paged_format(
         v=sides[1],
         valid=valid.offset if valid else None,
     )
+
+
+def _only(segments: Tensor | None) -> Tensor | None:
+    """The one segment that a page joins, if there is one."""
+    return None if segments is None else segments[0]

@@ -7,7 +7,7 @@ import torch
 
 from disagg.kernels import encode_aligned, paged_aligned, reference_aligned
 from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.places import in_arena
+from disagg.kernels.places import Places
 from disagg.kernels.reference_pages import store_blocks
 from tests.kernels.cases import BASE, Case, exact_attention, place, random_kv, relative_error
 
@@ -73,7 +73,7 @@ def test_planes_go_to_their_pages():
     expected = torch.zeros(1400 * 128, dtype=torch.uint8)
     arena = expected.to(DEVICE, copy=True)
     store_blocks(expected, reference_aligned.encode_aligned(k, v, fmt), pages, BASE)
-    places = in_arena(arena, pages.to(DEVICE), BASE)
+    places = Places(arena, pages.to(DEVICE), BASE)
     encode_aligned.seal_aligned(k.to(DEVICE), v.to(DEVICE), places, fmt)
     assert torch.equal(arena.cpu(), expected)
 
