@@ -26,7 +26,7 @@ class Places:
 def new_blocks(
     count: int, heads: int, block_bytes: int, written: int, device: torch.device
 ) -> Tensor:
-    """Blocks [P, H, block_bytes] u8 to encode into; 0 where planes of `written` bytes leave gaps."""
+    """Blocks [P, H, block_bytes] u8 to encode into; 0 if planes of `written` bytes leave gaps."""
     make = torch.empty if written == block_bytes else torch.zeros
     return make(count, heads, block_bytes, dtype=torch.uint8, device=device)
 
