@@ -1,0 +1,107 @@
+"""Workers on a Ray cluster outlive their service for a while, and the next one takes them over."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.client import complete, get
+from disagg.cli.state import State, read_state
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ASKED = {"prompt": "It was a dark evening", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """A Ray of one node, as `ray start` makes it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
+    command += [f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
+    command += ["--disable-usage-stats", f"--temp-dir={folder}"]
+    ray = subprocess.Popen(
+        command, env=os.environ | {"HOME": str(tmp_path)}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: answers(port))
+    yield f"127.0.0.1:{port}"
+    ray.send_signal(signal.SIGTERM)
+    ray.wait(60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def serve(folder: Path, address: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "disagg", "serve", "--port", "0", *options]
+    command += ["--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8"]
+    environment = os.environ | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder)}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def serving(folder: Path) -> State:
+    wait_for((folder / "disagg.json").exists)
+    state = read_state(folder / "disagg.json")
+    assert state is not None
+    return state
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def pids(state: State) -> set[int]:
+    return {worker["pid"] for worker in get(state.url, "/status")["workers"]}
+
+
+def alive(workers: set[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_workers_are_taken_over_by_a_service_of_the_same_settings_and_leave_without_one(
+    address: str, tmp_path: Path
+) -> None:
+    first = serve(tmp_path, address)
+    workers = pids(serving(tmp_path))
+    stop(first)
+    second = serve(tmp_path, address)
+    state = serving(tmp_path)
+    assert pids(state) == workers
+    said = complete(state.url, ASKED, lambda piece: None)
+    assert said.completion_tokens == 8
+    stop(second)
+    other = serve(tmp_path, address, "--codec", "raw")
+    _, error = other.communicate(timeout=60)
+    assert other.returncode == 2
+    assert "runs with other settings, until 8 s after its last router" in error
+    wait_for(lambda: not alive(workers))
+    third = serve(tmp_path, address, "--codec", "raw")
+    state = serving(tmp_path)
+    assert complete(state.url, ASKED, lambda piece: None).kv["codec"].startswith("raw")
+    stop(third)
