@@ -23,8 +23,10 @@ from disagg.bench.kernel_speed import CPU_SHAPES, CUDA_SHAPES, SPECS, measure_sh
 from disagg.bench.machine_code import compile_all
 from disagg.bench.paged_layers import Shape
 from disagg.bench.provenance import result_of
+from disagg.bench.spills import compile_others
 from disagg.errors import ConfigError
 
+SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
     "cpu": "the torch reference as a service runs it, against torch SDPA, one thread, medians",
@@ -47,8 +49,9 @@ class Options:
 def measure(options: Options) -> dict[str, Any]:
     """The result as a JSON object; ConfigError for a device that is not there."""
     if options.machine_code:
-        rows = compile_all(targets=options.targets) if options.targets else compile_all()
-        return result_of("disagg.bench.kernels", rows, NOTES["machine-code"])
+        targets = {"targets": options.targets} if options.targets else {}
+        result = result_of("disagg.bench.kernels", compile_all(**targets), NOTES["machine-code"])
+        return result | {"others": [asdict(row) for row in compile_others(**targets)]}
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here; --machine-code needs none")
@@ -75,7 +78,7 @@ def check_spellings(device: torch.device) -> list[dict[str, Any]]:
 
 def draw(result: dict[str, Any]) -> None:
     """For people: one line a row."""
-    for row in [*result.get("checks", ()), *result["rows"], *result.get("encode", ())]:
+    for row in [row for name in SECTIONS for row in result.get(name, ())]:
         shown = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
         print("  ".join(f"{key}={x}" for key, x in zip(row, shown, strict=True)))
 

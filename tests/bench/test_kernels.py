@@ -37,8 +37,10 @@ def test_a_row_of_the_cpu_says_what_it_was_compared_with(tmp_path):
 def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
     failed = Failed("quantized-2bit-4heads", "sm_90", "no compiler")
     monkeypatch.setattr(kernels, "compile_all", lambda **options: [failed])
+    monkeypatch.setattr(kernels, "compile_others", lambda **options: [failed])
     result = kernels.measure(kernels.Options(machine_code=True))
     assert result["rows"][0]["reason"] == "no compiler"
+    assert result["others"][0]["reason"] == "no compiler"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
