@@ -41,11 +41,14 @@ class Prompt:
 class Sent:
     """One prompt sent.
 
-    seconds:   from the first layer's turn to the acknowledgement
+    began_at:  when its first layer had its turn, on the monotonic clock of the host
+    seconds:   from then to the acknowledgement
     offered_s: of these, until the last layer was offered
     cpu_s:     processor time of the sending process
     """
 
+    rid: str
+    began_at: float
     seconds: float
     offered_s: float
     cpu_s: float
@@ -94,6 +97,17 @@ class Source:
 
         return await self._send(link, self._prompts[spec], pace, frame_bytes, offer_all)
 
+    async def send_for(
+        self, seconds: float, link: str, spec: str, bytes_per_s: float | None, frame_bytes: int
+    ) -> tuple[float, float, int]:
+        """Send a prompt again and again: when that began and ended, and the bytes of records."""
+        pace = bytes_per_s and Pace(bytes_per_s, frame_bytes)
+        began, nbytes = time.monotonic(), 0
+        while time.monotonic() < began + seconds:
+            sent = await self.send(link, spec, pace or None, frame_bytes)
+            nbytes += sent.receipt.payload_bytes
+        return began, time.monotonic(), nbytes
+
     async def send_raw(self, host: str, port: int, spec: str) -> tuple[float, float]:
         """Send as many bytes of a prompt's arena over a socket: seconds, processor seconds."""
         prompt = self._prompts[spec]
@@ -120,13 +134,15 @@ class Source:
         options = Options(deadline_s=DEADLINE_S, frame_bytes=frame_bytes, pace=pace)
         sender = Sender(self._links[link], request, plan, read, options)
         await sender.reserve()
-        cpu, began = cpu_seconds(), time.perf_counter()
+        cpu, began_at, began = cpu_seconds(), time.monotonic(), time.perf_counter()
         running = asyncio.create_task(sender.run())
         await offer(prompt, sender)
         offered = time.perf_counter()
         sender.finish(0)
         receipt = await running
         return Sent(
+            rid=request.rid,
+            began_at=began_at,
             seconds=time.perf_counter() - began,
             offered_s=offered - began,
             cpu_s=cpu_seconds() - cpu,

@@ -1,10 +1,16 @@
 from disagg.bench.latency import LatencyOptions, run, table
-from disagg.bench.shape import Shape
 
 
-def test_every_round_is_a_whole_hand_off():
-    (row,) = run(LatencyOptions(tokens=37, rounds=3, shape=Shape(2, 1, 64)))
+def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
+    options = LatencyOptions(tokens=37, rounds=3, answer=200, arriving=130, seconds=0.3)
+    (row,) = run(options)
     assert (row.tokens, row.rounds) == (37, 3)
-    assert row.wire_bytes > 2 * 2 * 2 * 1 * 64 * 37
-    assert 0 < row.admit_ms <= row.median_ms <= row.p99_ms
+    assert row.wire_bytes > 2 * 2 * 6 * 2 * 64 * 37  # the tail is exact
+    assert 0 < row.running_ms <= row.running_p99_ms
+    assert 0 < row.admit_ms <= row.acknowledged_ms <= row.acknowledged_p99_ms
+    alone, paced, unpaced = row.decoding
+    assert alone.received_gbps == 0 < min(paced.received_gbps, unpaced.received_gbps)
+    assert alone.tokens == options.answer - 1
+    assert min(paced.tokens, unpaced.tokens) > 0
+    assert all(0 < x.p50_ms <= x.p99_ms for x in row.decoding)
     assert "of 3" in table([row])
