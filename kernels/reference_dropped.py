@@ -53,6 +53,9 @@ def attend_dropped(
     else:
         place = blocks.plane(torch.int32, fmt.positions, (fmt.slots, 1)).flatten(2)
     seen = (place.unsqueeze(3) >= lo[:, None, None]) & (place.unsqueeze(3) < hi[:, None, None])
+    # a short row is padded with pages that it shows elsewhere, behind the tokens it covers
+    first = torch.arange(pages.shape[1], device=q.device).repeat_interleave(fmt.slots) * fmt.tokens
+    seen &= first.unsqueeze(1) < hi[:, None, None]
     columns = columns_of(q * scale, heads)
     hidden = ~seen.repeat_interleave(columns.shape[3] // lo.shape[1], 3)
     scores = (k.to(q.dtype) @ columns).masked_fill(hidden, -torch.inf)

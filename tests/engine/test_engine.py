@@ -63,7 +63,7 @@ def test_a_ragged_batch_answers_as_unbatched_generate_does(runner: Runner) -> No
     assert [serve(alone, [prompt], "raw", 40)[0] for prompt in prompts] == expected
 
 
-@pytest.mark.parametrize("codec", [KIVI, MIXED])
+@pytest.mark.parametrize("codec", [KIVI, MIXED, "h2o", "ott:skip_layers=0", "alignedkv"])
 def test_lossy_logits_do_not_depend_on_batch_or_chunks(runner: Runner, codec: str) -> None:
     prompts = {str(n): random_prompt(n) for n in LENGTHS}
     codecs = dict.fromkeys(prompts, codec)
