@@ -101,7 +101,7 @@ class BatchAttention:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
     ) -> Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+        out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
             exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
@@ -115,7 +115,7 @@ class BatchAttention:
             arena, new_q = self.batch.arena, q[:, rows_of_step].transpose(0, 1)
             write_step(decode.codec, decode.step, layer, arena, new_k, new_v)
             attended = attend_step(decode.codec, decode.step, layer, arena, new_q, scale)
-            out[rows_of_step] = attended.to(out.dtype)
+            out.index_add_(0, rows_of_step, attended.to(out.dtype))  # padding adds 0, see static.py
         return out
 
 

@@ -20,7 +20,9 @@ from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import PassThrough, Workspace
 from disagg.model.describe import ModelInfo, describe_model, read_config
+from disagg.model.graphs import CudaRecorder, DecodeGraphs, Recorder
 from disagg.model.probe import check_attention
+from disagg.model.static import StaticStep
 
 READ_BYTES = 16 << 20
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
@@ -37,6 +39,9 @@ class Runner:
         self.shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
         self._model = model
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._graphs: DecodeGraphs | None = None
+        if model.device.type == "cuda":
+            self.record_steps(CudaRecorder())
 
     @classmethod
     def load(cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> "Runner":
@@ -51,13 +56,23 @@ class Runner:
             check_attention(model, info)
         return cls(model, info, fingerprint_model(info.path))
 
+    def record_steps(self, recorder: Recorder) -> DecodeGraphs:
+        """Record decode steps from now on, and replay those that are alike."""
+        self._graphs = DecodeGraphs(self._static_step, recorder)
+        return self._graphs
+
     def workspace(self, total: int) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
         return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Run one packed row; K and V go to sinks and pages. Logits [len(outputs), V] fp32."""
+        """Run one packed row; K and V go to sinks and pages. Logits [len(outputs), V] fp32.
+
+        A decode step like an earlier one is replayed where steps are recorded: on a GPU.
+        """
+        if self._graphs is not None and self._graphs.accepts(batch):
+            return self._graphs.run(batch)
         outputs = torch.tensor(batch.outputs, dtype=torch.int64, device=self.device)
         selection = {"logits_to_keep": outputs} if self._selects else {}
         logits = self._model(
@@ -69,6 +84,16 @@ class Runner:
             **selection,
         ).logits[0]
         return (logits if self._selects else logits[outputs]).float()
+
+    def _static_step(self, static: StaticStep) -> Tensor:
+        """Logits [bucket, V] of every row of a step in its buffers; asks the host for nothing."""
+        return self._model(
+            input_ids=static.tokens,
+            position_ids=static.positions,
+            past_key_values=PassThrough(),
+            use_cache=True,
+            disagg=BatchAttention(static.batch, self.info.windows),
+        ).logits[0]
 
 
 def fingerprint_model(path: Path) -> str:

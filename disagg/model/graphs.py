@@ -1,0 +1,111 @@
+"""Decode steps under CUDA graphs: recorded once for each shape, replayed on new inputs.
+
+A decode step of a small batch is hundreds of short kernels that take longer to start than to run. A
+CUDA graph starts all of them at once. It can only repeat what it recorded, at the same addresses:
+static.py has the buffers and says which steps are alike.
+
+Not recorded are steps with chunks of prompts, replayed blocks or seals, and shapes whose recording
+failed, because something in them asks the host.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from disagg.model.attention import Batch
+from disagg.model.static import Key, StaticStep, is_plain, key_of
+
+MOST_SHAPES = 64  # recorded at one time; the one unused for longest makes room
+WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allocated in them
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[StaticStep], Tensor]  # logits [bucket, V] of the inputs in the buffers
+
+
+class Recorder(Protocol):
+    """What repeats a call at the same addresses."""
+
+    def record(self, call: Callable[[], Tensor]) -> "Recording":
+        """Record a call; RuntimeError if it cannot be."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """replay: does the recorded work again; output: where its result then is."""
+
+    replay: Callable[[], object]
+    output: Tensor
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory: only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Tensor]) -> Recording:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads copy pages meanwhile; only what this one does may break a recording
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = call()
+        return Recording(graph.replay, output)
+
+
+class DecodeGraphs:
+    """The recorded decode steps of a model. Not thread-safe, as the model."""
+
+    def __init__(self, step: Step, recorder: Recorder, most_shapes: int = MOST_SHAPES):
+        self._step = step
+        self._recorder = recorder
+        self._most_shapes = most_shapes
+        self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()
+        self._refused: set[Key] = set()
+
+    @property
+    def num_shapes(self) -> int:
+        """Shapes of step that are recorded now."""
+        return len(self._found)
+
+    def accepts(self, batch: Batch) -> bool:
+        """Whether `run` can serve this batch: it is recorded, or has been recorded now."""
+        if not is_plain(batch):
+            return False
+        key = key_of(batch)
+        if key not in self._found and key not in self._refused:
+            self._record(key, batch)
+        return key in self._found
+
+    def run(self, batch: Batch) -> Tensor:
+        """The step of an accepted batch: logits [len(outputs), V] fp32."""
+        key = key_of(batch)
+        static, recording = self._found[key]
+        self._found.move_to_end(key)
+        static.fill(batch)
+        recording.replay()
+        outputs = torch.tensor(batch.outputs, dtype=torch.int64, device=batch.arena.device)
+        return recording.output[outputs].float()
+
+    def _record(self, key: Key, batch: Batch) -> None:
+        static = StaticStep(batch)
+        static.fill(batch)  # runs before a recording write what the batch itself will write
+        try:
+            recording = self._recorder.record(lambda: self._step(static))
+        except RuntimeError as error:
+            log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
+            self._refused.add(key)
+            return
+        if len(self._found) >= self._most_shapes:
+            self._found.popitem(last=False)
+        self._found[key] = static, recording

@@ -1,0 +1,227 @@
+"""Recorded decode steps: the bookkeeping, with a recorder that runs eagerly in the same buffers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.bench.synthetic import relative_error
+from disagg.codecs import codec_names
+from disagg.engine.messages import Replay
+from disagg.model.attention import Batch
+from disagg.model.graphs import DecodeGraphs, Recording
+from disagg.model.runner import Runner
+from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_of
+from tests.engine.forced import forced_logits
+from tests.engine.serving import make_engine, request, run_until_idle
+from tests.model.tiny import random_prompt, save_tiny
+
+MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
+LENGTHS = (300, 63, 130)
+ANOTHER_ROUNDING = 0.02  # of logits, where a code or two is next to what it was
+
+
+class EagerRecorder:
+    """Stands for CUDA graphs: a replay runs the same call again, its result at the same address."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, call: Callable[[], Tensor]) -> Recording:
+        self.recorded += 1
+        output = call().clone()
+
+        def replay() -> None:
+            self.replayed += 1
+            output.copy_(call())
+
+        return Recording(replay, output.fill_(torch.nan))
+
+
+class RefusingRecorder:
+    """A device on which no step can be recorded."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, call: Callable[[], Tensor]) -> Recording:
+        self.asked += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def runner(path: Path) -> Runner:
+    return Runner.load(str(path))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)
+
+
+def logits_of(runner: Runner, codecs: dict[str, str], tokens: int = 12) -> dict[str, Tensor]:
+    prompts = {rid: random_prompt(n) for rid, n in zip(codecs, LENGTHS, strict=False)}
+    return forced_logits(runner, prompts, codecs, tokens)
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for rid, logits in expected.items():
+        assert relative_error(found[rid], logits) <= ANOTHER_ROUNDING
+
+
+@pytest.mark.parametrize("codec", [*codec_names(), MIXED])
+def test_a_replayed_step_gives_what_an_eager_one_gives(runner: Runner, codec: str) -> None:
+    codecs = dict.fromkeys("abc", codec)
+    expected = logits_of(runner, codecs)
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+    assert_alike(logits_of(runner, codecs), expected)
+    assert recorder.replayed > recorder.recorded
+
+
+def test_codecs_of_one_batch_share_a_recorded_step(runner: Runner) -> None:
+    codecs = {"a": "kivi", "b": "raw", "c": MIXED}
+    expected = logits_of(runner, codecs)
+    graphs = runner.record_steps(EagerRecorder())
+    assert_alike(logits_of(runner, codecs), expected)
+    assert 0 < graphs.num_shapes < 6
+
+
+def test_padding_writes_where_the_step_writes_and_nowhere_else(runner: Runner) -> None:
+    written = []
+    for recorder in (None, EagerRecorder()):
+        if recorder is not None:
+            runner.record_steps(recorder)
+        engine = make_engine(runner)
+        engine.arena.zero_()
+        for n in LENGTHS:  # three rows, in a bucket of four
+            engine.submit(Replay(request(str(n), random_prompt(n), "kivi", 6)))
+        run_until_idle(engine)
+        written.append(engine.arena.view(-1, 128).any(1))
+    assert written[0].any()
+    assert torch.equal(*written)
+
+
+def test_padding_sees_nothing_and_repeats_the_first_row(runner: Runner) -> None:
+    batch = batches_of(runner, list(LENGTHS), 3, "kivi")[-1]
+    static = StaticStep(batch)
+    for buffer in (static.tokens, static.positions):
+        buffer.fill_(7)
+    static.fill(batch)
+    assert static.tokens.tolist() == [[*batch.tokens, 0]]
+    assert static.positions.tolist() == [[*batch.positions, 0]]
+    (found,), (given,) = static.batch.decodes, batch.decodes
+    assert found.step.rows.tolist() == [0, 1, 2, 0]
+    for name in ("pages", "slots"):
+        values = getattr(given.step, name).tolist()
+        assert getattr(found.step, name).tolist() == [*values, values[0]]
+    sealed, tail = found.step.sealed, found.step.tail
+    assert sealed is not None
+    assert tail is not None
+    assert given.step.sealed is not None
+    width = given.step.sealed.pages.shape[1]
+    assert torch.equal(sealed.pages[:3, :width], given.step.sealed.pages)
+    assert (sealed.pages[3] == given.step.sealed.pages[0, 0]).all()
+    assert sealed.hi[3:].tolist() == tail.hi[3:].tolist() == [[0]]
+
+
+class Spy:
+    """A runner that keeps the batches it was given."""
+
+    def __init__(self, runner: Runner):
+        self.batches: list[Batch] = []
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.batches.append(batch)
+        return self._runner.forward(batch)
+
+
+def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> list[Batch]:
+    spy = Spy(runner)
+    engine = make_engine(spy)  # type: ignore[arg-type]
+    for index, n in enumerate(prompts):
+        engine.submit(Replay(request(str(index), random_prompt(n), codec, tokens)))
+    run_until_idle(engine)
+    return spy.batches
+
+
+def test_steps_that_prefill_or_seal_are_not_recorded(runner: Runner) -> None:
+    batches = batches_of(runner, [60], 80, "kivi:bits=2,group=64,residual=0")
+    plain = [is_plain(batch) for batch in batches]
+    seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
+    assert plain == [not (batch.chunks or seal) for batch, seal in zip(batches, seals, strict=True)]
+    assert (plain[0], sum(seals)) == (False, 2)
+
+
+def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner: Runner) -> None:
+    def keys(prompts: list[int], codec: str) -> list[Any]:
+        found = map(key_of, filter(is_plain, batches_of(runner, prompts, 40, codec)))
+        return [(key[0], *key[2:]) for key in found]  # every engine has an arena of its own
+
+    few = keys([70, 75], "kivi")
+    assert len(few) > 30
+    assert len(set(few)) <= 3  # without pages, with pages, and the tail's next power of two
+    assert not set(few) & set(keys([70, 75], "int8"))
+    assert not set(few) & set(keys([70, 75, 72], "kivi"))
+    assert set(keys([70, 75, 72], "kivi")) & set(keys([70, 75, 72, 71], "kivi"))  # both four rows
+
+
+@pytest.mark.parametrize(
+    ("count", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (17, 24), (24, 24)]
+)
+def test_buckets_are_close_above_what_they_hold(count: int, bucket: int) -> None:
+    assert bucket_of(count) == bucket
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (3, 4), (33, 64), (64, 64)])
+def test_tables_are_as_wide_as_a_power_of_two(count: int, width: int) -> None:
+    assert width_of(count) == width
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner: Runner) -> None:
+    codecs = dict.fromkeys("ab", "kivi")
+    expected = logits_of(runner, codecs)
+    recorder = RefusingRecorder()
+    graphs = runner.record_steps(recorder)
+    assert_alike(logits_of(runner, codecs), expected)
+    assert graphs.num_shapes == 0
+    assert 0 < recorder.asked < 5
+
+
+def test_the_shape_unused_for_longest_makes_room(runner: Runner) -> None:
+    recorder = EagerRecorder()
+    graphs = DecodeGraphs(runner._static_step, recorder, most_shapes=1)
+    runner._graphs = graphs
+    expected = {n: batches_of(runner, [70] * n, 3, "int8") for n in (1, 2)}
+    assert all(expected.values())
+    assert graphs.num_shapes == 1
+    before = recorder.recorded
+    engine = make_engine(runner)
+    for rid in "ab":
+        engine.submit(Replay(request(rid, random_prompt(70), "int8", 4)))
+    run_until_idle(engine)
+    assert recorder.recorded > before
+    assert graphs.num_shapes == 1
+
+
+def test_a_cpu_records_nothing(runner: Runner) -> None:
+    assert runner._graphs is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8"])
+def test_a_graph_gives_what_eager_kernels_give(path: Path, codec: str) -> None:
+    runner = Runner.load(str(path), device="cuda")
+    codecs = dict.fromkeys("abc", codec)
+    replayed = logits_of(runner, codecs)
+    assert runner._graphs is not None
+    assert runner._graphs.num_shapes > 0
+    runner._graphs = None
+    assert_alike(replayed, logits_of(runner, codecs))
