@@ -215,8 +215,8 @@ def _encode_side(
 
 def encode_warps(side: Side) -> int:
     """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss."""
-    large = side.rows * side.columns > 64 * 128
-    return 8 if large or side.sparse or side.low_rank else 4
+    numbers = 32 if side.sparse or side.low_rank else 64
+    return 4 if side.rows * side.columns <= 4 * 32 * numbers else 8
 
 
 def _rotate(x: Tensor, piece: Rotation, segments: Tensor, tokens: int, fresh: bool) -> Tensor:

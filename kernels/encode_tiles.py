@@ -86,30 +86,49 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
     """
     AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
     LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
-    LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
-    GROUP: tl.constexpr = SIDE.rows if SIDE.scale.shared else SIDE.scale.group
-    if AXIS == 0:
+    PADDED: tl.constexpr = x.shape[0] != SIDE.rows or x.shape[1] != SIDE.columns
+    if SIDE.scale.shared:
+        p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
+        scale = tl.load(p_scale, mask=m_c, other=1.0)
+        zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
+        code, seen = codes_with(x, scale, zero, 0, SIDE)
+        code = tl.where(there, code, 0)
+    elif PADDED:
+        code, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
         place, lane, m_lane = row[:, None], column, m_c
-    else:
-        place, lane, m_lane = column[None, :], row, m_r
-    codes, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
-    for g in tl.static_range(LENGTH // GROUP):
-        own = there & (place // GROUP == g)
-        if SIDE.scale.shared:
-            p_scale = at(segment, SIDE.scale.scale, tl.float16) + lane
-            scale = tl.load(p_scale, mask=m_lane, other=1.0)
-            p_zero = at(segment, SIDE.scale.zero, tl.float16) + lane
-            zero = tl.load(p_zero, mask=m_lane, other=0.0)
-        else:
+        if AXIS == 1:
+            place, lane, m_lane = column[None, :], row, m_r
+        for g in tl.static_range(LENGTH // SIDE.scale.group):
+            own = there & (place // SIDE.scale.group == g)
             scale, zero = group_scale(x, own, AXIS, SIDE)
-            o_scale = g * LANES + lane
-            tl.store(at(block, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
-            if SIDE.scale.zero is not None:
-                tl.store(at(block, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
-        code, number = codes_with(x, scale, zero, AXIS, SIDE)
-        codes = tl.where(own, code, codes)
-        seen = tl.where(own, number, seen)
-    return codes, seen
+            store_scales(block, scale, zero, g, lane, m_lane, SIDE)
+            own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
+            code = tl.where(own, own_code, code)
+            seen = tl.where(own, own_seen, seen)
+    else:
+        COUNT: tl.constexpr = LENGTH // SIDE.scale.group
+        o_g = tl.arange(0, COUNT)
+        if AXIS == 0:
+            groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+            g, lane = o_g[:, None], column[None, :]
+        else:
+            groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
+            g, lane = o_g[None, :], row[:, None]
+        scale, zero = group_scale(groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE)
+        store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
+        code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
+        code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
+    return code, seen
+
+
+@triton.jit
+def store_scales(block, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
+    """Scales and zeros of groups g."""
+    LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
+    o_scale = g * LANES + lane
+    tl.store(at(block, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
+    if SIDE.scale.zero is not None:
+        tl.store(at(block, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
 
 
 @triton.jit

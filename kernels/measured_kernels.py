@@ -19,7 +19,7 @@ from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.lowrank import low_rank_kernel
 from disagg.kernels.measured_formats import HEAD_DIM, piece_format
-from disagg.kernels.paged_aligned import WARPS as ALIGNED_WARPS
+from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.shape import raw_shape
 
 TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
@@ -120,7 +120,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "compete": partial(_competition, compete_kernel, {"SLOTS": 35, "BLOCK": BLOCK}),
     "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
     "aligned-levels": partial(_aligned, "channel_levels", 4),
-    "aligned-scores": partial(_aligned, "plane_scores", ALIGNED_WARPS),
+    "aligned-scores": partial(_aligned, "plane_scores", aligned_warps(HEAD_DIM)),
     "aligned-drops": partial(_aligned, "allow_drops", 1),
-    "aligned-values": partial(_aligned, "plane_values", ALIGNED_WARPS),
+    "aligned-values": partial(_aligned, "plane_values", aligned_warps(HEAD_DIM)),
 }

@@ -24,7 +24,6 @@ from disagg.kernels.shape import raw_shape
 from disagg.kernels.units import MIN_TILES
 
 PROGRAMS = 4  # resident on a processor, by their registers
-WARPS = 4
 
 
 def attend_aligned(
@@ -59,13 +58,14 @@ def attend_aligned(
     channel_levels_kernel[(batch, queries, heads)](
         q, arena, pages, lo, hi, levels, tops, k_bits, scale, base, width, fmt, shape, num_warps=4
     )
+    warps = aligned_warps(head_dim)
     scores = torch.empty(batch, shape.rows, width * fmt.tokens, device=device)
     part_lse = torch.empty(slots, shape.rows, device=device)
     best = torch.empty(slots, shape.rows, CLASSES.value, device=device)
     place = torch.empty_like(best, dtype=torch.int32)
     plane_scores_kernel[(heads, blocks, slots)](
         q, arena, pages, lo, hi, *spans, levels, scores, part_lse, best, place,
-        scale, base, batch, width, fmt, shape, num_warps=WARPS,
+        scale, base, batch, width, fmt, shape, num_warps=warps,
     )  # fmt: skip
     row_lse = torch.empty(batch, shape.rows, device=device)
     allowed = torch.empty_like(row_lse, dtype=torch.int32)
@@ -77,7 +77,7 @@ def attend_aligned(
     bits, seen = torch.zeros(2, *k_bits.shape, dtype=torch.int32, device=device)
     plane_values_kernel[(heads, blocks, slots)](
         arena, pages, *spans, scores, row_lse, allowed, part_lse, part_o, bits, seen,
-        base, batch, width, fmt, shape, num_warps=WARPS,
+        base, batch, width, fmt, shape, num_warps=warps,
     )  # fmt: skip
     o, lse = torch.empty_like(q), torch.empty_like(k_bits)
     reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
@@ -85,3 +85,8 @@ def attend_aligned(
         head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
     )  # fmt: skip
     return (o, lse), Bits(k_bits, bits / seen.clamp_min(1))
+
+
+def aligned_warps(head_dim: int) -> int:
+    """Warps that hold the planes of a page in their registers."""
+    return 4 if head_dim <= 128 else 8
