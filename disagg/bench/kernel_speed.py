@@ -1,7 +1,7 @@
 """How long does a decode step of one layer take on codes, and on fp16 in the same process?
 
 Everything is measured by turns, so that a busy machine is busy for all. On a GPU each call is a
-CUDA graph that begins with a cold L2 cache; on a CPU the reference runs, as it does in service.
+CUDA graph that begins with a cold L2 cache; on a CPU the code runs that runs in service.
 """
 
 import statistics
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -80,10 +79,13 @@ def measure_shape(
         layer = make_layer(spec, shape, device)
         error = relative_error(layer)
         baselines = make_baselines(layer)
+        attend: Call = layer.attend
         captured = device.type == "cuda" and layer.captured
-        calls: list[Call] = [_capture(layer.attend) if captured else layer.attend]
+        if captured:
+            attend, captured = _try_capture(attend)
+        calls: list[Call] = [attend]
         for baseline in baselines.values():
-            calls.append(_capture(baseline) if device.type == "cuda" else baseline)
+            calls.append(_try_capture(baseline)[0] if device.type == "cuda" else baseline)
         ours, *others = timer(calls, runs)
         fastest = min(others)
         found.append(
@@ -136,25 +138,32 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(by_head, k, v, enable_gqa=True)
 
-    found: dict[str, Call] = {"sdpa flash": flash_rows, "sdpa flash gqa": flash_gqa}
-    flex = torch.compile(flex_attention)
-    found["flex"] = lambda: flex(by_head, k, v, enable_gqa=True)
+    torch.compiler.reset()  # or other shapes before would make this one a dynamic shape
+    flex = torch.compile(flex_attention, dynamic=False)
+    made: dict[str, Callable[[], Call]] = {
+        "sdpa flash": lambda: flash_rows,
+        "sdpa flash gqa": lambda: flash_gqa,
+        "flex": lambda: lambda: flex(by_head, k, v, enable_gqa=True),
+    }
     if find_spec("flashinfer"):
-        found["flashinfer"] = _flashinfer(import_module("flashinfer"), shape, q, k, v)
-    return {name: call for name, call in found.items() if _runs(call)}
+        made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)
+    found = {name: _make_running(make) for name, make in made.items()}
+    return {name: call for name, call in found.items() if call is not None}
 
 
-def _runs(call: Call) -> bool:
-    """Whether a baseline accepts this shape on this chip; torch refuses with RuntimeError."""
+def _make_running(make: Callable[[], Call]) -> Call | None:
+    """A baseline, or None if it refuses this shape or chip, or lacks its compiler."""
     try:
+        call = make()
         call()
-    except RuntimeError:
-        return False
-    return True
+    except (RuntimeError, ImportError, ValueError, OSError):
+        return None
+    return call
 
 
-def _flashinfer(flashinfer: ModuleType, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Call:
+def _flashinfer(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """Its paged decode over pages of 16 tokens."""
+    flashinfer = import_module("flashinfer")
     count = shape.tokens // 16
     pages = [x.transpose(1, 2).unflatten(1, (count, 16)).flatten(0, 1) for x in (k, v)]
     cache = torch.stack(pages, 1).contiguous()  # [pages, 2, 16, H, D]
@@ -203,15 +212,20 @@ def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
     return [statistics.median(1e3 * a.elapsed_time(b) for a, b in found) for found in events]
 
 
-def _capture(call: Call) -> Call:
-    """What replays one call as a CUDA graph; three calls before it let everything compile."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+def _try_capture(call: Call) -> tuple[Call, bool]:
+    """What replays a call as a CUDA graph, and True; the call itself where it cannot be one."""
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(3):  # everything compiles before the capture
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return call, False
+    finally:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own (torch 2.13)
+    return graph.replay, True

@@ -27,9 +27,10 @@ from disagg.bench.spills import compile_others
 from disagg.errors import ConfigError
 
 SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
+DEVICES = ("cpu", "cuda")
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
-    "cpu": "the torch reference as a service runs it, against torch SDPA, one thread, medians",
+    "cpu": "what a service runs on a CPU, against torch SDPA, one thread, medians by turns",
     "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
 }
 
@@ -47,7 +48,9 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """The result as a JSON object; ConfigError for a device that is not there."""
+    """The result as a JSON object; ConfigError for a device that is unknown or not there."""
+    if options.device not in DEVICES:
+        raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
     if options.machine_code:
         targets = {"targets": options.targets} if options.targets else {}
         result = result_of("disagg.bench.kernels", compile_all(**targets), NOTES["machine-code"])
@@ -67,6 +70,8 @@ def measure(options: Options) -> dict[str, Any]:
     ]
     encode = measure_encode(device, options.runs) if on_gpu else []
     result = result_of("disagg.bench.kernels", decode, NOTES[device.type])
+    if on_gpu:
+        result["gpu"] = torch.cuda.get_device_name(device)
     return result | {"checks": checks, "encode": [asdict(speed) for speed in encode]}
 
 

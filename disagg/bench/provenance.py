@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,18 @@ def result_of(module: str, rows: Iterable[Any], notes: str) -> dict[str, Any]:
     return {
         "command": " ".join([begin, *sys.argv[1:]]),
         "notes": notes,
-        "versions": {"python": platform.python_version()} | {x: version(x) for x in PACKAGES},
+        "versions": {"python": platform.python_version()} | {x: version_of(x) for x in PACKAGES},
         "machine": asdict(describe_machine()),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def version_of(package: str) -> str:
+    """Its version; "none" where it is not installed, as on a machine that only runs kernels."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,19 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Tensor]) -> Recording:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 call()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # other threads copy pages meanwhile; only what this one does may break a recording
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = call()
+        try:
+            # other threads copy pages meanwhile; only what this one does may break a recording
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = call()
+        finally:
+            torch.cuda.set_stream(current)  # a recording that fails leaves its own (torch 2.13)
         return Recording(graph.replay, output)
 
 

@@ -1,6 +1,8 @@
 """The kernel benchmark, at sizes that say nothing of speed: what it runs and reports."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,28 @@ def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
 def test_a_gpu_that_is_not_there_is_an_error_that_names_the_way_out():
     with pytest.raises(ConfigError, match="--machine-code"):
         kernels.measure(kernels.Options(device="cuda"))
+
+
+@pytest.mark.parametrize("device", ["zz", "cuda:99", "mps", ""])
+def test_a_device_that_is_unknown_is_refused_by_name(device):
+    with pytest.raises(ConfigError, match=r"known: cpu, cuda"):
+        kernels.measure(kernels.Options(device=device))
+
+
+def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
+    missing = ("ray", "grpc", "google", "fastapi", "pydantic", "typer", "transformers")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+from disagg.bench import kernels, provenance
+from disagg.bench.paged_layers import Shape
+shape = Shape(1, 64, heads=1, per_head=1, head_dim=64)
+provenance.PACKAGES += ("no-such-package",)
+result = kernels.measure(kernels.Options(runs=1, specs=["kivi"], shapes=[shape]))
+assert result["versions"]["no-such-package"] == "none"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_shapes_of_a_gpu_are_those_of_the_issue():
