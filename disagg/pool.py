@@ -8,7 +8,7 @@ address (byte offset / 128). The arena is handed in; the pool never looks inside
 zero those that may be partly filled. Not thread-safe: one thread owns it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,12 @@ DEFAULT_SLAB_BYTES = 1 << 20
 
 
 class Arena(Protocol):
-    """Bytes that pages live in, on a host or on a device."""
+    """Bytes that pages live in, on a host or on a device.
+
+    on_host: `read` gives views and costs nothing; else it copies, and `stage` copies many at once
+    """
+
+    on_host: bool
 
     @property
     def nbytes(self) -> int:
@@ -29,8 +34,11 @@ class Arena(Protocol):
     def read(self, start: int, nbytes: int) -> memoryview:
         """The bytes at an offset: a view on a host, a copy from a device."""
 
-    def write(self, start: int, data: memoryview | bytes) -> None:
-        """Copy bytes to an offset."""
+    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        """Copy bytes to their offsets, many at once; they are in place when it returns."""
+
+    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+        """Begin to read many (offset, nbytes) at once, as they are now; call it for the bytes."""
 
     def zero(self, start: int, nbytes: int) -> None:
         """Fill with zeros."""
@@ -38,6 +46,8 @@ class Arena(Protocol):
 
 class HostArena:
     """An arena over any writable buffer: a bytearray, a numpy array, the memory of a CPU tensor."""
+
+    on_host = True
 
     def __init__(self, buffer: bytearray | memoryview):
         self._view = memoryview(buffer).cast("B")
@@ -49,8 +59,13 @@ class HostArena:
     def read(self, start: int, nbytes: int) -> memoryview:
         return self._view[start : start + nbytes]
 
-    def write(self, start: int, data: memoryview | bytes) -> None:
-        self._view[start : start + len(data)] = data
+    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        for start, data in places:
+            self._view[start : start + len(data)] = data
+
+    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+        views = [self.read(*span) for span in spans]
+        return lambda: views
 
     def zero(self, start: int, nbytes: int) -> None:
         self._view[start : start + nbytes] = bytes(nbytes)
@@ -128,7 +143,7 @@ class Pool:
 
     def write(self, page: int, offset: int, data: memoryview | bytes) -> None:
         """Copy bytes into a page."""
-        self.arena.write(page * ARENA_UNIT + offset, data)
+        self.arena.write([(page * ARENA_UNIT + offset, data)])
 
     # -- what is left
 

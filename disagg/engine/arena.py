@@ -1,6 +1,8 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from threading import RLock
 
 import torch
@@ -15,24 +17,92 @@ RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of sla
 
 
 class DeviceArena:
-    """An arena in the memory of an accelerator: reads copy to the host, writes copy from it."""
+    """An arena in the memory of an accelerator.
+
+    Bytes leave and arrive on streams of their own, beside the kernels: one gather and one copy for
+    all that is staged, one copy and one scatter for all that is written, through pinned memory.
+    """
+
+    on_host = False
 
     def __init__(self, tensor: Tensor):
         self._tensor = tensor
+        self._leaving, self._arriving = SideStream(tensor.device), SideStream(tensor.device)
 
     @property
     def nbytes(self) -> int:
         return self._tensor.numel()
 
     def read(self, start: int, nbytes: int) -> memoryview:
-        return self._tensor[start : start + nbytes].cpu().numpy().data
+        (data,) = self.stage([(start, nbytes)])()
+        return data
 
-    def write(self, start: int, data: memoryview | bytes) -> None:
-        host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._tensor[start : start + len(data)] = host.to(self._tensor.device)
+    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+        if not spans:
+            return list
+        sizes = [nbytes for _, nbytes in spans]
+        host = self._host_bytes(sum(sizes))
+        with self._leaving.after_the_kernels():
+            parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
+            host.copy_(torch.cat(parts), non_blocking=True)
+            copied = self._leaving.mark()
+
+        def wait() -> list[memoryview]:
+            copied()
+            return [part.numpy().data for part in host.split(sizes)]
+
+        return wait
+
+    def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        sizes = [len(data) for _, data in places]
+        host = self._host_bytes(sum(sizes))
+        HostArena(host.numpy().data).write(
+            list(zip(accumulate(sizes, initial=0), (data for _, data in places), strict=False))
+        )
+        with self._arriving.beside_the_kernels():
+            there = host.to(self._tensor.device, non_blocking=True).split(sizes)
+            pages = [self._tensor[start : start + len(data)] for start, data in places]
+            torch._foreach_copy_(pages, there)
+            self._arriving.mark()()
 
     def zero(self, start: int, nbytes: int) -> None:
-        self._tensor[start : start + nbytes] = 0
+        """Before whatever is written there later; kernels that are started later see it."""
+        with self._arriving.beside_the_kernels():
+            self._tensor[start : start + nbytes] = 0
+        self._arriving.before_the_kernels()
+
+    def _host_bytes(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._tensor.is_cuda)
+
+
+class SideStream:
+    """Work of a device beside the kernels of an engine. On a CPU everything is in order anyway."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def beside_the_kernels(self) -> Iterator[None]:
+        """What is started within runs in this stream."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def after_the_kernels(self) -> Iterator[None]:
+        """The same, after the kernels that this thread has started so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with self.beside_the_kernels():
+            yield
+
+    def before_the_kernels(self) -> None:
+        """Kernels that this thread starts later wait for what is in this stream now."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """The call returns when all that is in this stream now is done."""
+        return (lambda: None) if self._stream is None else self._stream.record_event().synchronize
 
 
 class SharedPool(KeepingPool):

@@ -79,8 +79,7 @@ class Intake:
         written = False
         try:
             frame.verify()
-            for placement in write.placements:
-                self._arena.write(placement.start, placement.data)
+            self._arena.write([(place.start, place.data) for place in write.placements])
             written = True
         finally:
             self._ledger.end_write(write, written)

@@ -4,7 +4,7 @@ Sender and receiver derive the same list from the plan and the length of the pro
 is a list of digests, and no peer ever names an address.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from disagg.errors import LayoutError
@@ -141,15 +141,33 @@ class Records:
 
 
 class ArenaSource:
-    """Reads items of a sequence out of an arena on the host, without a copy."""
+    """Reads items of a sequence out of an arena: on the host, without a copy.
+
+    From a device many are copied at once, when they are staged; an item that was not, or is read
+    a second time, is copied by itself.
+    """
 
     def __init__(self, arena: Arena, checklist: Checklist, states: Sequence[GroupState]):
         self._arena = arena
         self._checklist = checklist
         self._records = Records(checklist.plan, states)
+        self._staged: dict[Item, memoryview] = {}
 
     def __call__(self, item: Item) -> memoryview:
-        return self._arena.read(self._records.start(item), self._checklist.nbytes(item))
+        data = self._staged.pop(item, None)
+        return self._arena.read(*self._span(item)) if data is None else data
+
+    def stage(self, items: Sequence[Item]) -> Callable[[], None]:
+        """Begin to copy items to the host, as they are now; the call waits until they are there."""
+        copies = self._arena.stage([self._span(item) for item in items])
+
+        def wait() -> None:
+            self._staged.update(zip(items, copies(), strict=True))
+
+        return wait
+
+    def _span(self, item: Item) -> tuple[int, int]:
+        return self._records.start(item), self._checklist.nbytes(item)
 
 
 def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:

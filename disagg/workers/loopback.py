@@ -66,8 +66,8 @@ class Loopback:
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """Ask for room; without it, frames wait where they are."""
         checklist = Checklist(plan, len(self._request.tokens))
-        source = ArenaSource(self._sender.pool.arena, checklist, groups)
-        self._outbox = Outbox(checklist, source)
+        self._source = ArenaSource(self._sender.pool.arena, checklist, groups)
+        self._outbox = Outbox(checklist, self._source)
         self._intake = Intake(self._ledger, self._receiver.pool.arena, self._admit, time.monotonic)
         reservation = Reservation(
             rid=self._request.rid,
@@ -85,6 +85,8 @@ class Loopback:
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final, as far as there is credit."""
+        if not self._sender.pool.arena.on_host:
+            self._source.stage(items)()
         self._last_offer = time.monotonic()
         self._outbox.offer(items, self._last_offer)
         self.move()

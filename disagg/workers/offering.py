@@ -1,7 +1,11 @@
-"""One prompt between the engine's thread, which computes it, and the io loop, which sends it."""
+"""One prompt between the engine's thread, which computes it, and the io loop, which sends it.
+
+From a device its pages come by way of the host: copied beside the kernels, waited for by a thread.
+"""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 
 from disagg.engine.messages import Prefilled
 from disagg.plan import GroupState, Plan
@@ -17,13 +21,21 @@ ENCODE_MS = "encode_ms"  # what a commit calls the time that encoding took
 class Offering:
     """The engine's end of a hand-off: called on its thread, passed on to the io loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arena: Arena, tokens: int, overlap: bool):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arena: Arena,
+        tokens: int,
+        overlap: bool,
+        copies: Executor,
+    ):
         self.sender: Sender | None = None
         self._source: ArenaSource | None = None
         self._loop = loop
         self._arena = arena
         self._tokens = tokens
         self._overlap = overlap
+        self._copies = copies
         self._kept: list[Item] = []
 
     # -- on the engine's thread
@@ -34,10 +46,19 @@ class Offering:
 
     def offer(self, items: Sequence[Item]) -> None:
         """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
-        if self._overlap:
+        assert self._source is not None
+        if not self._overlap:
+            self._kept.extend(items)
+        elif self._arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
-            self._kept.extend(items)
+            self._copies.submit(self._land, items, self._source.stage(items))
+
+    # -- on the thread that waits for copies
+
+    def _land(self, items: Sequence[Item], copied: Callable[[], None]) -> None:
+        copied()
+        self._loop.call_soon_threadsafe(self._pass, items)
 
     # -- on the io loop
 

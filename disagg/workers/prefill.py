@@ -10,6 +10,7 @@ held until the hand-off is acknowledged or given up.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -73,6 +74,7 @@ class PrefillSide:
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._computed: dict[str, asyncio.Future[Prefilled | Failed]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._copies = ThreadPoolExecutor(1, "copies")  # in order; idle if pages are on the host
 
     @property
     def running(self) -> int:
@@ -131,7 +133,8 @@ class PrefillSide:
         plan, loop = self._engine.plan(work.codec), asyncio.get_running_loop()
         name, params = f"{work.rid}#{work.attempt}/p", SamplingParams(**work.sampling)
         request = EngineRequest(name, work.prompt, params, work.codec)
-        offering = Offering(loop, self._arena, len(request.tokens), self._config.overlap)
+        tokens, overlap = len(request.tokens), self._config.overlap
+        offering = Offering(loop, self._arena, tokens, overlap, self._copies)
         sender = offering.sender = self._sender(work, plan, offering)
         async with AsyncExitStack() as slot:
             await self._reserve(sender, slot)

@@ -36,9 +36,11 @@ def test_two_threads_never_own_the_same_page() -> None:
 
 def test_a_device_arena_copies_both_ways() -> None:
     arena = DeviceArena(torch.ones(512, dtype=torch.uint8))
-    arena.write(128, memoryview(b"abcd"))
+    arena.write([(128, memoryview(b"abcd")), (256, b"ef")])
     arena.zero(130, 1)
     assert bytes(arena.read(127, 6)) == b"\x01ab\0d\x01"
+    assert [bytes(x) for x in arena.stage([(256, 3), (128, 2)])()] == [b"ef\x01", b"ab"]
+    assert arena.stage([])() == []
     assert arena.nbytes == 512
 
 

@@ -40,7 +40,7 @@ class Desk:
         try:
             frame.verify()
             for placement in write.placements:
-                self.pool.arena.write(placement.start, placement.data)
+                self.pool.arena.write([(placement.start, placement.data)])
             written = True
         finally:
             self.ledger.end_write(write, written)

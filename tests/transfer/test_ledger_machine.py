@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
     def end_write(self, place: int) -> None:
         write = self.open_writes.pop(place)
         for placement in write.placements:
-            self.pool.arena.write(placement.start, placement.data)
+            self.pool.arena.write([(placement.start, placement.data)])
         self.ledger.end_write(write, True)
 
     @precondition(lambda self: self.tickets)

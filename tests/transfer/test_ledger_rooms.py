@@ -70,7 +70,7 @@ def test_requests_that_can_never_be_served_are_refused_by_name(desk, prompt, cha
 def test_reserving_touches_no_byte_and_everything_is_written_before_it_is_admitted(prompt):
     desk = Desk()
     arena = desk.pool.arena
-    arena.write(0, b"\xa5" * arena.nbytes)
+    arena.write([(0, b"\xa5" * arena.nbytes)])
     ticket = desk.attach(desk.reserve(prompt))
     assert arena.read(0, arena.nbytes) == b"\xa5" * arena.nbytes
     desk.push(prompt, ticket)

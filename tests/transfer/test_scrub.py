@@ -20,7 +20,7 @@ def flip(house: House, prompt: Prompt, admission: Admission, item: Item, place: 
     """One bit of one byte of an item in the pool."""
     start = Records(prompt.plan, admission.groups).start(item) + place
     (byte,) = house.pool.arena.read(start, 1)
-    house.pool.arena.write(start, bytes([byte ^ 4]))
+    house.pool.arena.write([(start, bytes([byte ^ 4]))])
 
 
 def unit_items(prompt: Prompt) -> list[Item]:
@@ -173,7 +173,7 @@ def test_tail_pages_can_be_written_to_while_the_rest_is_scrubbed():
             (admission,) = house.admitted
             for state in admission.groups:
                 for page in (*state.tail, *([] if state.side is None else [state.side])):
-                    house.pool.arena.write(page * ARENA_UNIT, b"decode was here")
+                    house.pool.arena.write([(page * ARENA_UNIT, b"decode was here")])
             assert house.receiver.scrub(EVERYTHING) == []
 
     asyncio.run(scene())

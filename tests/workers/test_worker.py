@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from disagg.codecs import kivi
-from disagg.codecs.base import Encoded
-from disagg.codecs.kivi import Kivi
 from disagg.config import Config, TransferConfig
+from disagg.engine.arena import DeviceArena, SharedPool
 from disagg.engine.sequence import SamplingParams
+from disagg.kernels import ops
 from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
@@ -22,6 +23,7 @@ from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Admission, Placement
 from disagg.wire import Item, PageFrame, digest
+from disagg.workers.clients import Output
 from disagg.workers.decode import DecodeSide
 from disagg.workers.members import Role
 from disagg.workers.offering import Offering
@@ -91,6 +93,29 @@ def test_one_worker_of_both_roles_hands_over_to_itself(
     asyncio.run(scene())
 
 
+def test_pages_of_a_device_go_by_way_of_the_host(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU stands for the device: its arena is only reached by copies."""
+
+    def on_device(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[SharedPool, Tensor]:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return SharedPool(DeviceArena(tensor), slab_bytes), tensor
+
+    async def scene() -> tuple[list[int], Output]:
+        async with house() as home:
+            home.pair(runners)
+            found = await home.complete(story, KIVI)
+            await home.empty()
+            return found
+
+    plain = asyncio.run(scene())
+    monkeypatch.setattr("disagg.engine.engine.make_pool", on_device)
+    staged = asyncio.run(scene())
+    assert staged[0] == plain[0]
+    assert staged[1].kv["wire_bytes"] == pytest.approx(plain[1].kv["wire_bytes"], rel=0.01)
+
+
 def test_the_first_frame_leaves_before_the_last_layer_starts(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +179,12 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, attend, admit = Kivi.encode, kivi.attend_quantized, DecodeSide.admit
+    encode, attend, admit = ops.encode_quantized, kivi.attend_quantized, DecodeSide.admit
 
-    def encoding(self: Kivi, *args: Any, **options: Any) -> Encoded:
-        found = encode(self, *args, **options)
-        encoded.update(digest(page.numpy().tobytes()) for page in found.blocks)
-        return found
+    def encoding(*args: Any) -> Tensor:
+        blocks = encode(*args)
+        encoded.update(digest(page.numpy().tobytes()) for page in blocks)
+        return blocks
 
     def attending(q: Tensor, arena: Tensor, pages: Tensor, *rest: Any) -> Any:
         fmt, base, heads = rest[2:5]
@@ -186,7 +211,7 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
-    monkeypatch.setattr(Kivi, "encode", encoding)
+    monkeypatch.setattr(ops, "encode_quantized", encoding)
     monkeypatch.setattr(kivi, "attend_quantized", attending)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
