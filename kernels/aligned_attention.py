@@ -237,6 +237,8 @@ def plane_values_kernel(
     tl.atomic_add(seen_ptr + o_row, tl.sum(seen, 0), mask=m_c)
     o_part = i_slot * SHAPE.rows + i_row
     part_lse = tl.load(part_lse_ptr + o_part, mask=m_c, other=0.0)
-    share = tl.where(part_lse > EMPTY, tl.exp2(lse - part_lse) / 32768.0, 0.0)
+    # far below the rest of its sequence every weight of a unit was 0 in fp16, and 0 it remains
+    share = tl.exp2(tl.minimum(lse - part_lse, 64.0) - 15.0)
+    share = tl.where(part_lse > EMPTY, share, 0.0)
     p_o = part_o_ptr + o_part.to(tl.int64)[None, :] * D + o_d[:, None]
     tl.store(p_o, b_o * share[None, :], mask=m_c[None, :] & (o_d < D)[:, None])

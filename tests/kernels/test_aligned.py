@@ -93,6 +93,16 @@ def test_a_window_sees_its_own_pages_and_no_others():
     check(fmt, replace(case, lo=torch.tensor([[200], [329]]).int()), 1)
 
 
+def test_units_of_work_far_below_the_others_add_nothing():
+    fmt = make_format(64)
+    k, v = random_kv([450], 1, 64, T)
+    k[0, 0, 5] = 8.0
+    arena, pages = place(reference_aligned.encode_aligned(k[0], v[0], fmt)[None])
+    hi = torch.tensor([[450]]).int()
+    case = Case(torch.full((1, 1, 2, 64), 4.0), arena, pages, 0 * hi, hi, k.half(), v.half())
+    check(fmt, case, 1)
+
+
 def test_no_more_bits_are_read_than_are_counted():
     """Whatever lies in planes that no query asks for changes nothing."""
     fmt = make_format(64)
