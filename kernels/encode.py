@@ -168,7 +168,8 @@ def is_encodable(fmt: PagedFormat) -> bool:
     k, v = fmt.k.low_rank, fmt.v.low_rank
     if k is None or v is None:
         return k is v
-    return k.rank == v.rank <= 16 and not fmt.tokens & (fmt.tokens - 1)
+    fits = k.rank == v.rank <= 16 and fmt.head_dim <= 256
+    return fits and not fmt.tokens & (fmt.tokens - 1)
 
 
 def written_bytes(fmt: PagedFormat) -> int:

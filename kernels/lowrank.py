@@ -1,13 +1,14 @@
 """Power iteration on a GPU: A and B of what codes and sparse slots left over of a segment.
 
-One program takes one side of one head and segment, and reads its residual X [n, D] four times:
+One program takes one side of one head and segment, and reads its residual X [n, D] five times:
 
+    the largest number of X, so that nothing overflows
     Q <- orthonormal X^T X Q    twice, from a seeded start
     Z  = X^T X Q;  W: such that X Q W is orthonormal, found from Q^T Z
     A  = X Q W sqrt(n),  B = Z W / sqrt(n)
 
 Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
-two fp16 terms with a common power of two: X is fp16 and goes to the tensor core as it is. The
+two fp16 terms over a power of two known before: X is fp16 and goes to the tensor core as it is. The
 reference takes A from a QR decomposition; A B^T is the same, whatever basis A has.
 """
 
@@ -24,6 +25,7 @@ from disagg.kernels.reference_lowrank import seeded_uniform
 WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
 WARPS = 8
 INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
+LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
 FAINTEST = tl.constexpr(
     1e-7
 )  # of the largest squared length: what rounding leaves where nothing is
@@ -43,7 +45,7 @@ def low_rank_kernel(
     D: tl.constexpr = FMT.head_dim
     RANK: tl.constexpr = FMT.k.low_rank.rank
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
-    tl.static_assert(RANK <= WIDTH, "a factor has 16 columns at most")
+    tl.static_assert(RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most")
     i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     o_d, o_r, o_t = tl.arange(0, D_PAD), tl.arange(0, WIDTH), tl.arange(0, T)
@@ -53,11 +55,13 @@ def low_rank_kernel(
     length = tl.minimum(segment_tokens, n - start)
     p_x = x_ptr + ((i_side * heads + i_head).to(tl.int64) * n + start) * D
     i_start = (i_segment * heads + i_head) * 2 + i_side
-    q = tl.load(start_ptr + i_start * (D * RANK) + o_b, mask=m_b, other=0.0)
+    # no row of X times a vector of length 1 is above this
+    most = power_above(loudest(p_x, length, FMT)) * LONGEST
+    q = tl.load(start_ptr + i_start * (D * RANK) + o_b, mask=m_b, other=0.0) / LONGEST
     for _ in tl.static_range(2):
-        z = squared_product(p_x, q, length, FMT)
+        z = squared_product(p_x, q, most, length, FMT)
         q = orthonormal(z / power_above(z), RANK)
-    z = squared_product(p_x, q, length, FMT)
+    z = squared_product(p_x, q, most, length, FMT)
     w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
     size = tl.sqrt(length.to(tl.float32))
     b = tl.dot(z, w, input_precision="ieee") / size
@@ -66,10 +70,11 @@ def low_rank_kernel(
     tl.store(at(segment, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
 
     q = tl.dot(q, w, input_precision="ieee") * size
+    q_most = power_above(q)
     offset = base + i_head.to(tl.int64) * FMT.block_bytes
     offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
     for i in tl.range(0, length // T, num_stages=3):
-        a = times(load_rows(p_x, i, FMT), q)
+        a = times(load_rows(p_x, i, FMT), q, q_most)
         page = tl.load(pages_ptr + start // T + i).to(tl.int64) * unit + offset
         p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
         tl.store(p_a, a.to(tl.float16), mask=(o_r < RANK)[None, :])
@@ -85,23 +90,31 @@ def load_rows(p_x, i, FMT: tl.constexpr):
 
 
 @triton.jit
-def squared_product(p_x, b, length, FMT: tl.constexpr):
-    """X^T (X b): [D, 16] fp32."""
-    z = tl.zeros(b.shape, tl.float32)
+def loudest(p_x, length, FMT: tl.constexpr):
+    """The largest magnitudes of X by place in a page: [T, D] fp32."""
+    found = tl.abs(load_rows(p_x, 0, FMT))
+    for i in tl.range(1, length // FMT.tokens, num_stages=3):
+        found = tl.maximum(found, tl.abs(load_rows(p_x, i, FMT)))
+    return found.to(tl.float32)
+
+
+@triton.jit
+def squared_product(p_x, q, most, length, FMT: tl.constexpr):
+    """X^T (X q): [D, 16] fp32. Columns of q are not longer than 1, numbers of X q below `most`."""
+    z = tl.zeros(q.shape, tl.float32)
     for i in tl.range(0, length // FMT.tokens, num_stages=3):
         x = load_rows(p_x, i, FMT)
-        z += times(tl.trans(x), times(x, b))
+        z += times(tl.trans(x), times(x, q, 1.0), most)
     return z
 
 
 @triton.jit
-def times(x, y):
-    """x @ y of fp16 x and fp32 y, whose terms have 22 bits below the largest number of y."""
-    unit = power_above(y)
-    y = y / unit
+def times(x, y, most):
+    """x @ y of fp16 x and fp32 y, whose two terms reach 24 bits below `most`, a power of two."""
+    y = y * (1.0 / most)
     high = y.to(tl.float16)
     product = tl.dot(x, high)
-    return tl.dot(x, (y - high.to(tl.float32)).to(tl.float16), product) * unit
+    return tl.dot(x, (y - high.to(tl.float32)).to(tl.float16), product) * most
 
 
 @triton.jit
