@@ -79,7 +79,7 @@ class Intake:
         written = False
         try:
             frame.verify()
-            self._arena.write([(place.start, place.data) for place in write.placements])
+            self._arena.write(write.placements)
             written = True
         finally:
             self._ledger.end_write(write, written)

@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from disagg.errors import DisaggError
 from disagg.plan import GroupState
@@ -131,8 +132,7 @@ class Admission:
     verify_ms: float = 0.0
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Bytes and where they go: a byte offset in the arena."""
 
     start: int

@@ -140,7 +140,10 @@ class Outbox:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, item: Item) -> None:
-        self._queues.setdefault(item[:2], deque()).append(item)
+        key = item[:2]
+        if key not in self._queues:
+            self._queues[key] = deque()
+        self._queues[key].append(item)
 
     def _most(self, item: Item) -> int:
         """How many items like this one make a full frame."""
