@@ -19,7 +19,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 except ImportError as error:
     raise ConfigError("pictures need matplotlib: pip install 'disagg[plot]'") from error
 
@@ -86,6 +86,8 @@ def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
     panel.set_xticks(sorted({row["gbps"] for row in rows}))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.set_xlabel("link, Gb/s")
     panel.grid(which="major", color="#dddddd", linewidth=0.8)
