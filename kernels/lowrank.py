@@ -26,9 +26,7 @@ WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tens
 WARPS = 8
 INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
 LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
-FAINTEST = tl.constexpr(
-    1e-7
-)  # of the largest squared length: what rounding leaves where nothing is
+FAINTEST = tl.constexpr(1e-7)  # of the largest squared length: what rounding leaves of nothing
 
 
 @triton.jit
