@@ -7,7 +7,7 @@ from disagg.codecs import codec_names
 from disagg.config import EngineConfig
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
-from tests.engine.serving import make_engine, serve
+from tests.engine.margins import assert_same, serve_watched
 from tests.model.tiny import random_prompt, save_tiny
 
 PLAN = "0:ott:skip_layers=0;1-:gear:bits=2,backbone=kivi"
@@ -33,7 +33,7 @@ def runner(path: str) -> Runner:
 def test_a_hand_off_changes_no_token(llm: LLM, runner: Runner, codec: str) -> None:
     prompt = random_prompt(250)
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
-    assert list(answer.tokens) == serve(make_engine(runner), [prompt], codec, 12)[0]
+    assert_same(answer.tokens, serve_watched(runner, prompt, codec, 12))
     assert answer.kv.codec == codec
     assert answer.kv.wire_bytes >= answer.kv.resident_bytes > 0
     assert not llm._decode.pool.referenced_pages

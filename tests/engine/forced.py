@@ -5,12 +5,14 @@ two codes. Logits of the same tokens always compare.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from disagg.engine.messages import Replay
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Replay, Token
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from tests.engine.serving import MAX_STEPS, make_engine, request
@@ -31,8 +33,54 @@ class ForcedRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         self.logits = self._runner.forward(batch)
-        positions = torch.tensor([batch.positions[row] for row in batch.outputs])
-        return torch.nn.functional.one_hot(positions * 7919 % (VOCAB - 4), VOCAB).float()
+        said = [token_at(batch.positions[row]) for row in batch.outputs]
+        tokens = torch.tensor(said, dtype=torch.int64)
+        return torch.nn.functional.one_hot(tokens, VOCAB).float()
+
+
+@dataclass(frozen=True)
+class Said:
+    """A token of an answer, and the logits that it would have been chosen from.
+
+    logits: [VOCAB] fp32; empty for a token that was known before
+    """
+
+    token: Token
+    logits: Tensor
+
+
+def token_at(position: int) -> int:
+    """What the model says behind the token at a position."""
+    return position * 7919 % (VOCAB - 4)
+
+
+def make_forced(runner: Runner, **config: Any) -> tuple[Engine, ForcedRunner]:
+    """An engine whose model says `token_at`."""
+    forced = ForcedRunner(runner)
+    return make_engine(cast(Runner, forced), **config), forced
+
+
+def collect(engine: Engine, forced: ForcedRunner, preempted: list[str] | None = None) -> list[Said]:
+    """All tokens until nothing is left, in order; the pool must be whole and empty then.
+
+    preempted: gets the requests that were
+    """
+    found: list[Said] = []
+    for _ in range(MAX_STEPS):
+        if engine.idle:
+            break
+        forced.logits = torch.empty(0, VOCAB)
+        output = engine.step()
+        assert not output.failed, output.failed
+        if preempted is not None:
+            preempted += output.preempted
+        known = len(output.tokens) - len(forced.logits)  # said once more, before the step
+        rows = [torch.empty(0)] * known + list(forced.logits)
+        found += [Said(*pair) for pair in zip(output.tokens, rows, strict=True)]
+    assert engine.idle
+    engine.pool.check_integrity()
+    assert engine.pool.used_bytes == 0
+    return found
 
 
 def forced_logits(
@@ -43,21 +91,11 @@ def forced_logits(
     **config: Any,
 ) -> Logits:
     """Serve prompts that arrive together, each with a codec of its own; the pool ends up empty."""
-    forced = ForcedRunner(runner)
-    engine = make_engine(cast(Runner, forced), **config)
+    engine, forced = make_forced(runner, **config)
     for rid, prompt in prompts.items():
         engine.submit(Replay(request(rid, prompt, codecs[rid], max_tokens)))
     found: dict[str, list[Tensor]] = {rid: [] for rid in prompts}
-    for _ in range(MAX_STEPS):
-        if engine.idle:
-            break
-        output = engine.step()
-        assert not output.failed, output.failed
-        rows = forced.logits if output.tokens else ()
-        for token, row in zip(output.tokens, rows, strict=True):
-            assert token.index == len(found[token.rid])
-            found[token.rid].append(row)
-    assert engine.idle
-    engine.pool.check_integrity()
-    assert engine.pool.used_bytes == 0
+    for said in collect(engine, forced):
+        assert said.token.index == len(found[said.token.rid])
+        found[said.token.rid].append(said.logits)
     return {rid: torch.stack(rows) for rid, rows in found.items()}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from disagg.bench.synthetic import relative_error
 from disagg.engine.engine import Engine
@@ -23,7 +24,8 @@ from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Inventory
 from disagg.wire import Item
-from tests.engine.forced import forced_logits
+from tests.engine.forced import collect, forced_logits, make_forced, token_at
+from tests.engine.margins import TIE, assert_same, serve_watched
 from tests.engine.serving import answers, make_engine, request, run_until_idle, serve
 from tests.model.tiny import CONTEXT, VOCAB, random_prompt
 
@@ -31,6 +33,11 @@ KIVI = "kivi:bits=2,group=64,residual=64"
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
 LENGTHS = (1, 63, 64, 130, 300)
 ANOTHER_ROUNDING = 0.02  # of logits, where a code or two is next to what it was
+
+
+def allowed(codec: str) -> float:
+    """Relative, of logits: rounding alone, or codes next to what they were."""
+    return 1e-4 if codec == "raw" else ANOTHER_ROUNDING
 
 
 class Recorder:
@@ -57,10 +64,11 @@ def steps_until_prefilled(engine: Engine) -> list[StepOutput]:
 def test_a_ragged_batch_answers_as_unbatched_generate_does(runner: Runner) -> None:
     prompts = [random_prompt(n) for n in LENGTHS]
     reference = ReferenceModel(str(runner.info.path))
-    expected = [list(reference.generate(prompt, 40).tokens) for prompt in prompts]
-    assert serve(make_engine(runner), prompts, "raw", 40) == expected
-    alone = make_engine(runner)
-    assert [serve(alone, [prompt], "raw", 40)[0] for prompt in prompts] == expected
+    together, alone = serve(make_engine(runner), prompts, "raw", 40), make_engine(runner)
+    for prompt, answer in zip(prompts, together, strict=True):
+        expected = reference.generate(prompt, 40)
+        assert_same(answer, expected)
+        assert_same(serve(alone, [prompt], "raw", 40)[0], expected)
 
 
 @pytest.mark.parametrize("codec", [KIVI, MIXED, "h2o", "ott:skip_layers=0", "alignedkv"])
@@ -89,26 +97,33 @@ def test_codecs_of_one_batch_do_not_disturb_each_other(runner: Runner) -> None:
 def test_a_replay_goes_on_as_if_nothing_had_happened(
     runner: Runner, codec: str, known: int
 ) -> None:
-    prompt, engine = random_prompt(100), make_engine(runner)
-    whole = serve(engine, [prompt], codec, 140)[0]
-    engine.submit(Replay(request("again", prompt, codec, 140), tuple(whole[:known])))
-    tokens = [token for output in run_until_idle(engine) for token in output.tokens]
-    assert [token.index for token in tokens] == list(range(known - 1, 140))
-    assert [token.token for token in tokens] == whole[known - 1 :]
+    whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
+    engine, forced = make_forced(runner)
+    emitted = [token_at(99 + index) for index in range(known)]
+    engine.submit(Replay(request("again", random_prompt(100), codec, 140), tuple(emitted)))
+    first, *tokens = collect(engine, forced)
+    assert (first.token.index, first.token.token) == (known - 1, emitted[-1])
+    assert [said.token.index for said in tokens] == list(range(known, 140))
+    found = torch.stack([said.logits for said in tokens])
+    assert relative_error(found, whole[known:]) <= allowed(codec)
 
 
 @pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,group=64,residual=128"])
 def test_preempted_sequences_lose_nothing(runner: Runner, codec: str) -> None:
-    prompts = [random_prompt(n) for n in (100, 120, 90, 110)]
-    expected = serve(make_engine(runner), prompts, codec, 90)
-    tight = make_engine(runner, arena_bytes=2 << 20, watermark=0.0)
-    for index, prompt in enumerate(prompts):
-        tight.submit(Replay(request(str(index), prompt, codec, 90)))
-    outputs = run_until_idle(tight)
-    found = answers(outputs)
-    assert sum(len(output.preempted) for output in outputs) > 0
-    assert [found[str(index)] for index in range(4)] == expected
-    assert "0" not in {rid for output in outputs for rid in output.preempted}
+    prompts = {str(i): random_prompt(n) for i, n in enumerate((100, 120, 90, 110))}
+    expected = forced_logits(runner, prompts, dict.fromkeys(prompts, codec), 90)
+    tight, forced = make_forced(runner, arena_bytes=2 << 20, watermark=0.0)
+    for rid, prompt in prompts.items():
+        tight.submit(Replay(request(rid, prompt, codec, 90)))
+    preempted: list[str] = []
+    said = collect(tight, forced, preempted)
+    assert preempted
+    assert "0" not in preempted
+    for rid in prompts:
+        own = [x for x in said if x.token.rid == rid]
+        assert [x.token.index for x in own] == list(range(90))
+        found = torch.stack([x.logits for x in own])
+        assert relative_error(found, expected[rid]) <= allowed(codec)
 
 
 def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner: Runner) -> None:
@@ -166,16 +181,20 @@ def test_items_of_early_layers_are_offered_before_the_last_layer_computes(runner
 @pytest.mark.parametrize("codec", ["raw", KIVI, MIXED])
 def test_an_admitted_prompt_goes_on_as_a_local_one(runner: Runner, codec: str) -> None:
     prompt = random_prompt(200)
-    whole = serve(make_engine(runner), [prompt], codec, 60)[0]
-    engine, handoff = make_engine(runner), Recorder()
-    work = request("p", prompt, codec, 60)
-    engine.submit(Prefill(work, handoff))
+    whole = forced_logits(runner, {"a": prompt}, {"a": codec}, 60)["a"]
+    (engine, forced), handoff = make_forced(runner), Recorder()
+    engine.submit(Prefill(request("p", prompt, codec, 60), handoff))
     (done,) = steps_until_prefilled(engine)[-1].prefilled
-    assert done.first_token == whole[0]
+    assert done.first_token == token_at(199)
+    assert relative_error(forced.logits[0], whole[0]) <= allowed(codec)
     engine.pool.retain([page for state in handoff.groups for page in state.ids()])
     engine.submit(Release("p"))
     engine.submit(Admit(request("d", prompt, codec, 60), handoff.groups, (done.first_token,)))
-    assert answers(run_until_idle(engine)) == {"d": whole}
+    first, *tokens = collect(engine, forced)
+    assert (first.token.index, first.token.token) == (0, done.first_token)
+    assert [said.token.index for said in tokens] == list(range(1, 60))
+    found = torch.stack([said.logits for said in tokens])
+    assert relative_error(found, whole[1:]) <= allowed(codec)
 
 
 def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner: Runner) -> None:
@@ -193,8 +212,10 @@ def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner:
 
 
 def test_an_end_of_text_stops_unless_it_is_ignored(runner: Runner) -> None:
-    prompt, engine = random_prompt(30), make_engine(runner)
-    whole = serve(engine, [prompt], "raw", 20)[0]
+    prompt = random_prompt(30)
+    expected = serve_watched(runner, prompt, "raw", 20)
+    assert min(expected.margins) > TIE  # so two of it in one batch say what one alone does
+    whole = list(expected.tokens)
     stop = whole[6]
     ends = make_engine(with_eos(runner, stop))
     ends.submit(Replay(request("stop", prompt, "raw", 20)))

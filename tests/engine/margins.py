@@ -1,0 +1,52 @@
+"""Compare whole answers where two tokens may be as likely: a tie may fall either way.
+
+A matrix product of another shape rounds in another order, by 1e-6 of a logit. Where the two best
+logits are closer than `TIE` that can change a token, and with it all that follow.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from disagg.model.attention import Batch
+from disagg.model.reference import Reference
+from disagg.model.runner import Runner
+from tests.engine.serving import make_engine, serve
+
+TIE = 1e-3  # logits
+
+
+class WatchedRunner:
+    """A runner that notes how far ahead the best token of each row of logits was."""
+
+    def __init__(self, runner: Runner):
+        self.margins: list[float] = []
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits = self._runner.forward(batch)
+        best = logits.topk(2).values
+        self.margins += (best[:, 0] - best[:, 1]).tolist()
+        return logits
+
+
+def serve_watched(runner: Runner, prompt: Sequence[int], codec: str, max_tokens: int) -> Reference:
+    """The greedy continuation that an engine gives a prompt on its own, with its margins."""
+    watched = WatchedRunner(runner)
+    (tokens,) = serve(make_engine(cast(Runner, watched)), [prompt], codec, max_tokens)
+    return Reference(tuple(tokens), tuple(watched.margins))
+
+
+def assert_same(found: Sequence[int], expected: Reference) -> None:
+    """Tokens are the expected ones, up to a tie in the second half of the answer, if any."""
+    assert len(found) == len(expected.tokens) == len(expected.margins)
+    differs = torch.tensor(list(found)) != torch.tensor(expected.tokens)
+    if differs.any():
+        index = int(differs.int().argmax())
+        assert expected.margins[index] < TIE, f"token {index} differs by {expected.margins[index]}"
+        assert 2 * index >= len(found), f"a tie at token {index}: take another prompt"
