@@ -170,29 +170,34 @@ def read_cubin(cubin: bytes) -> tuple[list[str], int, int]:
             jumps.append(text[places[int(found[1], 16)] : i + 1])
     usage = re.search(r"REG:(\d+) STACK:(\d+)", use.stdout + use.stderr)
     assert usage is not None
-    return pipelined(jumps, "LDGSTS"), int(usage[1]), int(usage[2])
+    return pipelined(jumps), int(usage[1]), int(usage[2])
 
 
 def read_amdgcn(code: str) -> tuple[list[str], int, int]:
-    """(vector instructions of the loop over pages, registers, bytes spilled) of AMD code."""
+    """(vector instructions of the loop over pages, registers, bytes spilled) of AMD code.
+
+    Of the loops that multiply matrices the first is it: the other, for the ends of a sequence,
+    comes behind it. Loops within, of loads whose lanes differ, are counted as if run once.
+    """
     lines = [line.split(";")[0].strip() for line in code.splitlines()]
     labels = {line.removesuffix(":"): i for i, line in enumerate(lines) if line.endswith(":")}
-    jumps = []
+    loops = []
     for i, line in enumerate(lines):
         found = re.match(r"s_c?branch\w*\s+(\S+)", line)
         if found and labels.get(found[1], i) < i:
             body = lines[labels[found[1]] : i]
-            jumps.append([x for x in body if re.match(r"(v|ds|global|buffer)_", x)])
+            loops.append([x for x in body if re.match(r"(v|ds|global|buffer)_", x)])
     registers = re.search(r"\.vgpr_count:\s*(\d+)", code)
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", code)
     assert registers is not None
     assert spilled is not None
-    return pipelined(jumps, "_load_"), int(registers[1]), 4 * int(spilled[1])
+    loop = next(loop for loop in loops if any("mfma" in x for x in loop))
+    return loop, int(registers[1]), 4 * int(spilled[1])
 
 
-def pipelined(loops: list[list[str]], load: str) -> list[str]:
+def pipelined(loops: list[list[str]]) -> list[str]:
     """The loop that loads ahead; a loop with masks, for the ends of a sequence, does not."""
-    return max(loops, key=lambda loop: (sum(load in x for x in loop) > 4, -len(loop)))
+    return max(loops, key=lambda loop: (sum("LDGSTS" in x for x in loop) > 4, -len(loop)))
 
 
 def load_width(loop: list[str]) -> int:

@@ -108,7 +108,7 @@ def is_supported(fmt: PagedFormat, device: torch.device) -> bool:
         return False
     if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
         return False
-    if v.sparse and fmt.head_dim & (fmt.head_dim - 1):
+    if (k.sparse or v.sparse) and fmt.head_dim & (fmt.head_dim - 1):
         return False
     if (k.floating or v.floating) and not _converts_float8(device):
         return False

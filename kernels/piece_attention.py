@@ -10,6 +10,7 @@ import triton.language as tl
 
 from disagg.kernels.piece_query import prepare_query
 from disagg.kernels.piece_scores import piece_scores
+from disagg.kernels.piece_sparse import sparse_places
 from disagg.kernels.piece_values import add_values, empty_sums, plane_values, value_bias
 from disagg.kernels.tiles import (
     P_BIAS,
@@ -53,10 +54,12 @@ def attend_pieces_kernel(
     p_q = q_ptr + (i_b * SHAPE.rows + i_row) * D
     offset = segment_base // 2 + i_head * (FMT.segment_bytes // 2)
     segment = words_ptr + (tl.load(segments_ptr + i_run).to(tl.int64) * 64 + offset)
+    places = sparse_places(lo_ptr, FMT, SHAPE)
     query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
     m, l = empty_softmax(T // 4, SHAPE.columns)
     bias = tl.max(tl.full([SHAPE.columns], P_BIAS, tl.float32), 0)
-    state = (m, l, bias, empty_sums(SHAPE.columns, SHAPE.groups, FMT.v))
+    V_SIDE: tl.constexpr = FMT.v  # Triton 3.6 does not take an attribute as an argument
+    state = (m, l, bias, empty_sums(SHAPE.columns, SHAPE.groups, V_SIDE))
 
     offset = base // 2 + i_head * (FMT.block_bytes // 2)
     row_ptr = pages_ptr + i_b * width
@@ -65,36 +68,38 @@ def attend_pieces_kernel(
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         page = tl.load(row_ptr + tl.minimum(i + 1, whole_end - 1))
-        state = add_page(words_ptr + at, query, unit, (), state, FMT, SHAPE, SPELLING)
+        state = add_page(words_ptr + at, query, places, unit, (), state, FMT, SHAPE, SPELLING)
     for i in tl.range(start, end - (whole_end - whole), num_stages=1):
         i_page = tl.where(i < whole, i, i + (whole_end - whole))
         at = tl.multiple_of(tl.load(row_ptr + i_page).to(tl.int64) * 64 + offset, 8)
         seen = (i_page * T, lo, hi)
-        state = add_page(words_ptr + at, query, unit, seen, state, FMT, SHAPE, SPELLING)
+        state = add_page(words_ptr + at, query, places, unit, seen, state, FMT, SHAPE, SPELLING)
 
     m, l, bias, sums = state
     i_out = i_slot * SHAPE.rows + i_row
     inverse = store_lse(lse_ptr + i_out, m, l, bias, m_c)
     o_w = tl.arange(0, triton.next_power_of_2(W))[:, None]
     for f in tl.static_range(PLANES):
-        b_o = plane_values(segment, sums, f, FMT.v, SHAPE.groups, SPELLING) * inverse[None, :]
+        b_o = plane_values(segment, sums, f, V_SIDE, SHAPE.groups, SPELLING) * inverse[None, :]
         p_o = o_ptr + i_out.to(tl.int64)[None, :] * D + f * W + o_w
         tl.store(p_o, b_o, mask=m_c[None, :] & (o_w < W))
 
 
 @triton.jit
 def add_page(
-    block, query, unit, seen, state, FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr
-):
+    block, query, places, unit, seen, state,
+    FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr,
+):  # fmt: skip
     """The state (m, l, bias, sums) after one more page; `block`: int16 pointer to its block.
 
     seen: (first token of the page, lo, hi), or () for a page that all columns see whole
     """
     m, l, bias, sums = state
-    s = piece_scores(block, query, SHAPE.copies, FMT, SPELLING)
+    s = piece_scores(block, query, places, SHAPE.copies, FMT, SPELLING)
     if len(seen) > 0:
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens), seen[1], seen[2])
-    new_bias = value_bias(block, bias, FMT.v)
+    V_SIDE: tl.constexpr = FMT.v
+    new_bias = value_bias(block, bias, V_SIDE)
     p, decay, m, l = softmax_step(s, unit, m, l, bias, new_bias, FMT.tokens // 4)
-    sums = add_values(block, p, decay, sums, FMT, SHAPE.groups, SPELLING)
+    sums = add_values(block, p, decay, sums, places, FMT, SHAPE.groups, SPELLING)
     return m, l, new_bias, sums

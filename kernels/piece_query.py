@@ -7,19 +7,18 @@ the loop: its rotation, its scales, its low-rank basis. formats_paged.py names t
 import triton
 import triton.language as tl
 
-from disagg.kernels.tiles import as_scales, load_tile
+from disagg.kernels.tiles import as_scales, in_halves, load_tile, settle
 
 
 @triton.jit
 def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
-    """(q, folded, low, sums, plain) and the power of two that scores are multiplied by, [C].
+    """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
 
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
-    q:       fp16 [C * COPIES, H] in [-1, 1], a tile for each half of the channels
+    q:       fp16 [H, C * COPIES] in [-1, 1], a tile for each half of the channels
     folded:  what `fold_scale` gives for scales of the segment, else ()
     low:     (B^T q fp16 [16, C * COPIES], its unit [C * COPIES]), or ()
     sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
-    plain:   fp16 [H, C] in [-1, 1] for sparse slots, a tile for each half, or ()
     """
     SIDE: tl.constexpr = FMT.k
     HALVES: tl.constexpr = SIDE.halves
@@ -37,8 +36,8 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     unit = tl.exp2(tl.ceil(tl.log2(top)))
     q = ()
     for j in tl.static_range(HALVES):
-        q = q + (repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES),)
-    folded, low, sums, plain = (), (), (), ()
+        q = q + (tl.trans(repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES)),)
+    folded, low, sums = (), (), ()
     if SIDE.scale.shared:
         folded = fold_scale(segment, 0, q, SIDE)
     if SIDE.low_rank is not None:
@@ -46,17 +45,17 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     if SIDE.scale.by == "row":
         for g in tl.static_range(SIDE.columns // SIDE.scale.group):
             sums = sums + (group_sum(q, g, SIDE),)
-    if SIDE.sparse is not None:
-        for j in tl.static_range(HALVES):
-            plain = plain + (tl.trans((parts[j] / unit[:, None]).to(tl.float16)),)
-    return (q, folded, low, sums, plain), unit
+    return (q, folded, low, sums), unit
 
 
 @triton.jit
 def repeat_rows(x, COPIES: tl.constexpr):
     """[C, H] -> [C * COPIES, H]."""
-    x = tl.broadcast_to(x[:, None, :], [x.shape[0], COPIES, x.shape[1]])
-    return tl.reshape(x, [x.shape[0] * COPIES, x.shape[2]])
+    if COPIES == 1:
+        return settle(x)
+    else:
+        x = tl.broadcast_to(x[:, None, :], [x.shape[0], COPIES, x.shape[1]])
+        return tl.reshape(x, [x.shape[0] * COPIES, x.shape[2]])
 
 
 @triton.jit
@@ -75,25 +74,29 @@ def rotate_rows(x, segment, SIDE: tl.constexpr):
 def fold_scale(block, g, q, SIDE: tl.constexpr):
     """q with the scales of row group g folded in, and what the zeros add to its sums.
 
-    q:       [C, H] fp16 for each half of the columns
+    q:       [H, C] fp16 for each half of the columns
     returns: [H, C] fp16 for each half; bias [R, C] fp32, all rows equal
     """
     HALVES: tl.constexpr = SIDE.halves
     R: tl.constexpr = SIDE.rows // SIDE.planes
     H: tl.constexpr = SIDE.columns // SIDE.halves
-    H_PAD: tl.constexpr = q[0].shape[1]
-    o_h = tl.arange(0, H_PAD)[None, :]
-    b_bias = tl.zeros([R, q[0].shape[0]], tl.float32)
+    H_PAD: tl.constexpr = q[0].shape[0]
+    o_c = tl.arange(0, HALVES * H_PAD)
+    m_c = o_c % H_PAD < H
+    if H != H_PAD:
+        o_c = o_c // H_PAD * H + o_c % H_PAD
+    p_scale = as_scales(block, SIDE.scale.scale) + g * SIDE.columns + o_c
+    b_scale = in_halves(load_tile(p_scale, m_c, H == H_PAD)[:, None], HALVES)
+    if SIDE.scale.zero is None:
+        b_zero = in_halves(tl.full([HALVES * H_PAD, 1], SIDE.scale.center, tl.float16), HALVES)
+    else:
+        p_zero = as_scales(block, SIDE.scale.zero) + g * SIDE.columns + o_c
+        b_zero = in_halves(load_tile(p_zero, m_c, H == H_PAD)[:, None], HALVES)
+    b_bias = tl.zeros([R, q[0].shape[1]], tl.float32)
     folded = ()
     for j in tl.static_range(HALVES):
-        o_group = g * SIDE.columns + j * H + o_h
-        b_scale = load_tile(as_scales(block, SIDE.scale.scale) + o_group, o_h < H, H == H_PAD)
-        b_q = tl.trans(q[j] * b_scale)
-        if SIDE.scale.zero is None:
-            b_zero = tl.full([1, H_PAD], SIDE.scale.center, tl.float16)
-        else:
-            b_zero = load_tile(as_scales(block, SIDE.scale.zero) + o_group, o_h < H, H == H_PAD)
-        b_bias = tl.dot(tl.broadcast_to(b_zero, [R, H_PAD]), b_q, b_bias)
+        b_q = q[j] * b_scale[j]
+        b_bias = tl.dot(tl.broadcast_to(tl.trans(b_zero[j]), [R, H_PAD]), b_q, b_bias)
         folded = folded + (b_q,)
     return folded, b_bias
 
@@ -104,21 +107,21 @@ def project(segment, q, SIDE: tl.constexpr):
     HALVES: tl.constexpr = SIDE.halves
     RANK: tl.constexpr = SIDE.low_rank.rank
     H: tl.constexpr = SIDE.columns // SIDE.halves
-    o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[1])[None, :]
-    b_low = tl.zeros([16, q[0].shape[0]], tl.float32)
+    o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[0])[None, :]
+    b_low = tl.zeros([16, q[0].shape[1]], tl.float32)
     for j in tl.static_range(HALVES):
         p_b = as_scales(segment, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_h < H), other=0.0)
-        b_low = tl.dot(b_b, tl.trans(q[j]), b_low)
+        b_low = tl.dot(b_b, q[j], b_low)
     unit = tl.exp2(tl.ceil(tl.log2(tl.max(tl.abs(b_low), 0) + 1e-30)))
-    return (b_low / unit[None, :]).to(tl.float16), unit
+    return settle((b_low / unit[None, :]).to(tl.float16)), unit
 
 
 @triton.jit
 def in_group(x, j, g, SIDE: tl.constexpr):
     """Half j of q with 0 for all columns outside group g of row scales."""
     H: tl.constexpr = SIDE.columns // SIDE.halves
-    o_h = tl.arange(0, x.shape[1])[None, :]
+    o_h = tl.arange(0, x.shape[0])[:, None]
     return tl.where((j * H + o_h) // SIDE.scale.group == g, x, 0.0)
 
 
@@ -126,7 +129,7 @@ def in_group(x, j, g, SIDE: tl.constexpr):
 def group_sum(q, g, SIDE: tl.constexpr):
     """The sum of q over the columns of group g of row scales: [C] fp32."""
     HALVES: tl.constexpr = SIDE.halves
-    total = tl.sum(in_group(q[0], 0, g, SIDE).to(tl.float32), 1)
+    total = tl.sum(in_group(q[0], 0, g, SIDE).to(tl.float32), 0)
     for j in tl.static_range(1, HALVES):
-        total += tl.sum(in_group(q[j], j, g, SIDE).to(tl.float32), 1)
+        total += tl.sum(in_group(q[j], j, g, SIDE).to(tl.float32), 0)
     return total

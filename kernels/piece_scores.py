@@ -5,13 +5,8 @@ import triton.language as tl
 
 from disagg.kernels.bits import field, weight
 from disagg.kernels.piece_query import fold_scale, in_group
-from disagg.kernels.tiles import as_scales, below, first_of, load_tile
-
-
-@triton.jit
-def as_bytes(block, OFFSET: tl.constexpr):
-    """The bytes at an offset of a block."""
-    return block.to(tl.pointer_type(tl.uint8), bitcast=True) + OFFSET
+from disagg.kernels.piece_sparse import sparse_sums
+from disagg.kernels.tiles import as_bytes, as_scales, below, first_of, load_tile
 
 
 @triton.jit
@@ -61,14 +56,16 @@ def stack(s, PLANES: tl.constexpr):
 
 
 @triton.jit
-def piece_scores(block, query, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
+def piece_scores(
+    block, query, places, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr
+):
     """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
 
-    block: int16 pointer to the page's block; query: as `prepare_query` gives it
+    block:  int16 pointer to the page's block
+    query:  as `prepare_query` gives it; places: as `sparse_places` does
     """
-    q, folded, low, sums, plain = query
+    q, folded, low, sums = query
     SIDE: tl.constexpr = FMT.k
-    HALVES: tl.constexpr = SIDE.halves
     b_words = load_codes(block, SIDE)
     if SIDE.scale.by == "column":
         s = column_scores(block, b_words, q, folded, COPIES, SIDE, SPELLING)
@@ -76,14 +73,10 @@ def piece_scores(block, query, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING
         s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
     o_t = tl.arange(0, FMT.tokens)
     if SIDE.low_rank is not None:
-        b_a = load_factor(block, SIDE, FMT.tokens)
-        s += first_of(tl.dot(b_a, low[0]) * low[1][None, :], COPIES)
+        b_low = tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]) * low[1][None, :]
+        s += first_of(b_low, COPIES)
     if SIDE.sparse is not None:
-        C: tl.constexpr = plain[0].shape[1]
-        b_sparse = tl.zeros([16, SIDE.rows // 16 * C], tl.float32)
-        for j in tl.static_range(HALVES):
-            b_sparse = add_sparse(block, plain[j], b_sparse, j, SIDE)
-        s += by_rows(b_sparse, C)
+        s += stack(sparse_sums(block, q, places[0], places[2], COPIES, SIDE, SPELLING), SIDE.planes)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
         s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))
@@ -126,16 +119,17 @@ def row_scores(
     H: tl.constexpr = SIDE.columns // SIDE.halves
     GROUPS: tl.constexpr = SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
     o_r = tl.arange(0, SIDE.rows)
-    s = tl.zeros([SIDE.rows, q[0].shape[0] // COPIES], tl.float32)
+    ROWS: tl.constexpr = SIDE.rows
+    s = tl.zeros([ROWS, q[0].shape[1] // COPIES], tl.float32)
     for g in tl.static_range(GROUPS):
         planes = ()
         for f in tl.static_range(PLANES):
-            b_s = tl.zeros([R, q[0].shape[0]], tl.float32)
+            b_s = tl.zeros([R, q[0].shape[1]], tl.float32)
             for j in tl.static_range(HALVES):
                 if GROUPS == 1:
-                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), tl.trans(q[j]), b_s)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), q[j], b_s)
                 elif j * H < (g + 1) * SIDE.scale.group and g * SIDE.scale.group < (j + 1) * H:
-                    b_q = tl.trans(in_group(q[j], j, g, SIDE))
+                    b_q = in_group(q[j], j, g, SIDE)
                     b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
             planes = planes + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
         b_s = stack(planes, SIDE.planes)
@@ -156,40 +150,27 @@ def row_scores(
 
 
 @triton.jit
-def load_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
-    """A of a page: fp16 [T, 16], columns beyond the rank 0."""
-    o_t, o_r = tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :]
-    p_a = as_scales(block, SIDE.low_rank.a) + o_t * SIDE.low_rank.rank + o_r
-    return load_tile(p_a, o_r < SIDE.low_rank.rank, SIDE.low_rank.rank == 16)
+def load_factor(block, o_t, o_r, SIDE: tl.constexpr):
+    """A of a page: fp16 at tokens o_t and ranks o_r.
 
-
-@triton.jit
-def add_sparse(block, x, sums, j, SIDE: tl.constexpr):
-    """sums [16, R * C] fp32 plus what the sparse slots of half j of the columns add.
-
-    x: [U, C] fp16, what the columns are multiplied by
-    Row r of the side is 16 * (r // 16) + r % 16: one digit is a one-hot row of the left operand,
-    the other picks one of R = rows / 16 copies of x on the right. A one-hot matrix of all rows
-    would cost three times as much. The rows of the slots of a column differ.
+    Beyond the rank there is 0 or, where that needs no mask, A again: what it meets there is 0, or
+    what comes of it is dropped.
     """
-    SLOTS: tl.constexpr = SIDE.sparse.slots
-    U: tl.constexpr = SIDE.columns // SIDE.halves
-    C: tl.constexpr = x.shape[1]
-    R: tl.constexpr = sums.shape[1] // C
-    o_u, o_low, o_high = tl.arange(0, x.shape[0]), tl.arange(0, 16), tl.arange(0, R)
-    for slot in tl.static_range(SLOTS):
-        o_slot = (j * U + o_u) * SLOTS + slot
-        b_row = tl.load(as_bytes(block, SIDE.sparse.index) + o_slot, mask=o_u < U, other=0)
-        b_delta = tl.load(as_scales(block, SIDE.sparse.delta) + o_slot, mask=o_u < U, other=0.0)
-        b_hot = tl.where((b_row & 15)[None, :] == o_low[:, None], b_delta[None, :], 0.0)
-        own = (b_row >> 4)[:, None, None] == o_high[None, :, None]
-        b_x = tl.reshape(tl.where(own, x[:, None, :], 0.0), [x.shape[0], R * C])
-        sums = tl.dot(b_hot, b_x, sums)
-    return sums
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    p_a = as_scales(block, SIDE.low_rank.a) + o_t * RANK
+    if 16 % RANK == 0:
+        return tl.load(p_a + o_r % RANK)
+    else:
+        return tl.load(p_a + o_r, mask=o_r < RANK, other=0.0)
 
 
 @triton.jit
-def by_rows(sums, C: tl.constexpr):
-    """What `add_sparse` summed, as [rows, C]."""
-    R: tl.constexpr = sums.shape[1] // C
-    return tl.reshape(tl.permute(tl.reshape(sums, [16, R, C]), (1, 0, 2)), [16 * R, C])
+def repeat_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
+    """A of a page: fp16 [T, 16], as `load_factor` has it but loaded once."""
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    if 16 % RANK == 0:
+        b_a = tl.load(as_scales(block, SIDE.low_rank.a) + tl.arange(0, T * RANK))
+        b_a = tl.broadcast_to(tl.reshape(b_a, [T, 1, RANK]), [T, 16 // RANK, RANK])
+        return tl.reshape(b_a, [T, 16])
+    else:
+        return load_factor(block, tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :], SIDE)

@@ -4,22 +4,15 @@ The sums are a tuple of tuples, empty where a format has no such piece:
 
     o  four planes of channels (two, one) [W, C * X] fp32, in code units
     z  sums over zeros [16, C * X], one for every X groups of channels
-    y  (A^T p [16, C],)
-    e  (what sparse slots add, as `add_sparse` has it,)
+    y  (A^T p [16, C * X],), all X copies of a column equal
 """
 
 import triton
 import triton.language as tl
 
-from disagg.kernels.piece_scores import (
-    add_sparse,
-    by_rows,
-    codes_of,
-    load_codes,
-    load_factor,
-    weight_of,
-)
-from disagg.kernels.tiles import P_BIAS, as_scales, in_halves, load_tile
+from disagg.kernels.piece_scores import codes_of, load_codes, load_factor, weight_of
+from disagg.kernels.piece_sparse import sparse_sums
+from disagg.kernels.tiles import P_BIAS, as_scales, first_of, in_halves, load_tile
 
 
 @triton.jit
@@ -27,17 +20,15 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
     """The sums before any page."""
     PLANES: tl.constexpr = SIDE.planes
     W: tl.constexpr = triton.next_power_of_2(SIDE.rows // SIDE.planes)
-    o, z, y, e = (), (), (), ()
+    o, z, y = (), (), ()
     for _ in tl.static_range(PLANES):
         o = o + (tl.zeros([W, C * X], tl.float32),)
     if SIDE.scale.by == "column":
         for _ in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
             z = z + (tl.zeros([16, C * X], tl.float32),)
     if SIDE.low_rank is not None:
-        y = y + (tl.zeros([16, C], tl.float32),)
-    if SIDE.sparse is not None:
-        e = e + (tl.zeros([16, SIDE.rows // 16 * C], tl.float32),)
-    return o, z, y, e
+        y = y + (tl.zeros([16, C * X], tl.float32),)
+    return o, z, y
 
 
 @triton.jit
@@ -48,52 +39,99 @@ def load_block_scale(block, SIDE: tl.constexpr):
 
 @triton.jit
 def value_bias(block, bias, SIDE: tl.constexpr):
-    """The largest bias of p, up to `bias`, with which p times a scale of V stays in fp16."""
+    """The largest bias of p, up to `bias`, with which p times what is in V stays in fp16."""
     if SIDE.scale.by == "block":
         top = load_block_scale(block, SIDE)
     else:
         COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group * SIDE.columns
-        PAD: tl.constexpr = triton.next_power_of_2(COUNT)
-        o_s = tl.arange(0, PAD)
-        p_scale = as_scales(block, SIDE.scale.scale) + o_s
-        top = tl.max(load_tile(p_scale, o_s < COUNT, COUNT == PAD), 0).to(tl.float32)
+        top = largest(as_scales(block, SIDE.scale.scale), COUNT)
+    if SIDE.sparse is not None:
+        p_delta = as_scales(block, SIDE.sparse.delta)
+        top = tl.maximum(top, largest(p_delta, SIDE.columns * SIDE.sparse.slots))
     above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
     return tl.minimum(bias, P_BIAS - above.to(tl.float32))
 
 
 @triton.jit
-def add_values(block, p, decay, sums, FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr):
+def largest(p, COUNT: tl.constexpr):
+    """The largest magnitude of COUNT items of fp16, as fp32."""
+    PAD: tl.constexpr = triton.next_power_of_2(COUNT)
+    o_i = tl.arange(0, PAD)
+    return tl.max(tl.abs(load_tile(p + o_i, o_i < COUNT, COUNT == PAD)), 0).to(tl.float32)
+
+
+@triton.jit
+def add_values(
+    block, p, decay, sums, places,
+    FMT: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr,
+):  # fmt: skip
     """The sums, decayed, plus what the values of one page add.
 
-    p: [T, C] fp32; decay: [C]
+    p: [T, C] fp32; decay: [C]; places: as `sparse_places` gives it
+    The order is that in which the fewest registers are in use at once.
     """
     SIDE: tl.constexpr = FMT.v
     HALVES: tl.constexpr = SIDE.halves
     PLANES: tl.constexpr = SIDE.planes
+    U: tl.constexpr = SIDE.columns // SIDE.halves
     C: tl.constexpr = p.shape[1]
-    o, z, y, e = sums
-    wide = tl.reshape(tl.broadcast_to(decay[:, None], [C, X]), [C * X])[None, :]
-    b_words = load_codes(block, SIDE)
+    o, z, y = sums
+    decay = tl.reshape(tl.broadcast_to(decay[:, None], [C, X]), [C * X])[None, :]
     halves = in_halves(p.to(tl.float16), SIDE.halves)
-    weighted, z_new, o_new, y_new, e_new = (), (), (), (), ()
+    copies, weighted, o_new, z_new, y_new = (), (), (), (), ()
+    for j in tl.static_range(HALVES):
+        b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
+        copies = copies + (tl.reshape(b_x, [U, C * X]),)
+    if SIDE.low_rank is not None:
+        y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
+    if SIDE.sparse is not None:
+        o_new = add_sparse(block, copies, o, decay, places, X, SIDE, SPELLING)
+    else:
+        for f in tl.static_range(PLANES):
+            o_new = o_new + (o[f] * decay,)
+    b_words = load_codes(block, SIDE)
     if SIDE.scale.by == "block":
         weighted = (in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),)
     else:
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
-            b_p, b_z = weigh(block, g, halves, z[g // X] * wide, X, SIDE)
+            b_p, b_z = weigh(block, g, halves, z[g // X] * decay, X, SIDE)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
-    for f in tl.static_range(PLANES):
-        o_new = o_new + (add_plane(b_words, weighted, o[f] * wide, f, SIDE, X, SPELLING),)
-    if SIDE.low_rank is not None:
-        b_a = tl.trans(load_factor(block, SIDE, FMT.tokens))
-        y_new = (tl.dot(b_a, p.to(tl.float16), y[0] * decay[None, :]),)
-    if SIDE.sparse is not None:
-        R: tl.constexpr = SIDE.rows // 16
-        b_e = tl.reshape(tl.broadcast_to(decay[None, :], [R, C]), [R * C])[None, :] * e[0]
-        for j in tl.static_range(HALVES):
-            b_e = add_sparse(block, halves[j], b_e, j, SIDE)
-        e_new = (b_e,)
-    return o_new, z_new, y_new, e_new
+    return add_planes(b_words, weighted, o_new, X, SIDE, SPELLING), z_new, y_new
+
+
+@triton.jit
+def add_factor(block, x, y, SIDE: tl.constexpr):
+    """y [16, C] plus A^T x; x: [U, C] fp16 for each half of the tokens."""
+    U: tl.constexpr = SIDE.columns // SIDE.halves
+    for j in tl.static_range(len(x)):
+        o_t = (j * U + tl.arange(0, U))[None, :]
+        y = tl.dot(load_factor(block, o_t, tl.arange(0, 16)[:, None], SIDE), x[j], y)
+    return y
+
+
+@triton.jit
+def add_sparse(
+    block, x, o, decay, places, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
+    """The planes o, decayed, plus what sparse slots add to the columns of their groups."""
+    W: tl.constexpr = SIDE.rows // SIDE.planes
+    GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
+    sparse = sparse_sums(block, x, places[1], places[2], X, SIDE, SPELLING)
+    added = ()
+    for f in tl.static_range(len(o)):
+        b_o = o[f] * decay
+        b_sparse = sparse[f] * (1 / weight_of(f, SIDE, SPELLING))
+        if X == 1:
+            b_o += b_sparse
+        else:
+            even, odd = tl.split(tl.reshape(b_o, [b_o.shape[0], b_o.shape[1] // 2, 2]))
+            if f * W // GROUP % 2 == 0:
+                even += b_sparse
+            else:
+                odd += b_sparse
+            b_o = tl.reshape(tl.join(even, odd), b_o.shape)
+        added = added + (b_o,)
+    return added
 
 
 @triton.jit
@@ -107,27 +145,25 @@ def weigh(block, g, p, z, X: tl.constexpr, SIDE: tl.constexpr):
     HALVES: tl.constexpr = SIDE.halves
     U: tl.constexpr = SIDE.columns // SIDE.halves
     C: tl.constexpr = p[0].shape[1]
-    o_u, o_x = tl.arange(0, U), tl.arange(0, X)
+    o_t, o_x = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, X)[None, :]
+    o_group = (g + o_x) * SIDE.columns
+    b_scale = in_halves(tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES)
+    if SIDE.scale.zero is None:
+        b_zero = in_halves(tl.full([SIDE.columns, X], SIDE.scale.center, tl.float16), HALVES)
+    else:
+        b_zero = in_halves(tl.load(as_scales(block, SIDE.scale.zero) + o_group + o_t), HALVES)
     weighted = ()
     for j in tl.static_range(HALVES):
-        o_group = (g + o_x) * SIDE.columns + j * U
-        b_scale = tl.load(as_scales(block, SIDE.scale.scale) + o_group[None, :] + o_u[:, None])
-        b_p = tl.reshape(p[j][:, :, None] * b_scale[:, None, :], [U, C * X])
-        if SIDE.scale.zero is None:
-            b_zero = tl.full([16, U], SIDE.scale.center, tl.float16)
-        else:
-            b_zero = tl.load(as_scales(block, SIDE.scale.zero) + o_group[:, None] + o_u[None, :])
-            b_zero = tl.reshape(tl.broadcast_to(b_zero[:, None, :], [X, 16 // X, U]), [16, U])
-        z = tl.dot(b_zero, b_p, z)
+        b_p = tl.reshape(p[j][:, :, None] * b_scale[j][:, None, :], [U, C * X])
+        b_rows = tl.broadcast_to(tl.trans(b_zero[j])[:, None, :], [X, 16 // X, U])
+        z = tl.dot(tl.reshape(b_rows, [16, U]), b_p, z)
         weighted = weighted + (b_p,)
     return weighted, z
 
 
 @triton.jit
-def add_plane(
-    words, weighted, o, f: tl.constexpr, SIDE: tl.constexpr, X: tl.constexpr, SPELLING: tl.constexpr
-):
-    """o [W, C * X] plus what plane f of the value codes adds.
+def add_planes(words, weighted, o, X: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """The planes o [W, C * X] plus what their codes add.
 
     words: [W, U]; weighted: what `weigh` returned for every X groups
     A plane is channels f * W + w; where these lie in several groups, each group takes its rows.
@@ -135,18 +171,20 @@ def add_plane(
     HALVES: tl.constexpr = SIDE.halves
     W: tl.constexpr = SIDE.rows // SIDE.planes
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
-    FIRST: tl.constexpr = f * W // GROUP
-    LAST: tl.constexpr = (f * W + W - 1) // GROUP
-    group = (f * W + tl.arange(0, words.shape[0])[:, None]) // GROUP
-    for j in tl.static_range(HALVES):
-        b_codes = codes_of(words, f, j, SIDE, SPELLING)
-        for g in tl.static_range(FIRST, LAST + 1):
-            if FIRST == LAST:
-                o = tl.dot(b_codes, weighted[g // X][j], o)
-            else:
-                b_part = tl.where(group == g, b_codes, 0.0)
-                o = tl.dot(b_part, weighted[g // X][j], o)
-    return o
+    o_w = tl.arange(0, words.shape[0])[:, None]
+    added = ()
+    for f in tl.static_range(len(o)):
+        b_o = o[f]
+        for j in tl.static_range(HALVES):
+            b_codes = codes_of(words, f, j, SIDE, SPELLING)
+            for g in tl.static_range(f * W // GROUP, (f * W + W - 1) // GROUP + 1):
+                if W <= GROUP and GROUP % W == 0:
+                    b_o = tl.dot(b_codes, weighted[g // X][j], b_o)
+                else:
+                    b_part = tl.where((f * W + o_w) // GROUP == g, b_codes, 0.0)
+                    b_o = tl.dot(b_part, weighted[g // X][j], b_o)
+        added = added + (b_o,)
+    return added
 
 
 @triton.jit
@@ -158,7 +196,7 @@ def plane_values(
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
     FIRST: tl.constexpr = f * W // GROUP
     LAST: tl.constexpr = (f * W + W - 1) // GROUP
-    o, z, y, e = sums
+    o, z, y = sums
     C: tl.constexpr = o[f].shape[1] // X
     o_w, o_x = tl.arange(0, o[f].shape[0])[:, None], tl.arange(0, X)[None, None, :]
     b_o = tl.reshape(o[f], [o[f].shape[0], C, X])
@@ -169,16 +207,12 @@ def plane_values(
             own = (o_row == g % X * (16 // X)) & (o_x == g % X)
             b_z = tl.sum(tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0)
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
-    if SIDE.sparse is not None:
-        b_e = tl.reshape(by_rows(e[0], C), [SIDE.planes, W, C])
-        o_f = tl.arange(0, SIDE.planes)[:, None, None]
-        b_o += tl.sum(tl.where(o_f == f, b_e, 0.0), 0)
     if SIDE.low_rank is not None:
         RANK: tl.constexpr = SIDE.low_rank.rank
         o_r = tl.arange(0, 16)[None, :]
         p_b = as_scales(segment, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_w < W), other=0.0).to(tl.float32)
-        b_o = tl.dot(b_b, y[0], b_o, input_precision="ieee")
+        b_o = tl.dot(b_b, first_of(y[0], X), b_o, input_precision="ieee")
     if SIDE.rotation is not None:
         BLOCK: tl.constexpr = SIDE.rotation.block
         tl.static_assert(W % BLOCK == 0, "a plane of channels is whole blocks")

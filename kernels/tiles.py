@@ -111,6 +111,12 @@ def as_scales(block, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def as_bytes(block, OFFSET: tl.constexpr):
+    """The bytes at an offset of a block."""
+    return block.to(tl.pointer_type(tl.uint8), bitcast=True) + OFFSET
+
+
+@triton.jit
 def first_of(s, COPIES: tl.constexpr):
     """[rows, C * COPIES] -> [rows, C]: the first of every COPIES equal columns."""
     if COPIES == 2:
@@ -126,3 +132,13 @@ def in_halves(x, HALVES: tl.constexpr):
         return upper_lower(x)
     else:
         return (x,)
+
+
+@triton.jit
+def settle(x):
+    """x [rows, columns] in an order of its own, whatever it was computed in.
+
+    The compiler then brings it once, before the loop, into the registers where a tensor core wants
+    it; else it does so again for every page, through shared memory (Triton 3.9, 2026-11).
+    """
+    return tl.split(tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], 2]))[0]

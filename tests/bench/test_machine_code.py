@@ -3,7 +3,7 @@
 import pytest
 
 from disagg.bench.machine_code import Failed, compile_all, compile_one
-from disagg.kernels.machine_code import Row
+from disagg.kernels.machine_code import Row, read_amdgcn
 
 # instructions of a thread for each element of K and V, D = 128
 BUDGETS = {
@@ -12,8 +12,12 @@ BUDGETS = {
     "quantized-4bit-4heads": 1.65,
     "quantized-4bit-8heads": 1.7,
     "lowrank-2bit-4heads": 1.75,
+    "lowrank-2bit-8heads": 1.7,
+    "sparse-2bit-4heads": 3.0,
     "rows-8bit-4heads": 1.7,
+    "rows-8bit-8heads": 1.7,
     "float-8bit-4heads": 1.7,
+    "float-8bit-8heads": 1.7,
     "raw-float16-4heads": 2.0,
     "raw-float16-8heads": 2.0,
 }
@@ -27,8 +31,18 @@ def test_no_loop_over_pages_exceeds_its_budget():
         assert row.per_element <= BUDGETS[row.kernel], row
         assert row.per_element > 0.5, row  # less would mean that the wrong loop was counted
         assert row.spill_bytes == 0, row
-        assert row.load_bits == (64 if "lowrank" in row.kernel else 128), row  # ranks are 4
+        assert row.load_bits == 128, row
         assert row.buffers >= 2, row
+
+
+def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
+    search = ["v_cmp_lt_i32 v0, v1", *["global_load_dword v2, v[4:5], off"] * 6]
+    whole = [*search, "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]"]
+    masked = [*whole[:-1], "v_cndmask_b32 v8, v9, v10, vcc", whole[-1]]
+    code = [".vgpr_count: 90", ".vgpr_spill_count: 3"]
+    for i, loop in enumerate((search, whole, masked)):
+        code += [f".LBB0_{i}:  ; a loop", *loop, "s_add_i32 s0, s0, 1", f"s_cbranch_scc1 .LBB0_{i}"]
+    assert read_amdgcn("\n".join(code)) == (whole, 90, 12)
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_that_says_why():

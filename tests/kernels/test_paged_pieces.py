@@ -51,7 +51,9 @@ def make_format(
         )
         side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
         low = LowRank(rank, page.take(2 * T * rank), segment.take(2 * head_dim * rank))
-        sparse = Sparse(slots, page.take(columns * slots), page.take(2 * columns * slots), True)
+        sparse = Sparse(
+            slots, page.take(columns * slots), page.take(2 * columns * slots), slots % 2 == 0
+        )
         turn = Rotation(block, segment.take(2 * block * block))
         side = replace(
             side,
@@ -74,17 +76,22 @@ FORMATS = {
     "fp8": {"bits": 8, "k_by": "block", "v_by": "block", "zero": False, "floating": True},
     "gear-l": {"rank": 4, "head_dim": 128},
     "gear-l-shared": {"rank": 3, "bits": 4, "k_shared": True},
-    "gear": {"rank": 2, "slots": 2},
-    "gear-4bit": {"rank": 2, "slots": 4, "bits": 4, "group": 32},
+    "gear": {"rank": 2, "slots": 2, "group": 32},
+    "gear-4bit": {"rank": 2, "slots": 1, "bits": 4},
+    "gear-odd": {"rank": 3, "slots": 3, "bits": 4},
     "decoquant": {"bits": 4, "k_by": "row", "block": 16},
     "decoquant-2bit": {"k_by": "row", "block": 8},
     "ott": {"group": 32, "valid": True},
 }
 
 
-def make_case(fmt: PagedFormat, lengths: list[int], heads: int, width: int, run: int):
-    """Sequences whose pages are cut into segments of `run` pages; what hides in K' is not there."""
+def make_case(fmt: PagedFormat, lengths: list[int], heads: int, width: int, run: int, loud=1.0):
+    """Sequences whose pages are cut into segments of `run` pages; what hides in K' is not there.
+
+    loud: what channel 5 of V is multiplied by in one token of 8
+    """
     k, v = random_kv(lengths, heads, fmt.head_dim, T)
+    v[..., 3::8, 5] *= loud
     count = k.shape[2] // T
     blocks, shared = [], []
     for row in range(len(lengths)):
@@ -167,6 +174,15 @@ def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
     device = torch.device(DEVICE)
     for odd in ({"v_by": "row"}, {"block": 64}, {"block": 16, "rank": 2}, {"rank": 32}):
         assert not paged_pieces.is_supported(make_format(**odd), device)
+
+
+def test_outliers_that_fp16_holds_only_alone_are_not_lost():
+    torch.manual_seed(7)
+    fmt = make_format(slots=2)
+    case, _, _ = make_case(fmt, [130], 1, 2, 1, loud=5e3)
+    tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
+    o, _ = paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.02)
+    assert relative_error(o.cpu(), exact_attention(case, 0.02)[0]) <= 1e-3
 
 
 def test_queries_and_factors_that_overflow_fp16_together_do_not():
