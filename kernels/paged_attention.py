@@ -89,16 +89,20 @@ def attend_quantized(
 
 def merge(parts: list[Partial]) -> Tensor:
     """Attention over the union of disjoint token sets. See reference.merge."""
-    o, lse = parts[0]
-    rows, head_dim = lse.numel(), o.shape[-1]
-    for other, other_lse in parts[1:]:
-        merged, merged_lse = torch.empty_like(o), torch.empty_like(lse)
-        merge_kernel[(rows,)](
-            o, lse, other, other_lse, merged, merged_lse, head_dim,
-            triton.next_power_of_2(head_dim), num_warps=1,
-        )  # fmt: skip
-        o, lse = merged, merged_lse
-    return o
+    return join(parts)[0]
+
+
+def join(parts: list[Partial]) -> Partial:
+    """The same with its log-sum-exp, in one launch. See reference_kept.join."""
+    for part in parts:
+        if not all(x.is_contiguous() and x.dtype == torch.float32 for x in part):
+            raise ValueError("parts are wanted in fp32, contiguous in memory")
+    o, lse = torch.empty_like(parts[0][0]), torch.empty_like(parts[0][1])
+    merge_kernel[(lse.numel(),)](
+        tuple(part[0] for part in parts), tuple(part[1] for part in parts), o, lse,
+        o.shape[-1], triton.next_power_of_2(o.shape[-1]), num_warps=1,
+    )  # fmt: skip
+    return o, lse
 
 
 def run_units(

@@ -51,18 +51,22 @@ def reduce_units_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, o_ptr, lse_ptr, D: tl.constexpr, D_PAD: tl.constexpr
-):
-    """One row of two answers over different tokens: a_ptr, b_ptr, o_ptr [rows, D], lse [rows]."""
+def merge_kernel(part_o_ptrs, part_lse_ptrs, o_ptr, lse_ptr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """One row of several answers over different tokens.
+
+    part_o_ptrs, part_lse_ptrs: tuples of [rows, D] and [rows] fp32; o_ptr, lse_ptr: the same
+    """
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
-    b_a = tl.load(a_ptr + i_row * D + o_d, mask=m_d, other=0.0)
-    b_b = tl.load(b_ptr + i_row * D + o_d, mask=m_d, other=0.0)
-    a_lse, b_lse = tl.load(a_lse_ptr + i_row), tl.load(b_lse_ptr + i_row)
-    top = tl.maximum(tl.maximum(a_lse, b_lse), EMPTY)
-    a_w, b_w = tl.exp(a_lse - top), tl.exp(b_lse - top)
-    l = a_w + b_w
-    tl.store(o_ptr + i_row * D + o_d, (b_a * a_w + b_b * b_w) / tl.where(l > 0, l, 1.0), mask=m_d)
+    top = tl.maximum(tl.load(part_lse_ptrs[0] + i_row), EMPTY)
+    for i in tl.static_range(1, len(part_lse_ptrs)):
+        top = tl.maximum(top, tl.load(part_lse_ptrs[i] + i_row))
+    l = tl.exp(tl.load(part_lse_ptrs[0] + i_row) - top)
+    b_o = tl.load(part_o_ptrs[0] + i_row * D + o_d, mask=m_d, other=0.0) * l
+    for i in tl.static_range(1, len(part_lse_ptrs)):
+        weight = tl.exp(tl.load(part_lse_ptrs[i] + i_row) - top)
+        b_o += tl.load(part_o_ptrs[i] + i_row * D + o_d, mask=m_d, other=0.0) * weight
+        l += weight
+    tl.store(o_ptr + i_row * D + o_d, b_o / tl.where(l > 0, l, 1.0), mask=m_d)
     tl.store(lse_ptr + i_row, top + tl.log(l))

@@ -12,12 +12,11 @@ from disagg.codecs.paged import PagedCodec, Planes, code_planes
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
-from disagg.kernels.ops_kept import keep_outliers
+from disagg.kernels.ops_kept import join, keep_outliers
 from disagg.kernels.reference_kept import (
     FREE,
     KeptFormat,
     attend_kept,
-    join,
     raw_of,
     view_kept,
     with_group_means,
