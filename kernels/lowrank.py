@@ -20,7 +20,6 @@ from torch import Tensor
 from disagg.kernels.encode_tiles import at
 from disagg.kernels.formats_paged import PagedFormat
 from disagg.kernels.places import Places
-from disagg.kernels.reference_lowrank import seeded_uniform
 
 WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
 WARPS = 8
@@ -31,12 +30,12 @@ FAINTEST = tl.constexpr(1e-7)  # of the largest squared length: what rounding le
 
 @triton.jit
 def low_rank_kernel(
-    x_ptr, start_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base,
+    x_ptr, seeds_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base,
     FMT: tl.constexpr,
 ):  # fmt: skip
     """A of all pages of a segment, and its B, of one side and head.
 
-    x_ptr:     [2, H, n, D] fp16; start_ptr: [S, H, 2, D * rank] fp32
+    x_ptr:     [2, H, n, D] fp16; seeds_ptr: [S] i64
     bytes_ptr, pages_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
     """
     T: tl.constexpr = FMT.tokens
@@ -52,10 +51,10 @@ def low_rank_kernel(
     start = i_segment * segment_tokens
     length = tl.minimum(segment_tokens, n - start)
     p_x = x_ptr + ((i_side * heads + i_head).to(tl.int64) * n + start) * D
-    i_start = (i_segment * heads + i_head) * 2 + i_side
+    seed = (tl.load(seeds_ptr + i_segment) * heads + i_head) * 2 + i_side
     # no row of X times a vector of length 1 is above this
     most = power_above(loudest(p_x, length, FMT)) * LONGEST
-    q = tl.load(start_ptr + i_start * (D * RANK) + o_b, mask=m_b, other=0.0) / LONGEST
+    q = tl.where(m_b, uniform(seed, o_b), 0.0) / LONGEST
     for _ in tl.static_range(2):
         z = squared_product(p_x, q, most, length, FMT)
         q = orthonormal(z / power_above(z), RANK)
@@ -76,6 +75,16 @@ def low_rank_kernel(
         page = tl.load(pages_ptr + start // T + i).to(tl.int64) * unit + offset
         p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
         tl.store(p_a, a.to(tl.float16), mask=(o_r < RANK)[None, :])
+
+
+@triton.jit
+def uniform(seed, index):
+    """Numbers in [0, 1), the bits of reference_lowrank.seeded_uniform."""
+    x = seed.to(tl.uint32) * 0x9E3779B9 + index.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return (x >> 8).to(tl.float32) * (1.0 / (1 << 24))
 
 
 @triton.jit
@@ -167,13 +176,9 @@ def encode_low_rank(
     missing: [2, H, n, D] fp16 of K and V; segments: [S, H, segment_bytes] u8
     seeds:   one for each segment; tokens: of a segment, but for the last
     """
-    assert fmt.k.low_rank is not None
-    _, heads, n, head_dim = missing.shape
-    index = torch.arange(heads, device=missing.device)
-    first = torch.tensor(seeds, device=missing.device).unsqueeze(1) * heads + index  # [S, H]
-    sides = torch.stack([2 * first, 2 * first + 1], -1).flatten()
-    start = seeded_uniform(sides, head_dim * fmt.k.low_rank.rank)
+    heads, n = missing.shape[1:3]
+    starts = torch.tensor(seeds, dtype=torch.int64, device=missing.device)
     low_rank_kernel[(len(seeds), heads, 2)](
-        missing, start, places.arena, places.pages, segments, n, tokens, places.unit, places.base,
+        missing, starts, places.arena, places.pages, segments, n, tokens, places.unit, places.base,
         fmt, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

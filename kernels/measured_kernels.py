@@ -28,6 +28,7 @@ TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest w
     "bytes_ptr": "*u8",
     "segments_ptr": "*u8",
     "tops_ptr": "*u8",
+    "seeds_ptr": "*i64",
     "levels_ptr": "*i8",
     "states_ptr": "*u8",
     "won_ptr": "*u8",
@@ -38,7 +39,7 @@ TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest w
     "scale": "fp32",
 } | {
     f"{name}_ptr": "*fp32"
-    for name in ("start", "q", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
+    for name in ("q", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
 }
 PIECES = (  # name, and kind and bits of measured_formats.py
     ("2bit", "quantized", 2),

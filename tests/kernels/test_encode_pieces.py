@@ -178,3 +178,15 @@ def test_segments_and_seeds_must_agree():
     blocks, segments = ops_paged.encode_segments(x, x, fmt, [0, 1], 2 * T)
     assert blocks.shape[0] == 3
     assert segments.shape[0] == 2
+
+
+def test_power_iteration_starts_where_the_reference_starts():
+    """A flat spectrum keeps the mark of its start, so another seed gives another answer."""
+    fmt = make_format(**FORMATS["gear-l"])
+    k, v = (x[0] for x in random_kv([T], 2, fmt.head_dim, T))
+    seed = (1 << 33) + 77
+    found, expected = encode_both(fmt, k, v, [seed], T)
+    other = encode_both(fmt, k, v, [seed + 1], T)[0]
+    exact = decode_paged(expected[0], expected[1], fmt)[0].double()
+    assert relative_error(decode_paged(found[0], found[1], fmt)[0], exact) <= 1e-3
+    assert relative_error(decode_paged(other[0], other[1], fmt)[0], exact) > 1e-2
