@@ -4,7 +4,9 @@ Requests and answers are not touched here: control messages are parsed by whoeve
 and frames are never copied into a protobuf message.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import TypeVar
 
 import grpc
@@ -28,7 +30,8 @@ def rpc_handlers(
 ) -> grpc.GenericRpcHandler:
     """The handler of a service by method name, for `channel.start_server`.
 
-    on_refusal: hears of every error that a peer is told
+    both_stream: methods whose messages are received one ahead of what they look at
+    on_refusal:  hears of every error that a peer is told
     """
     handlers = {}
     for name, run in unary.items():
@@ -36,7 +39,8 @@ def rpc_handlers(
     for name, stream in (server_stream or {}).items():
         handlers[name] = grpc.unary_stream_rpc_method_handler(_guard_stream(stream, on_refusal))
     for name, both in (both_stream or {}).items():
-        handlers[name] = grpc.stream_stream_rpc_method_handler(_guard_stream(both, on_refusal))
+        ahead = _guard_stream(_read_ahead(both), on_refusal)
+        handlers[name] = grpc.stream_stream_rpc_method_handler(ahead)
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -46,6 +50,31 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         return message.FromString(data)
     except DecodeError as error:
         raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
+
+
+def _read_ahead(run: BothStream) -> BothStream:
+    """The next message is being received while one is looked at."""
+
+    async def stream(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async with aclosing(_ahead(messages)) as coming:
+            async for reply in run(coming):
+                yield reply
+
+    return stream
+
+
+async def _ahead(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    coming = asyncio.ensure_future(anext(messages))
+    try:
+        while True:
+            message = await coming
+            coming = asyncio.ensure_future(anext(messages))
+            yield message
+    except StopAsyncIteration:
+        return
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
 
 
 def _guard_call(run: Unary, on_refusal: Callable[[DisaggError], None]) -> Callable:
