@@ -39,21 +39,21 @@ def check(case: Case, fmt, heads: int, tolerance: float = 1e-3) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "head_dim", "k_group", "v_group"),
+    ("bits", "head_dim", "k_group", "v_group", "heads"),
     [
-        (2, 64, 64, 64),
-        (2, 64, 32, 32),
-        (2, 128, 64, 64),
-        (4, 128, 64, 64),
-        (4, 128, 32, 32),
-        (4, 80, 64, 40),
-        (2, 96, 32, 32),
-        (4, 256, 64, 32),
+        (2, 64, 64, 64, 1),
+        (2, 64, 32, 32, 2),
+        (2, 128, 64, 64, 1),
+        (4, 128, 64, 64, 1),
+        (4, 128, 32, 32, 1),
+        (4, 80, 64, 40, 2),
+        (2, 96, 32, 32, 1),
+        (4, 256, 64, 32, 1),
     ],
 )
-def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group):
+def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group, heads):
     fmt = quant_format(bits, head_dim, k_group, v_group)
-    check(quant_case(fmt, [150, 1], heads=2, width=4), fmt, heads=2)
+    check(quant_case(fmt, [140, 1], heads=heads, width=4), fmt, heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +61,23 @@ def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_gr
 )
 def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
     fmt = quant_format(bits, 64, 64, 32)
-    check(quant_case(fmt, [70, 63], heads=1, width=width), fmt, heads=1)
+    check(quant_case(fmt, [70], heads=1, width=width), fmt, heads=1)
 
 
 @pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
 def test_several_queries_of_a_sequence_see_different_tokens(fmt):
     make = raw_case if hasattr(fmt, "dtype") else quant_case
-    case = make(fmt, [150, 63, 3], heads=1, width=3, m=3)
+    case = make(fmt, [75, 63, 3], heads=1, width=3, m=3)
     check(case, fmt, heads=1)
-    check(replace(case, lo=torch.maximum(case.hi - 70, case.lo)), fmt, heads=1)
+    check(replace(case, lo=torch.maximum(case.hi - 40, case.lo)), fmt, heads=1)
 
 
 @pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float16", 64)])
 def test_a_window_hides_tokens_on_both_sides(fmt):
     make = raw_case if hasattr(fmt, "dtype") else quant_case
-    case = make(fmt, [300, 170, 90, 0], heads=2, width=4)
+    case = make(fmt, [300, 170, 90, 0], heads=1, width=4)
     lo = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
-    check(replace(case, lo=lo), fmt, heads=2)
+    check(replace(case, lo=lo), fmt, heads=1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -90,7 +90,7 @@ def test_raw_pages_are_attended_in_their_own_dtype(dtype, head_dim):
 
 def test_long_and_short_sequences_share_the_units_of_work():
     fmt = quant_format(2, 64, 64, 64)
-    lengths = [700, 5, 64, 300, 0]
+    lengths = [450, 5, 64, 130, 0]
     check(quant_case(fmt, lengths, heads=1, width=4), fmt, heads=1)
 
 
