@@ -4,6 +4,8 @@ Five launches, whose shapes follow from shapes of tensors alone: a CUDA graph se
 Scores of all tokens wait in memory between two of them: 4 bytes for each query, head and token.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -20,7 +22,7 @@ from disagg.kernels.launch import REDUCE_COLUMNS, REDUCE_UNITS, TENSOR_COLUMNS, 
 from disagg.kernels.reduce import reduce_units_kernel
 from disagg.kernels.reference import Partial
 from disagg.kernels.reference_aligned import Bits
-from disagg.kernels.shape import raw_shape
+from disagg.kernels.shape import Shape, raw_shape
 from disagg.kernels.units import MIN_TILES
 
 PROGRAMS = 4  # resident on a processor, by their registers
@@ -46,45 +48,89 @@ def attend_aligned(
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
             raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
     batch, queries, query_heads, head_dim = q.shape
-    width, device = pages.shape[1], q.device
     shape = raw_shape((batch, queries, query_heads), heads, TENSOR_COLUMNS)
     blocks = triton.cdiv(queries * shape.group, shape.columns)
-    room = PROGRAMS * count_processors(device) // (heads * blocks)
-    slots = max(min(room, batch * (width // MIN_TILES.value + 1)), batch) + batch
+    room = PROGRAMS * count_processors(q.device) // (heads * blocks)
+    slots = max(min(room, batch * (pages.shape[1] // MIN_TILES.value + 1)), batch) + batch
     spans = (lo.view(-1), hi.view(-1)) if queries == 1 else (lo.amin(1), hi.amax(1))
+    work = Work(arena, pages, spans, base, fmt, shape, (heads, blocks, slots))
+    found, k_bits = score_tokens(work, q, lo, hi, scale)
+    part_o, v_bits = sum_values(work, found)
+    o, lse = torch.empty_like(q), torch.empty_like(k_bits)
+    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
+        part_o, found.part_lse, o, lse, *spans, batch, 1, slots, shape.rows,
+        head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
+    )  # fmt: skip
+    return (o, lse), Bits(k_bits, v_bits.view_as(k_bits))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both passes run over; grid: KV heads, blocks of query columns, slots for units."""
+
+    arena: Tensor
+    pages: Tensor
+    spans: tuple[Tensor, Tensor]
+    base: int
+    fmt: AlignedFormat
+    shape: Shape
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the first pass leaves, as aligned_attention.py draws it."""
+
+    scores: Tensor
+    part_lse: Tensor
+    best: Tensor
+    place: Tensor
+    tops: Tensor
+
+
+def score_tokens(
+    work: Work, q: Tensor, lo: Tensor, hi: Tensor, scale: float
+) -> tuple[Scores, Tensor]:
+    """The first pass, over K; and the bits read for it [B, M, Hq]."""
+    batch, queries, query_heads, head_dim = q.shape
+    fmt, shape, width, device = work.fmt, work.shape, work.pages.shape[1], q.device
+    heads, _, slots = work.grid
     levels = torch.empty(batch, shape.rows, head_dim, dtype=torch.int8, device=device)
     tops = torch.empty(batch, queries, heads, head_dim, dtype=torch.uint8, device=device)
-    k_bits = torch.empty(batch, queries, query_heads, device=device)
+    bits = torch.empty(batch, queries, query_heads, device=device)
     channel_levels_kernel[(batch, queries, heads)](
-        q, arena, pages, lo, hi, levels, tops, k_bits, scale, base, width, fmt, shape, num_warps=4
-    )
-    warps = aligned_warps(head_dim)
+        q, work.arena, work.pages, lo, hi, levels, tops, bits,
+        scale, work.base, width, fmt, shape, num_warps=4,
+    )  # fmt: skip
     scores = torch.empty(batch, shape.rows, width * fmt.tokens, device=device)
     part_lse = torch.empty(slots, shape.rows, device=device)
     best = torch.empty(slots, shape.rows, CLASSES.value, device=device)
     place = torch.empty_like(best, dtype=torch.int32)
-    plane_scores_kernel[(heads, blocks, slots)](
-        q, arena, pages, lo, hi, *spans, levels, scores, part_lse, best, place,
-        scale, base, batch, width, fmt, shape, num_warps=warps,
+    plane_scores_kernel[work.grid](
+        q, work.arena, work.pages, lo, hi, *work.spans, levels, scores, part_lse, best, place,
+        scale, work.base, batch, width, fmt, shape, num_warps=aligned_warps(head_dim),
     )  # fmt: skip
-    row_lse = torch.empty(batch, shape.rows, device=device)
-    allowed = torch.empty_like(row_lse, dtype=torch.int32)
+    return Scores(scores, part_lse, best, place, tops), bits
+
+
+def sum_values(work: Work, found: Scores) -> tuple[Tensor, Tensor]:
+    """The second pass, over V: partial results [slots, rows, D]; and the bits read [B, rows]."""
+    fmt, shape, device = work.fmt, work.shape, work.arena.device
+    batch, width = work.pages.shape
+    slots = work.grid[2]
+    lse = torch.empty(batch, shape.rows, device=device)
+    allowed = torch.empty_like(lse, dtype=torch.int32)
     allow_drops_kernel[(shape.rows, batch)](
-        arena, pages, *spans, tops, part_lse, best, place, row_lse, allowed,
-        base, batch, slots, width, fmt, shape, num_warps=1,
+        work.arena, work.pages, *work.spans, found.tops, found.part_lse, found.best, found.place,
+        lse, allowed, work.base, batch, slots, width, fmt, shape, num_warps=1,
     )  # fmt: skip
-    part_o = torch.empty(slots, shape.rows, head_dim, device=device)
-    bits, seen = torch.zeros(2, *k_bits.shape, dtype=torch.int32, device=device)
-    plane_values_kernel[(heads, blocks, slots)](
-        arena, pages, *spans, scores, row_lse, allowed, part_lse, part_o, bits, seen,
-        base, batch, width, fmt, shape, num_warps=warps,
+    part_o = torch.empty(slots, shape.rows, fmt.head_dim, device=device)
+    bits, seen = torch.zeros(2, batch, shape.rows, dtype=torch.int32, device=device)
+    plane_values_kernel[work.grid](
+        work.arena, work.pages, *work.spans, found.scores, lse, allowed, found.part_lse, part_o,
+        bits, seen, work.base, batch, width, fmt, shape, num_warps=aligned_warps(fmt.head_dim),
     )  # fmt: skip
-    o, lse = torch.empty_like(q), torch.empty_like(k_bits)
-    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
-        part_o, part_lse, o, lse, *spans, batch, 1, slots, shape.rows,
-        head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
-    )  # fmt: skip
-    return (o, lse), Bits(k_bits, bits / seen.clamp_min(1))
+    return part_o, bits / seen.clamp_min(1)
 
 
 def aligned_warps(head_dim: int) -> int:
