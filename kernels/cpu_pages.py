@@ -64,8 +64,9 @@ class Pages:
         if side.sparse is None:
             return None
         rows, delta = (x.squeeze(2).mT for x in read_sparse(self.blocks, side, torch.float32))
-        units = scales.gather(2, rows // side.scale.group) * weights_of(side)[rows]
-        return rows, delta / units
+        if scales.shape[2] > 1:
+            scales = scales.gather(2, rows // side.scale.group)
+        return rows, delta / (scales * weights_of(side)[rows])
 
 
 def see_pages(pages: Tensor, lo: Tensor, hi: Tensor, tokens: int) -> Seen:
