@@ -23,6 +23,7 @@ from disagg.kernels.places import Places
 
 WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
 WARPS = 8
+BUFFERED = tl.constexpr(64 * 128)  # numbers of a page of which two are loaded ahead, not one
 INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
 LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
 FAINTEST = tl.constexpr(1e-7)  # of the largest squared length: what rounding leaves of nothing
@@ -42,6 +43,7 @@ def low_rank_kernel(
     D: tl.constexpr = FMT.head_dim
     RANK: tl.constexpr = FMT.k.low_rank.rank
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    STAGES: tl.constexpr = 3 if T * D_PAD <= BUFFERED else 2
     tl.static_assert(RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most")
     i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -70,7 +72,7 @@ def low_rank_kernel(
     q_most = power_above(q)
     offset = base + i_head.to(tl.int64) * FMT.block_bytes
     offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
-    for i in tl.range(0, length // T, num_stages=3):
+    for i in tl.range(0, length // T, num_stages=STAGES):
         a = times(load_rows(p_x, i, FMT), q, q_most)
         page = tl.load(pages_ptr + start // T + i).to(tl.int64) * unit + offset
         p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
@@ -100,7 +102,8 @@ def load_rows(p_x, i, FMT: tl.constexpr):
 def loudest(p_x, length, FMT: tl.constexpr):
     """The largest magnitudes of X by place in a page: [T, D] fp32."""
     found = tl.abs(load_rows(p_x, 0, FMT))
-    for i in tl.range(1, length // FMT.tokens, num_stages=3):
+    STAGES: tl.constexpr = 3 if found.shape[0] * found.shape[1] <= BUFFERED else 2
+    for i in tl.range(1, length // FMT.tokens, num_stages=STAGES):
         found = tl.maximum(found, tl.abs(load_rows(p_x, i, FMT)))
     return found.to(tl.float32)
 
@@ -109,7 +112,8 @@ def loudest(p_x, length, FMT: tl.constexpr):
 def squared_product(p_x, q, most, length, FMT: tl.constexpr):
     """X^T (X q): [D, 16] fp32. Columns of q are not longer than 1, numbers of X q below `most`."""
     z = tl.zeros(q.shape, tl.float32)
-    for i in tl.range(0, length // FMT.tokens, num_stages=3):
+    STAGES: tl.constexpr = 3 if FMT.tokens * q.shape[0] <= BUFFERED else 2
+    for i in tl.range(0, length // FMT.tokens, num_stages=STAGES):
         x = load_rows(p_x, i, FMT)
         z += times(tl.trans(x), times(x, q, 1.0), most)
     return z
