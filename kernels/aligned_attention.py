@@ -217,8 +217,9 @@ def plane_values_kernel(
     lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
     allowed = tl.load(allowed_ptr + o_row, mask=m_c, other=1 << 20)
     o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
-    b_o = tl.zeros([o_d.shape[0], SHAPE.columns], tl.float32)
-    bits, seen = tl.zeros([T, SHAPE.columns], tl.int32), tl.zeros([T, SHAPE.columns], tl.int32)
+    C: tl.constexpr = SHAPE.columns  # Triton 3.6 takes no attribute in the list of an argument
+    b_o = tl.zeros([o_d.shape[0], C], tl.float32)
+    bits, seen = tl.zeros([T, C], tl.int32), tl.zeros([T, C], tl.int32)
     page = tl.load(pages_ptr + i_b * width + start)
     for i in tl.range(start, end):
         block = bytes_ptr + (page.to(tl.int64) * 128 + base + i_head * FMT.block_bytes)
