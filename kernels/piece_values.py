@@ -68,7 +68,7 @@ def add_values(
     """The sums, decayed, plus what the values of one page add.
 
     p: [T, C] fp32; decay: [C]; places: as `sparse_places` gives it
-    The order is that in which the fewest registers are in use at once.
+    The order takes the fewest registers at once; with sparse slots it is another than without.
     """
     SIDE: tl.constexpr = FMT.v
     HALVES: tl.constexpr = SIDE.halves
@@ -82,7 +82,7 @@ def add_values(
     for j in tl.static_range(HALVES):
         b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
         copies = copies + (tl.reshape(b_x, [U, C * X]),)
-    if SIDE.low_rank is not None:
+    if SIDE.low_rank is not None and SIDE.sparse is not None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.sparse is not None:
         o_new = add_sparse(block, copies, o, decay, places, X, SIDE, SPELLING)
@@ -96,7 +96,10 @@ def add_values(
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
             b_p, b_z = weigh(block, g, halves, z[g // X] * decay, X, SIDE)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
-    return add_planes(b_words, weighted, o_new, X, SIDE, SPELLING), z_new, y_new
+    o_new = add_planes(b_words, weighted, o_new, X, SIDE, SPELLING)
+    if SIDE.low_rank is not None and SIDE.sparse is None:
+        y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
+    return o_new, z_new, y_new
 
 
 @triton.jit
