@@ -108,19 +108,19 @@ def test_padding_writes_where_the_step_writes_and_nowhere_else(runner: Runner) -
 def test_padding_sees_nothing_and_repeats_the_first_row(runner: Runner) -> None:
     batch = batches_of(runner, list(LENGTHS), 3, "kivi")[-1]
     static = StaticStep(batch)
-    for buffer in (static.tokens, static.positions):
-        buffer.fill_(7)
+    (found,), (given,) = static.batch.decodes, batch.decodes
+    sealed, tail = found.step.sealed, found.step.tail
+    assert sealed is not None
+    assert tail is not None
+    for buffer in (static.tokens, static.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
+        buffer.fill_(7)  # as a larger batch may have left them
     static.fill(batch)
     assert static.tokens.tolist() == [[*batch.tokens, 0]]
     assert static.positions.tolist() == [[*batch.positions, 0]]
-    (found,), (given,) = static.batch.decodes, batch.decodes
     assert found.step.rows.tolist() == [0, 1, 2, 0]
     for name in ("pages", "slots"):
         values = getattr(given.step, name).tolist()
         assert getattr(found.step, name).tolist() == [*values, values[0]]
-    sealed, tail = found.step.sealed, found.step.tail
-    assert sealed is not None
-    assert tail is not None
     assert given.step.sealed is not None
     width = given.step.sealed.pages.shape[1]
     assert torch.equal(sealed.pages[:3, :width], given.step.sealed.pages)
