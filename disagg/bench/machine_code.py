@@ -6,6 +6,7 @@ the process with it. The figures are explained in kernels/machine_code.py.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ COMPILE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Failed:
-    """A kernel that did not compile, with the last thing the compiler said."""
+    """A kernel that did not compile, with what the compiler said first."""
 
     kernel: str
     target: str
@@ -47,6 +48,12 @@ def compile_one(kernel: str, target: str) -> Row | Failed:
     except subprocess.TimeoutExpired:
         return Failed(kernel, target, f"not done after {COMPILE_SECONDS:.0f} s")
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Failed(kernel, target, said[-1] if said else f"exit code {done.returncode}")
+        return Failed(kernel, target, cause(done.stderr) or f"exit code {done.returncode}")
     return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def cause(said: str) -> str:
+    """The first error of a traceback, from which the others follow; else the last line."""
+    lines = said.strip().splitlines()
+    errors = (line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line))
+    return next(errors, lines[-1] if lines else "")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from disagg.bench.machine_code import COMPILE_SECONDS, Failed
+from disagg.bench.machine_code import COMPILE_SECONDS, Failed, cause
 from disagg.kernels.machine_code import TARGETS
 from disagg.kernels.measured_kernels import SOURCES
 from disagg.kernels.spills import Spills
@@ -54,5 +54,5 @@ def _compile(target: str, kernels: tuple[str, ...]) -> tuple[list[Spills], str]:
         out, _ = process.communicate()
         err = f"not done after {COMPILE_SECONDS:.0f} s"
     rows: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
-    said = err.strip().splitlines()
-    return [Spills(**row) for row in rows], said[-1] if said else f"exit {process.returncode}"
+    said = cause(err) or f"exit code {process.returncode}"
+    return [Spills(**row) for row in rows], said
