@@ -82,10 +82,32 @@ def check_spellings(device: torch.device) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any]) -> None:
-    """For people: one line a row."""
-    for row in [row for name in SECTIONS for row in result.get(name, ())]:
-        shown = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
-        print("  ".join(f"{key}={x}" for key, x in zip(row, shown, strict=True)))
+    """For people: a table of each section."""
+    for rows in filter(None, (result.get(name) for name in SECTIONS)):
+        print(table(rows), end="\n\n")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Text on the left, numbers on the right, a column for every key that some row has."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [[key.replace("_", " ") for key in keys]]
+    for row in rows:
+        lines.append([_cell(row.get(key, "")) for key in keys])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(line, widths, texts, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -82,3 +82,12 @@ def test_encoding_is_measured_in_copies_of_its_input():
     rows = measure_encode(CPU, runs=1, tokens=128)
     assert [row.codec.split(":")[0] for row in rows] == ["kivi", "kivi", "gear-l"]
     assert all(row.copies > 0 for row in rows)
+
+
+def test_a_table_has_a_column_for_every_key_and_aligns_numbers_to_the_right():
+    rows = [{"kernel": "a", "us": 1234.5, "n": 7}, {"kernel": "longer", "reason": "no"}]
+    assert kernels.table(rows).splitlines() == [
+        "kernel     us  n  reason",
+        "a       1,234  7",
+        "longer            no",
+    ]
