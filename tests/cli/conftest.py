@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     servers[0].should_exit = True
     thread.join()
     listening.close()
+
+
+def take_ctrl_c() -> None:
+    """In a new process, as at a terminal: who runs tests in the background ignores it for all."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from disagg.cli.client import complete, get
 from disagg.cli.state import State, read_state
+from tests.cli.conftest import take_ctrl_c
 from tests.papers import make_papers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -41,6 +42,7 @@ class Home:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=take_ctrl_c,
         )
 
     def processes(self) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.app import run
-from tests.cli.conftest import STATS, Running
+from tests.cli.conftest import STATS, Running, take_ctrl_c
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,7 +189,9 @@ def test_ctrl_c_cancels_the_request_at_the_service(running: Running) -> None:
     decode = running.network.workers["d"]
     decode.pause_at = 2
     command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_ctrl_c
+    )
     wait_for(decode.paused.is_set)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
