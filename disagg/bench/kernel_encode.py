@@ -25,7 +25,7 @@ class EncodeSpeed:
 
 
 def measure_encode(device: torch.device, runs: int, tokens: int = TOKENS) -> list[EncodeSpeed]:
-    """Encode one layer with every codec that the issue names, and copy it, by turns."""
+    """Encode one layer with every codec of SPECS, and copy it, by turns."""
     made = generate(0, Knobs(kv_heads=HEADS, group=1, n=tokens))
     k, v = made.k.to(device), made.v.to(device)
     targets = torch.empty_like(k), torch.empty_like(v)

@@ -9,16 +9,8 @@ import torch
 
 from disagg.bench.synthetic import relative_error
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Drain, Prefill, Release, Replay, StepOutput
+from disagg.engine.messages import Abort, Admit, Prefill, Release, Replay, StepOutput
 from disagg.engine.sequence import KVUsage
-from disagg.errors import (
-    ConfigError,
-    DisaggError,
-    PeerLostError,
-    PromptTooLongError,
-    RequestError,
-    UnknownNameError,
-)
 from disagg.model.reference import ReferenceModel
 from disagg.model.runner import Runner
 from disagg.page import Kind
@@ -27,7 +19,7 @@ from disagg.wire import Item
 from tests.engine.forced import collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
 from tests.engine.serving import answers, make_engine, request, run_until_idle, serve
-from tests.model.tiny import CONTEXT, VOCAB, random_prompt
+from tests.model.tiny import CONTEXT, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
@@ -251,51 +243,3 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner: Runner) -> N
         engine.submit(Abort(rid))
     outputs = run_until_idle(engine)
     assert {token.rid for output in outputs for token in output.tokens} == {"stays"}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "codec", "error"),
-    [
-        (random_prompt(CONTEXT), KIVI, PromptTooLongError),
-        ([0, VOCAB], KIVI, RequestError),
-        ([1], "gzip", UnknownNameError),
-        ([1], "kivi:bits=3", ConfigError),
-    ],
-)
-def test_requests_that_can_never_be_served_fail_at_once(
-    runner: Runner, prompt: list[int], codec: str, error: type[DisaggError]
-) -> None:
-    engine = make_engine(runner)
-    engine.submit(Replay(request("a", prompt, codec, 4)))
-    (failed,) = engine.step().failed
-    assert isinstance(failed.error, error)
-    assert engine.idle
-
-
-def test_a_prompt_larger_than_the_pool_is_refused(runner: Runner) -> None:
-    engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("a", random_prompt(CONTEXT - 1), "raw", 4)))
-    (failed,) = engine.step().failed
-    assert isinstance(failed.error, PromptTooLongError)
-
-
-def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner: Runner) -> None:
-    engine = make_engine(runner)
-    for _ in range(2):
-        engine.submit(Replay(request("a", [1, 2, 3], KIVI, 4)))
-    outputs = run_until_idle(engine)
-    assert [failed.error.reason for output in outputs for failed in output.failed] == ["request"]
-    assert len([token for output in outputs for token in output.tokens]) == 4
-
-
-def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner: Runner) -> None:
-    engine = make_engine(runner)
-    engine.submit(Replay(request("old", [1, 2, 3], KIVI, 4)))
-    engine.submit(Drain())
-    engine.submit(Replay(request("new", [1, 2, 3], KIVI, 4)))
-    outputs: list[StepOutput] = []
-    engine.run(outputs.append)
-    (failed,) = [failed for output in outputs for failed in output.failed]
-    assert (failed.rid, type(failed.error)) == ("new", PeerLostError)
-    assert len([token for output in outputs for token in output.tokens]) == 4
-    assert outputs[-1].load.used_bytes == 0

@@ -1,6 +1,5 @@
 """A whole hand-off by the receiver's rules, and its commit; no socket, and a number as clock."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,23 +11,9 @@ from disagg.errors import (
 )
 from disagg.transfer.messages import Ack, Nack, State
 from disagg.wire import CommitFrame
-from tests.transfer.desk import Desk
 from tests.transfer.prompts import (
-    Prompt,
     make_prompt,
 )
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.pool.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def test_a_whole_hand_off_ends_in_the_engine_with_the_same_bytes(desk, prompt):

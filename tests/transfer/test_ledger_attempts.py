@@ -1,7 +1,5 @@
 """Attempts that take over, aborts and fences."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from disagg.errors import (
@@ -12,21 +10,8 @@ from disagg.wire import CommitFrame, Ticket
 from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import (
     EPOCH,
-    Prompt,
     make_prompt,
 )
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.pool.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def test_a_higher_attempt_is_offered_what_arrived_for_the_lower(desk, prompt):

@@ -1,7 +1,5 @@
 """How long a reservation lasts, and what is remembered of it."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from disagg.errors import (
@@ -12,21 +10,7 @@ from disagg.wire import CommitFrame, Ticket
 from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import (
     EPOCH,
-    Prompt,
-    make_prompt,
 )
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.pool.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def test_a_lease_ends_without_a_sign_of_life(desk, prompt):

@@ -1,6 +1,5 @@
 """Who gets room for a prompt, and in which order. The clock is a number."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,22 +17,9 @@ from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import (
     EPOCH,
     OTHER_PLAN,
-    Prompt,
     make_prompt,
     make_related,
 )
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.pool.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def test_the_same_request_gets_the_same_reservation(desk, prompt):

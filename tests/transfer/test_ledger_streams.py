@@ -1,6 +1,5 @@
 """Frames and streams of a reservation: which are taken, which are refused."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,24 +11,10 @@ from disagg.errors import (
 from disagg.page import Kind
 from disagg.transfer.messages import Ack, Nack
 from disagg.wire import CommitFrame, Item, Ticket
-from tests.transfer.desk import Desk
 from tests.transfer.prompts import (
     EPOCH,
-    Prompt,
     make_prompt,
 )
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.pool.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):

@@ -12,11 +12,9 @@ from disagg.transfer.channel import connect
 from disagg.transfer.items import ids_by_kind
 from disagg.transfer.messages import Admission
 from disagg.transfer.sending import Receipt
-from disagg.transfer.shares import Manifest, Note, Shares
-from disagg.transfer.sharing import Library
 from disagg.transfer.units import units_of
 from disagg.wire import digest
-from tests.transfer.prompts import PLAN, Prompt, make_group, make_pool, make_prompt, make_related
+from tests.transfer.prompts import PLAN, Prompt, make_group, make_prompt, make_related
 from tests.transfer.wires import QUICK, House, Proxy, hand_over, open_house, until
 
 BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
@@ -222,25 +220,6 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
             house.assert_nothing_held()
 
     asyncio.run(scene())
-
-
-def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
-    """Three slabs, a page to share in each: a prompt that needs a slab for its tail."""
-    prompt, pool = make_related(127 * 64 + 1, 1, 8192, BY_PAGE), make_pool(3 << 14)
-    library, (group,) = Library(pool), BY_PAGE.groups
-    pages = pool.allocate(group.record(group.page), pool.free_pages(group.record(group.page)))
-    wanted = Shares(BY_PAGE, prompt.request())
-    manifest = Manifest(prompt.checklist, prompt.commit().digests)
-    scattered = pages[:: len(pages) // 3]
-    for key, unit, page in zip(wanted.keys[0], wanted.units[0], scattered, strict=False):
-        pool.keep(key, (page,), Note(manifest, unit))
-    pool.release(pages)
-    assert pool.cached_pages == 3
-    groups, shares = library.hold(BY_PAGE, prompt.request())
-    assert shares.cached == [0]
-    library.release(groups)
-    pool.check_integrity()
-    assert pool.referenced_pages == 0
 
 
 def test_after_a_broken_stream_what_is_cached_is_still_not_sent():
