@@ -23,9 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from disagg.kernels.bits import PLAIN, PTX
-from disagg.kernels.formats import RawFormat
+from disagg.kernels.formats_exact import ExactFormat
 from disagg.kernels.formats_paged import PagedFormat
-from disagg.kernels.measured_formats import HEAD_DIM, PIECES, piece_format
+from disagg.kernels.measured_formats import HEAD_DIM, PIECES, exact_format, piece_format
 from disagg.kernels.piece_attention import attend_pieces_kernel
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.shape import (
@@ -35,7 +35,7 @@ from disagg.kernels.shape import (
     piece_shape,
     pipeline_stages,
     raw_shape,
-    tile_tokens,
+    tile_slots,
 )
 
 TARGETS = {
@@ -52,6 +52,7 @@ KERNELS = tuple(
         "quantized-4bit",
         "raw-float16",
         "raw-bfloat16",
+        "dropped-float16",
         "lowrank-2bit",
         "lowrank-4bit",
         "sparse-2bit",
@@ -60,6 +61,11 @@ KERNELS = tuple(
     )
     for width in (4, 8)
 )
+
+ABSENT = {  # arguments that are None, by kind of exact tokens
+    "raw": ("sides_ptr",),
+    "dropped": ("sides_ptr", "span_lo_ptr"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         "span_lo_ptr": "*i32", "span_hi_ptr": "*i32", "o_ptr": "*fp32", "lse_ptr": "*fp32",
         "scale": "fp32", "base": "i32", "batch": "i32", "width": "i32",
     }  # fmt: skip
-    fmt: RawFormat | PagedFormat
+    fmt: ExactFormat | PagedFormat
     if kind in PIECES:
         function = attend_pieces_kernel
         fmt = piece_format(kind, int(form.removesuffix("bit")))
@@ -126,11 +132,14 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         }
     else:
         function = attend_raw_kernel
-        fmt = RawFormat(form, HEAD_DIM, 64 * HEAD_DIM, 0, 32 * HEAD_DIM)
+        fmt = exact_format(kind, form)
         types["arena_ptr"] = "*fp16" if form == "float16" else "*bf16"
+        types |= {"sides_ptr": "*i32", "side_base": "i32"}
         operand = tl.float16 if form == "float16" else tl.bfloat16
         constants = {"SHAPE": raw_shape(queries, HEADS, columns), "OPERAND": operand}
         constants["PRECISION"] = "tf32x3" if chip.backend == "cuda" else "ieee"
+        constants |= dict.fromkeys(ABSENT[kind])
+        types = {name: kind for name, kind in types.items() if name not in constants}
     constants |= {"FMT": fmt, "STAGES": pipeline_stages(fmt, chip.backend == "cuda")}
     names = function.arg_names
     source = ASTSource(
@@ -140,12 +149,12 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in types.items()
-            if kind.startswith("*") or name in ("base", "segment_base")
+            if kind.startswith("*") or name in ("base", "side_base", "segment_base")
         },
     )
     options = compile_options(fmt, chip.backend == "cuda")
     compiled = triton.compile(source, target=chip, options=options)
-    return compiled, tile_tokens(fmt) * HEAD_DIM * 2
+    return compiled, tile_slots(fmt) * HEAD_DIM * 2
 
 
 def read_cubin(cubin: bytes) -> tuple[list[str], int, int]:

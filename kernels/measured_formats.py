@@ -1,9 +1,12 @@
-"""The pages whose kernels are measured: 64 tokens of 128 channels, groups of 64."""
+"""The pages whose kernels are measured: 128 channels; codes of 64 tokens in groups of 64."""
 
 from dataclasses import replace
 
-from disagg.kernels.formats import QuantFormat
+from disagg.kernels.formats import QuantFormat, RawFormat
+from disagg.kernels.formats_exact import ExactFormat, as_exact, dropped_as_exact
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Scale, Side, Sparse
+from disagg.kernels.reference_dropped import DroppedFormat
+from disagg.kernels.reference_kept import KeptFormat
 
 HEAD_DIM = 128
 PIECES = {  # rank, sparse slots of K and V; as a page of 64 tokens has them
@@ -23,6 +26,17 @@ def page_format(bits: int) -> QuantFormat:
     sizes += [128 * HEAD_DIM // 64] * 2
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     return QuantFormat(bits, 64, HEAD_DIM, 64, 64, sum(sizes), *offsets)
+
+
+def exact_format(kind: str, dtype: str) -> ExactFormat:
+    """16-bit pages: "raw"; "kept", 35 slots of them; or "dropped", 32 of 64 tokens."""
+    half = 32 * HEAD_DIM
+    if kind == "dropped":
+        return dropped_as_exact(
+            DroppedFormat(64, 32, HEAD_DIM, 4 * half + 128, 0, 2 * half, 4 * half)
+        )
+    raw = RawFormat(dtype, HEAD_DIM, 2 * half, 0, half)
+    return as_exact(raw, KeptFormat(35, 336, 0, 144, 288) if kind == "kept" else None)
 
 
 def piece_format(kind: str, bits: int) -> PagedFormat:

@@ -1,15 +1,17 @@
 """The kernels whose registers are counted by spills.py, compiled as they are launched.
 
 Pages are those of measured_formats.py, queries 32 sequences of 8 KV heads with 4 query heads each.
-Attention on raw pages and on pieces is measured in machine_code.py.
+Attention on pages of exact tokens and of pieces is measured in machine_code.py; of the few tokens
+that are kept exact beside codes, whose loop has one round, here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import triton
+import triton.language as tl
 
 from disagg.kernels import aligned_attention
 from disagg.kernels.compete import BLOCK, compete_kernel, keep_kernel, key_norms_kernel
@@ -18,9 +20,10 @@ from disagg.kernels.encode_aligned import encode_planes_kernel
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.lowrank import low_rank_kernel
-from disagg.kernels.measured_formats import HEAD_DIM, piece_format
+from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
 from disagg.kernels.paged_aligned import aligned_warps
-from disagg.kernels.shape import raw_shape
+from disagg.kernels.raw_attention import attend_raw_kernel
+from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
 TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
     "x_ptr": "*fp16",
@@ -36,10 +39,11 @@ TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest w
     "v_ptr": "*fp16",
     "kept_k_ptr": "*fp16",
     "kept_v_ptr": "*fp16",
+    "arena_ptr": "*fp16",
     "scale": "fp32",
 } | {
     f"{name}_ptr": "*fp32"
-    for name in ("q", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
+    for name in ("q", "o", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
 }
 PIECES = (  # name, and kind and bits of measured_formats.py
     ("2bit", "quantized", 2),
@@ -58,6 +62,7 @@ class Source:
     kernel: triton.JITFunction
     constants: dict[str, Any]
     num_warps: int
+    options: dict[str, int | bool] = field(default_factory=dict)
 
 
 def _encode(kind: str, bits: int, is_v: bool, columns: int) -> Source:
@@ -103,6 +108,17 @@ def _competition(kernel: triton.JITFunction, constants: dict[str, int], columns:
     return Source(kernel, constants, 1 if kernel is keep_kernel else 4)
 
 
+def _kept(columns: int) -> Source:
+    fmt, nvidia = exact_format("kept", "float16"), columns == NVIDIA_COLUMNS
+    constants = {"FMT": fmt, "SHAPE": raw_shape((32, 1, 32), 8, columns), "OPERAND": tl.float16}
+    constants |= {
+        "PRECISION": "tf32x3" if nvidia else "ieee",
+        "STAGES": pipeline_stages(fmt, nvidia),
+    }
+    constants |= {"span_lo_ptr": None, "span_hi_ptr": None}
+    return Source(attend_raw_kernel, constants, 1, compile_options(fmt, nvidia))
+
+
 # what makes a source, given the columns of a tensor-core product on the chip
 SOURCES: dict[str, Callable[[int], Source]] = {
     **{
@@ -120,6 +136,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     ),
     "compete": partial(_competition, compete_kernel, {"SLOTS": 35, "BLOCK": BLOCK}),
     "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
+    "attend-kept": _kept,
     "aligned-levels": partial(_aligned, "channel_levels", 4),
     "aligned-scores": partial(_aligned, "plane_scores", aligned_warps(HEAD_DIM)),
     "aligned-drops": partial(_aligned, "allow_drops", 1),

@@ -36,9 +36,7 @@ def attend_raw(
     """Attention over raw pages: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_raw."""
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
     if q.is_cuda:
-        return _triton("paged_attention").attend_raw(
-            q, arena, pages, lo, hi, fmt, base, heads, scale
-        )
+        return _triton("paged_exact").attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
     run = reference.attend_raw if q.dtype == torch.float64 else cpu_raw.attend_raw
     return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
 

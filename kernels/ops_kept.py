@@ -1,16 +1,19 @@
-"""Tokens that a head keeps exact, as the other rooms call them: run by device.
+"""Tokens that a head keeps exact, and tokens that it does not drop, as the other rooms call them.
 
-Shapes and units are stated in reference_kept.py. On a GPU everything here runs in Triton; attention
-over kept tokens itself is the reference's.
+Run by device: on a GPU everything here is Triton, for queries of fp32. Shapes and units are stated
+in reference_kept.py and reference_dropped.py.
 """
 
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
-from disagg.kernels import reference_kept
+from disagg.kernels import reference_dropped, reference_kept
+from disagg.kernels.formats import RawFormat
 from disagg.kernels.reference import Partial
-from disagg.kernels.reference_kept import Kept
+from disagg.kernels.reference_dropped import DroppedFormat
+from disagg.kernels.reference_kept import Kept, KeptFormat
 
 
 def keep_outliers(kept: Kept, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
@@ -21,6 +24,45 @@ def keep_outliers(kept: Kept, k: Tensor, v: Tensor, count: int, first: int) -> T
     if k.is_cuda and k.shape[1] and k.stride(2) == v.stride(2) == 1:
         run = import_module("disagg.kernels.compete").keep_outliers
     return run(kept, k, v, count, first)
+
+
+def attend_kept(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    sides: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    raw: RawFormat,
+    fmt: KeptFormat,
+    raw_base: int,
+    side_base: int,
+    heads: int,
+    scale: float,
+) -> Partial:
+    """Attention over kept tokens: o [B, M, Hq, D], lse [B, M, Hq]. See reference_kept."""
+    run = reference_kept.attend_kept
+    if q.is_cuda and q.dtype == torch.float32:
+        run = import_module("disagg.kernels.paged_exact").attend_kept
+    return run(q, arena, pages, sides, lo, hi, raw, fmt, raw_base, side_base, heads, scale)
+
+
+def attend_dropped(
+    q: Tensor,
+    arena: Tensor,
+    pages: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    fmt: DroppedFormat,
+    base: int,
+    heads: int,
+    scale: float,
+) -> Partial:
+    """Attention over what was not dropped: o [B, M, Hq, D], lse [B, M, Hq]. See the reference."""
+    run = reference_dropped.attend_dropped
+    if q.is_cuda and q.dtype == torch.float32:
+        run = import_module("disagg.kernels.paged_exact").attend_dropped
+    return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
 def join(parts: list[Partial]) -> Partial:

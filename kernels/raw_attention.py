@@ -1,6 +1,7 @@
-"""The attention kernel on exact K and V: the tail, and every page of the raw codec.
+"""The attention kernel on exact K and V: tails, raw pages, kept tokens and those not dropped.
 
-A raw page is 16 tokens; an iteration takes a tile of four pages, each at its own address, so that
+formats_exact.py says what these have in common, slot_places.py in what they differ. An iteration
+takes a tile of four strips of 16 slots, each at its own address (four raw pages), so that
 bookkeeping is paid once for 64 tokens. fp16 goes to the tensor core as it is. bf16 has too few
 digits for q and p, so these go as two bf16 terms. fp32 goes as three tf32 products, or as fp32
 where there are none: an exact cache stays exact.
@@ -9,12 +10,19 @@ where there are none: an exact cache stays exact.
 import triton
 import triton.language as tl
 
+from disagg.kernels.slot_places import (
+    STRIP,
+    TILE,
+    find_places,
+    find_slots,
+    hide_slots,
+    load_places,
+)
 from disagg.kernels.tiles import (
     P_BIAS,
     below,
     column_of,
     empty_softmax,
-    hide,
     load_tile,
     query_unit,
     softmax_step,
@@ -22,27 +30,26 @@ from disagg.kernels.tiles import (
     upper_lower,
     whole_tiles,
 )
-from disagg.kernels.units import find_unit
 
 
 @triton.jit
 def attend_raw_kernel(
-    q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, o_ptr, lse_ptr,
-    scale, base, batch, width,
+    q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, sides_ptr,
+    o_ptr, lse_ptr, scale, base, side_base, batch, width,
     FMT: tl.constexpr, SHAPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention of C columns over the tiles of one unit; arguments as paged_attention.py says.
+    """Attention of C columns over the tiles of one unit; arguments as paged_exact.py says.
 
     arena_ptr: the arena as items of the raw dtype; OPERAND: dtype of what is multiplied
     """
-    T: tl.constexpr = FMT.tokens * 4
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     C: tl.constexpr = SHAPE.columns
+    tl.static_assert(FMT.strips * FMT.tile_pages * STRIP == TILE, "a tile is whole pages")
     i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_b, start, end = find_unit(
-        span_lo_ptr, span_hi_ptr, batch, i_slot, tl.num_programs(2), T, SHAPE.batch_pad
+    i_b, start, end, limit = find_slots(
+        span_lo_ptr, span_hi_ptr, batch, width, i_slot, tl.num_programs(2), SHAPE.batch_pad, FMT
     )
     if i_b >= batch:
         return
@@ -55,23 +62,30 @@ def attend_raw_kernel(
     o_d = tl.arange(0, D_PAD)
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
     q = operands(tl.trans(b_q * factor[:, None]), OPERAND)
-    m, l = empty_softmax(FMT.tokens, C)
+    m, l = empty_softmax(STRIP, C)
     state = (m, l, tl.zeros([D_PAD, C], tl.float32))
 
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
+    places_ptr = find_places(arena_ptr, sides_ptr, base, side_base, i_b, i_head, FMT)
     row_ptr = pages_ptr + i_b * width
-    whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
-    pages = load_pages(row_ptr, whole, width)
+    whole, whole_end = start, end
+    if FMT.counted:
+        whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
+    pages = load_pages(row_ptr, whole, width, FMT)
+    places = load_places(places_ptr, pages, whole, limit, FMT)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
-        blocks = addresses(block_ptr, pages)
-        pages = load_pages(row_ptr, i + 1, width)
-        state = add_tile(blocks, q, unit, (), state, FMT, OPERAND, PRECISION)
-    for i in tl.range(start, end - (whole_end - whole), num_stages=1):
-        i_tile = tl.where(i < whole, i, i + (whole_end - whole))
-        blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width))
-        seen = (i_tile * T, lo, hi)
+        blocks = addresses(block_ptr, pages, FMT)
+        seen = () if FMT.counted else (places, i, lo, hi)
+        pages = load_pages(row_ptr, i + 1, width, FMT)
+        places = load_places(places_ptr, pages, i + 1, limit, FMT)
         state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
+    if FMT.counted:
+        for i in tl.range(start, end - (whole_end - whole), num_stages=1):
+            i_tile = tl.where(i < whole, i, i + (whole_end - whole))
+            blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
+            seen = ((), i_tile, lo, hi)
+            state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
 
     m, l, b_o = state
     i_out = i_slot * SHAPE.rows + i_row
@@ -91,21 +105,23 @@ def operands(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_pages(row_ptr, i_tile, width):
-    """The ids of the four pages of a tile; the last one again beyond the end of the table."""
+def load_pages(row_ptr, i_tile, width, FMT: tl.constexpr):
+    """The page id of each of the four strips of a tile; beyond the table the last one again."""
     ids = ()
     for j in tl.static_range(4):
-        ids = ids + (tl.load(row_ptr + tl.minimum(i_tile * 4 + j, width - 1)),)
+        i_page = i_tile * FMT.tile_pages + j // FMT.strips
+        ids = ids + (tl.load(row_ptr + tl.minimum(i_page, width - 1)),)
     return ids
 
 
 @triton.jit
-def addresses(block_ptr, pages):
-    """Where the blocks of four pages begin."""
+def addresses(block_ptr, pages, FMT: tl.constexpr):
+    """Where the four strips of a tile begin, but for the offset of K or V."""
     ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
     blocks = ()
     for j in tl.static_range(4):
-        blocks = blocks + (block_ptr + pages[j].to(tl.int64) * (128 // ITEM),)
+        o_strip = pages[j].to(tl.int64) * (128 // ITEM) + j % FMT.strips * STRIP * FMT.head_dim
+        blocks = blocks + (block_ptr + o_strip,)
     return blocks
 
 
@@ -113,36 +129,39 @@ def addresses(block_ptr, pages):
 def add_tile(
     blocks, q, unit, seen, state, FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """The state (m, l, o) after one more tile, whose blocks begin at four pointers.
+    """The state (m, l, o) after one more tile, whose strips begin at four pointers.
 
     q:    tiles [D, C], to be summed
-    seen: (first token of the tile, lo, hi), or () for a tile that all columns see whole
+    seen: (positions, index of the tile, lo, hi), or () for a tile that all columns see whole
     """
     m, l, b_o = state
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = b_o.shape[0]
+    WHOLE: tl.constexpr = D == D_PAD and FMT.slots == FMT.strips * STRIP
     ITEM: tl.constexpr = blocks[0].dtype.element_ty.primitive_bitwidth // 8
-    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, FMT.tokens)
+    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, STRIP)
     o_k = o_t[:, None] * D + o_d[None, :]
     o_v = o_d[:, None] + o_t[None, :] * D
     s = ()
     for j in tl.static_range(4):
-        # [16, D]
-        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, (o_d < D)[None, :], D == D_PAD).to(OPERAND)
+        m_t = j % FMT.strips * STRIP + o_t < FMT.slots
+        m_k = m_t[:, None] & (o_d < D)[None, :]
+        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(OPERAND)  # [16, D]
         b_s = tl.dot(b_k, q[0], input_precision=PRECISION)
         for i in tl.static_range(1, len(q)):
             b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
         s = s + (b_s,)
     s = below(below(s[0], s[1]), below(s[2], s[3]))
     if len(seen) > 0:
-        s = hide(s, seen[0] + tl.arange(0, FMT.tokens * 4), seen[1], seen[2])
-    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, FMT.tokens)
+        s = hide_slots(s, seen[0], seen[1], seen[2], seen[3], FMT)
+    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP)
     first, second = upper_lower(p)
     p = upper_lower(first) + upper_lower(second)
     b_o *= decay[None, :]
     for j in tl.static_range(4):
-        # [D, 16]
-        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, (o_d < D)[:, None], D == D_PAD).to(OPERAND)
+        m_t = j % FMT.strips * STRIP + o_t < FMT.slots
+        m_v = (o_d < D)[:, None] & m_t[None, :]
+        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(OPERAND)  # [D, 16]
         terms = operands(p[j], OPERAND)
         for i in tl.static_range(len(terms)):
             b_o = tl.dot(b_v, terms[i], b_o, input_precision=PRECISION)

@@ -19,14 +19,17 @@ def reduce_units_kernel(
     """One row of the answer, COLUMNS channels of it, from the units of its sequence.
 
     batch, runs: runs in all, and of each sequence; units.py cuts each run by itself
+    span_hi_ptr: None where a sequence is one unit
     part_o_ptr, part_lse_ptr: [slots, rows, D] and [slots, rows] fp32, lse in log2
     o_ptr, lse_ptr:           [batch, rows, D] and [batch, rows] fp32, lse natural
     """
     i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, batch, slots, TILE, BATCH_PAD)
-    i_all = tl.arange(0, BATCH_PAD)
-    first = pick(before, i_b * runs, i_all)
-    count = tl.sum(tl.where(i_all // runs == i_b, units, 0), 0)
+    first, count = i_b, 1
+    if span_hi_ptr is not None:
+        _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, batch, slots, TILE, BATCH_PAD)
+        i_all = tl.arange(0, BATCH_PAD)
+        first = pick(before, i_b * runs, i_all)
+        count = tl.sum(tl.where(i_all // runs == i_b, units, 0), 0)
     o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
     o_u = tl.arange(0, UNITS)
     o_1 = tl.arange(0, 1)

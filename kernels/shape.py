@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from disagg.kernels.formats import RawFormat
+from disagg.kernels.formats_exact import ExactFormat
 from disagg.kernels.formats_paged import PagedFormat
 
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
@@ -10,7 +10,7 @@ AMD_COLUMNS = 16
 NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
 
-AnyFormat = RawFormat | PagedFormat
+AnyFormat = ExactFormat | PagedFormat
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,13 @@ def piece_shape(
 
 
 def tile_tokens(fmt: AnyFormat) -> int:
-    """Tokens that a kernel takes in one iteration: a page, or four raw pages."""
-    return fmt.tokens * 4 if isinstance(fmt, RawFormat) else fmt.tokens
+    """Tokens that the pages of one iteration stand for: a page, or four raw pages."""
+    return fmt.tokens * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
+
+
+def tile_slots(fmt: AnyFormat) -> int:
+    """Tokens that the pages of one iteration hold."""
+    return fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
 
 
 def compile_options(fmt: AnyFormat, nvidia: bool) -> dict[str, int | bool]:
@@ -66,13 +71,18 @@ def compile_options(fmt: AnyFormat, nvidia: bool) -> dict[str, int | bool]:
     Left alone, ptxas stops at 168 registers for exact pages and spills (Triton 3.9).
     """
     options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
-    if nvidia and isinstance(fmt, RawFormat):
+    if nvidia and isinstance(fmt, ExactFormat):
         options["maxnreg"] = 224
     return options
 
 
 def pipeline_stages(fmt: AnyFormat, nvidia: bool) -> int:
-    """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one."""
+    """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
+
+    Tokens kept beside codes are few: most often there is one tile.
+    """
+    if isinstance(fmt, ExactFormat) and fmt.side is not None:
+        return 2
     shared = NVIDIA_SHARED_BYTES if nvidia else AMD_SHARED_BYTES
     return 3 if 2 * _tile_bytes(fmt) + 2048 <= shared else 2
 

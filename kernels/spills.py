@@ -53,7 +53,7 @@ def measure(name: str, target: str) -> Spills:
             attrs={(names.index(x),): [["tt.divisibility", 16]] for x in types},
         ),
         target=chip,
-        options={"num_warps": source.num_warps, "enable_fp_fusion": False},
+        options={"num_warps": source.num_warps, "enable_fp_fusion": False} | source.options,
     )
     if chip.backend == "cuda":
         registers, spilled, instructions = _read_cubin(compiled.asm["cubin"])

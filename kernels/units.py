@@ -22,12 +22,16 @@ MIN_TILES = tl.constexpr(
 def find_cut(lo_ptr, hi_ptr, batch, slots, TILE: tl.constexpr, BATCH_PAD: tl.constexpr):
     """Tiles and units of every sequence.
 
-    lo_ptr, hi_ptr: [batch] int32 - the tokens that any query of the sequence sees
+    lo_ptr, hi_ptr: [batch] int32 - the tokens that any query of the sequence sees; lo_ptr None:
+                    from the first on
     returns:        first tile, tiles, units, units before: each [BATCH_PAD] int32
     """
     i_batch = tl.arange(0, BATCH_PAD)
     m_batch = i_batch < batch
-    lo = tl.load(lo_ptr + i_batch, mask=m_batch, other=0)
+    if lo_ptr is None:
+        lo = tl.zeros_like(i_batch)
+    else:
+        lo = tl.load(lo_ptr + i_batch, mask=m_batch, other=0)
     hi = tl.load(hi_ptr + i_batch, mask=m_batch, other=0)
     first = lo // TILE
     tiles = tl.where(hi > lo, (hi + TILE - 1) // TILE - first, 0)

@@ -142,7 +142,7 @@ class CompressedKV:
             raise RequestError("there is nothing to attend to: the cache holds no token")
         now = Growth(self._state, self.num_tokens - 1, 1, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
-        rows = q if exact else q.float()
+        rows = (q if exact else q.float()).contiguous()
         return rows[None, None], *build_tables(self.group, [now], 1, q.device)
 
     @property

@@ -11,10 +11,10 @@ from disagg.codecs.base import Codec, Encoded, Partial, require
 from disagg.codecs.paged import Planes
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
+from disagg.kernels.ops_kept import attend_dropped
 from disagg.kernels.reference_aligned import to_fp16
 from disagg.kernels.reference_dropped import (
     DroppedFormat,
-    attend_dropped,
     heaviest_and_recent,
     weights_received,
 )

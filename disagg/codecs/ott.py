@@ -12,11 +12,10 @@ from disagg.codecs.paged import PagedCodec, Planes, code_planes
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
-from disagg.kernels.ops_kept import join, keep_outliers
+from disagg.kernels.ops_kept import attend_kept, join, keep_outliers
 from disagg.kernels.reference_kept import (
     FREE,
     KeptFormat,
-    attend_kept,
     raw_of,
     view_kept,
     with_group_means,

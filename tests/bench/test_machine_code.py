@@ -20,6 +20,8 @@ BUDGETS = {
     "float-8bit-8heads": 1.7,
     "raw-float16-4heads": 2.0,
     "raw-float16-8heads": 2.0,
+    "dropped-float16-4heads": 2.0,
+    "dropped-float16-8heads": 2.0,
 }
 
 

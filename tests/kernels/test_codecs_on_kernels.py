@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from disagg.bench.synthetic import realistic
-from disagg.codecs import alignedkv, get_codec, kivi, ott, paged
-from disagg.kernels import compete, encode, encode_aligned, paged_aligned
+from disagg.codecs import alignedkv, get_codec, h2o, kivi, ott, paged
+from disagg.kernels import compete, encode, encode_aligned, paged_aligned, paged_exact
 from disagg.kernels.formats_paged import as_paged
 from tests.kernels.cases import relative_error
 
@@ -19,6 +19,8 @@ BOUNDS = {  # of attention, relative
     "decoquant:bits=4": 0.0,
     "gear:bits=2,backbone=kivi,group=64": 1e-3,
     "ott:residual=0,group=64,rank=2": 1e-3,
+    "ott:residual=0,outliers=20,aux=60": 1e-3,
+    "h2o": 1e-3,
     "alignedkv": 1e-3,
 }
 
@@ -28,10 +30,10 @@ def attend(spec: str, device: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     codec, tokens = get_codec(spec), get_codec(spec).page_tokens
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, 64))
     prompt = tokens + 70
-    cache = codec.compress(k[:, :prompt], v[:, :prompt], layer=3)
+    q = torch.randn(3, 9, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    cache = codec.compress(k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
     cache.append(k[:, prompt:], v[:, prompt:])
-    q = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(device)
-    return cache.attend(q).cpu(), tuple(x.cpu() for x in cache.reconstruct())
+    return cache.attend(q[:, 0]).cpu(), tuple(x.cpu() for x in cache.reconstruct())
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -52,6 +54,8 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     use(paged, "seal_segments", encode.seal_segments)
     use(paged, "encode_segments", encode.encode_segments)
     use(ott, "keep_outliers", compete.keep_outliers)
+    use(ott, "attend_kept", paged_exact.attend_kept)
+    use(h2o, "attend_dropped", paged_exact.attend_dropped)
     use(alignedkv, "seal_aligned", encode_aligned.seal_aligned)
     use(alignedkv, "attend_aligned", paged_aligned.attend_aligned)
     return called

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.kernels import paged_attention
+from disagg.kernels import paged_attention, paged_exact
 from disagg.kernels.bits import MAGIC, PLAIN, PTX
 from disagg.kernels.reference_encode import decode_quantized, encode_quantized
 from disagg.kernels.selftest import spelling_for, takes_subnormals
@@ -27,7 +27,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(case: Case, fmt, heads: int, tolerance: float = 1e-3) -> None:
     raw = hasattr(fmt, "dtype")
-    attend = paged_attention.attend_raw if raw else paged_attention.attend_quantized
+    attend = paged_exact.attend_raw if raw else paged_attention.attend_quantized
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
     o, lse = (x.cpu() for x in attend(*tensors, fmt, BASE, heads, 0.2))
     exact, exact_lse = exact_attention(case, 0.2)

@@ -12,6 +12,7 @@ KERNELS = (
     "segment-scales-sparse",
     "low-rank",
     "compete",
+    "attend-kept",
     "aligned-values",
 )
 
