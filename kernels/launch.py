@@ -4,7 +4,6 @@ import torch
 
 from disagg.kernels.shape import AMD_COLUMNS, NVIDIA_COLUMNS
 
-REDUCE_UNITS, REDUCE_COLUMNS = 16, 64
 NVIDIA = torch.version.hip is None
 TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 

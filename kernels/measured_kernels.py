@@ -23,28 +23,33 @@ from disagg.kernels.lowrank import low_rank_kernel
 from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
 from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.raw_attention import attend_raw_kernel
+from disagg.kernels.reduce import COLUMNS, UNITS, merge_kernel
 from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
-TYPES = {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
-    "x_ptr": "*fp16",
-    "missing_ptr": "*fp16",
-    "bytes_ptr": "*u8",
-    "segments_ptr": "*u8",
-    "tops_ptr": "*u8",
-    "seeds_ptr": "*i64",
-    "levels_ptr": "*i8",
-    "states_ptr": "*u8",
-    "won_ptr": "*u8",
-    "k_ptr": "*fp16",
-    "v_ptr": "*fp16",
-    "kept_k_ptr": "*fp16",
-    "kept_v_ptr": "*fp16",
-    "arena_ptr": "*fp16",
-    "scale": "fp32",
-} | {
-    f"{name}_ptr": "*fp32"
-    for name in ("q", "o", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
-}
+TYPES: dict[str, Any] = (
+    {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
+        "x_ptr": "*fp16",
+        "missing_ptr": "*fp16",
+        "bytes_ptr": "*u8",
+        "segments_ptr": "*u8",
+        "tops_ptr": "*u8",
+        "seeds_ptr": "*i64",
+        "levels_ptr": "*i8",
+        "states_ptr": "*u8",
+        "won_ptr": "*u8",
+        "k_ptr": "*fp16",
+        "v_ptr": "*fp16",
+        "kept_k_ptr": "*fp16",
+        "kept_v_ptr": "*fp16",
+        "arena_ptr": "*fp16",
+        "scale": "fp32",
+        "parts": (("*fp32", "*fp32", "*i32", "*i32", "i32", "i32", "i32"),) * 3,
+    }
+    | {
+        f"{name}_ptr": "*fp32"
+        for name in ("q", "o", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
+    }
+)
 PIECES = (  # name, and kind and bits of measured_formats.py
     ("2bit", "quantized", 2),
     ("4bit", "quantized", 4),
@@ -119,6 +124,11 @@ def _kept(columns: int) -> Source:
     return Source(attend_raw_kernel, constants, 1, compile_options(fmt, nvidia))
 
 
+def _merge(columns: int) -> Source:
+    constants = {"PARTS": 3, "D": HEAD_DIM, "BATCH_PAD": 32, "UNITS": UNITS, "COLUMNS": COLUMNS}
+    return Source(merge_kernel, constants, 1)
+
+
 # what makes a source, given the columns of a tensor-core product on the chip
 SOURCES: dict[str, Callable[[int], Source]] = {
     **{
@@ -137,6 +147,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "compete": partial(_competition, compete_kernel, {"SLOTS": 35, "BLOCK": BLOCK}),
     "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
     "attend-kept": _kept,
+    "merge": _merge,
     "aligned-levels": partial(_aligned, "channel_levels", 4),
     "aligned-scores": partial(_aligned, "plane_scores", aligned_warps(HEAD_DIM)),
     "aligned-drops": partial(_aligned, "allow_drops", 1),

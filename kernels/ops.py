@@ -1,7 +1,7 @@
 """The kernels as the other rooms call them: arguments checked here, run by device.
 
 A tensor on a GPU goes to the Triton kernel, one on a CPU to torch: attention of fp32 queries to its
-fast form (cpu_*.py), the rest to the reference; all of one name, signature and result. Shapes and
+fast form (cpu_*.py), the rest to the reference; all of one name and signature. Shapes and
 units are stated in reference.py and reference_encode.py. A wrong dtype raises TypeError, a wrong
 shape, device or memory order ValueError. No silent copies.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from disagg.kernels import cpu_paged, cpu_raw, reference, reference_encode, reference_pages
 from disagg.kernels.formats import QuantFormat, RawFormat
 from disagg.kernels.formats_paged import as_paged
-from disagg.kernels.reference import Partial
+from disagg.kernels.parts import Part, UnitPartials
 
 
 def attend_raw(
@@ -32,8 +32,8 @@ def attend_raw(
     base: int,
     heads: int,
     scale: float,
-) -> Partial:
-    """Attention over raw pages: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_raw."""
+) -> Part:
+    """Attention over raw pages: a part, for `merge`. See reference.attend_raw."""
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
     if q.is_cuda:
         return _triton("paged_exact").attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
@@ -51,8 +51,8 @@ def attend_quantized(
     base: int,
     heads: int,
     scale: float,
-) -> Partial:
-    """Attention on codes: o [B, M, Hq, D], lse [B, M, Hq]. See reference.attend_quantized."""
+) -> Part:
+    """Attention on codes: a part, for `merge`. See reference.attend_quantized."""
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
     if q.is_cuda:
         return _triton("paged_attention").attend_quantized(
@@ -63,13 +63,17 @@ def attend_quantized(
     return cpu_paged.attend_paged(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
 
 
-def merge(parts: list[Partial]) -> Tensor:
-    """Attention over the union of disjoint token sets: [B, M, Hq, D]. See reference.merge."""
+def merge(parts: list[Part]) -> Tensor:
+    """The answer of all parts, over disjoint tokens: [B, M, Hq, D]; one launch on a GPU.
+
+    See parts.py and reference.merge.
+    """
     if not parts:
-        raise ValueError("nothing to merge; at least one (o, lse) is wanted")
-    if parts[0][0].is_cuda:
-        return _triton("paged_attention").merge(parts)
-    return reference.merge(parts)
+        raise ValueError("nothing to merge; at least one part is wanted")
+    pairs = [part for part in parts if not isinstance(part, UnitPartials)]
+    if len(pairs) < len(parts) or pairs[0][0].is_cuda:
+        return _triton("reduce").merge(parts)
+    return pairs[0][0] if len(pairs) == 1 else reference.merge(pairs)
 
 
 def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from disagg.kernels import reference_dropped, reference_kept
 from disagg.kernels.formats import RawFormat
-from disagg.kernels.reference import Partial
+from disagg.kernels.parts import Part
 from disagg.kernels.reference_dropped import DroppedFormat
 from disagg.kernels.reference_kept import Kept, KeptFormat
 
@@ -39,8 +39,8 @@ def attend_kept(
     side_base: int,
     heads: int,
     scale: float,
-) -> Partial:
-    """Attention over kept tokens: o [B, M, Hq, D], lse [B, M, Hq]. See reference_kept."""
+) -> Part:
+    """Attention over kept tokens: a part, for `ops.merge`. See reference_kept."""
     run = reference_kept.attend_kept
     if q.is_cuda and q.dtype == torch.float32:
         run = import_module("disagg.kernels.paged_exact").attend_kept
@@ -57,17 +57,9 @@ def attend_dropped(
     base: int,
     heads: int,
     scale: float,
-) -> Partial:
-    """Attention over what was not dropped: o [B, M, Hq, D], lse [B, M, Hq]. See the reference."""
+) -> Part:
+    """Attention over what was not dropped: a part, for `ops.merge`. See the reference."""
     run = reference_dropped.attend_dropped
     if q.is_cuda and q.dtype == torch.float32:
         run = import_module("disagg.kernels.paged_exact").attend_dropped
     return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
-
-
-def join(parts: list[Partial]) -> Partial:
-    """Attention over the union of disjoint token sets, still a partial. See reference_kept.join."""
-    if parts[0][0].is_cuda and all(x.is_contiguous() for part in parts for x in part):
-        found: Partial = import_module("disagg.kernels.paged_attention").join(parts)
-        return found
-    return reference_kept.join(parts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from disagg.kernels import cpu_paged, reference_aligned, reference_encode_paged, reference_paged
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat
-from disagg.kernels.reference import Partial
+from disagg.kernels.parts import Part
 from disagg.kernels.reference_aligned import Bits
 
 
@@ -30,8 +30,8 @@ def attend_paged(
     segments: Tensor | None = None,
     owner: Tensor | None = None,
     segment_base: int = 0,
-) -> Partial:
-    """Attention on pieces: o [B, M, Hq, D], lse [B, M, Hq]. See reference_paged.attend_paged."""
+) -> Part:
+    """Attention on pieces: a part, for `ops.merge`. See reference_paged.attend_paged."""
     _check_attend(q, arena, pages, lo, hi, fmt.head_dim, heads)
     if fmt.segment_bytes and (segments is None or owner is None or owner.shape != pages.shape):
         raise ValueError("these pages share segments: segments [B, S] and owner [B, P] are wanted")
@@ -63,7 +63,7 @@ def attend_aligned(
     base: int,
     heads: int,
     scale: float,
-) -> tuple[Partial, Bits]:
+) -> tuple[Part, Bits]:
     """Attention on bit planes, and the bits read. See reference_aligned.attend_aligned."""
     _check_attend(q, arena, pages, lo, hi, fmt.head_dim, heads)
     run = reference_aligned.attend_aligned

@@ -1,6 +1,6 @@
 """Attention over bit planes on a GPU: the Triton form of reference_aligned.attend_aligned.
 
-Five launches, whose shapes follow from shapes of tensors alone: a CUDA graph serves any lengths.
+Four launches, whose shapes follow from shapes of tensors alone: a CUDA graph serves any lengths.
 Scores of all tokens wait in memory between two of them: 4 bytes for each query, head and token.
 """
 
@@ -18,9 +18,8 @@ from disagg.kernels.aligned_attention import (
     plane_values_kernel,
 )
 from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.launch import REDUCE_COLUMNS, REDUCE_UNITS, TENSOR_COLUMNS, count_processors
-from disagg.kernels.reduce import reduce_units_kernel
-from disagg.kernels.reference import Partial
+from disagg.kernels.launch import TENSOR_COLUMNS, count_processors
+from disagg.kernels.parts import UnitPartials
 from disagg.kernels.reference_aligned import Bits
 from disagg.kernels.shape import Shape, raw_shape
 from disagg.kernels.units import MIN_TILES
@@ -38,7 +37,7 @@ def attend_aligned(
     base: int,
     heads: int,
     scale: float,
-) -> tuple[Partial, Bits]:
+) -> tuple[UnitPartials, Bits]:
     """Attention over bit planes, and the bits read. Shapes as in reference_aligned.attend_aligned.
 
     error: about 5e-4 relative to the reference, since q and p are rounded to fp16; of equal largest
@@ -47,7 +46,7 @@ def attend_aligned(
     for x in (q, pages, lo, hi):
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
             raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
-    batch, queries, query_heads, head_dim = q.shape
+    batch, queries, query_heads = q.shape[:3]
     shape = raw_shape((batch, queries, query_heads), heads, TENSOR_COLUMNS)
     blocks = triton.cdiv(queries * shape.group, shape.columns)
     room = PROGRAMS * count_processors(q.device) // (heads * blocks)
@@ -56,12 +55,9 @@ def attend_aligned(
     work = Work(arena, pages, spans, base, fmt, shape, (heads, blocks, slots))
     found, k_bits = score_tokens(work, q, lo, hi, scale)
     part_o, v_bits = sum_values(work, found)
-    o, lse = torch.empty_like(q), torch.empty_like(k_bits)
-    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
-        part_o, found.part_lse, o, lse, *spans, batch, 1, slots, shape.rows,
-        head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
-    )  # fmt: skip
-    return (o, lse), Bits(k_bits, v_bits.view_as(k_bits))
+    rows = (batch, queries, query_heads)
+    part = UnitPartials(part_o, found.part_lse, rows, spans, tile=fmt.tokens)
+    return part, Bits(k_bits, v_bits.view_as(k_bits))
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,16 @@
-"""Decode attention over page tables on a GPU: the Triton form of reference.attend_* and merge.
+"""Attention on codes over page tables on a GPU: the Triton form of reference.attend_quantized.
 
-Two launches: one program per unit of work, KV head and block of query columns writes a partial
-result (raw_attention.py, piece_attention.py); one program per row of the answer merges them
-(reduce.py). Shapes of launches and buffers follow from shapes of tensors alone and nothing is read
-back, so a CUDA graph of them serves any lengths.
+One launch: a program per unit of work, KV head and block of query columns writes a partial result
+(piece_attention.py); reduce.py makes them one. Shapes of launches and buffers follow from shapes of
+tensors alone and nothing is read back, so a CUDA graph of them serves any lengths.
 """
 
-import torch
-import triton
 from torch import Tensor
 
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.paged_pieces import attend_paged
-from disagg.kernels.reduce import merge_kernel
-from disagg.kernels.reference import Partial
+from disagg.kernels.parts import UnitPartials
 from disagg.kernels.selftest import spelling_for
 
 
@@ -29,7 +25,7 @@ def attend_quantized(
     heads: int,
     scale: float,
     spelling: str | None = None,
-) -> Partial:
+) -> UnitPartials:
     """Attention over quantised pages, on the codes. Shapes as in reference.attend_quantized.
 
     spelling: how codes are read, of bits.py; None: as the chip takes them
@@ -39,21 +35,3 @@ def attend_quantized(
         q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale,
         spelling=spelling or spelling_for(q.device),
     )  # fmt: skip
-
-
-def merge(parts: list[Partial]) -> Tensor:
-    """Attention over the union of disjoint token sets. See reference.merge."""
-    return join(parts)[0]
-
-
-def join(parts: list[Partial]) -> Partial:
-    """The same with its log-sum-exp, in one launch. See reference_kept.join."""
-    for part in parts:
-        if not all(x.is_contiguous() and x.dtype == torch.float32 for x in part):
-            raise ValueError("parts are wanted in fp32, contiguous in memory")
-    o, lse = torch.empty_like(parts[0][0]), torch.empty_like(parts[0][1])
-    merge_kernel[(lse.numel(),)](
-        tuple(part[0] for part in parts), tuple(part[1] for part in parts), o, lse,
-        o.shape[-1], triton.next_power_of_2(o.shape[-1]), num_warps=1,
-    )  # fmt: skip
-    return o, lse

@@ -11,16 +11,9 @@ from torch import Tensor
 
 from disagg.kernels.formats import RawFormat
 from disagg.kernels.formats_exact import ExactFormat, as_exact, dropped_as_exact
-from disagg.kernels.launch import (
-    NVIDIA,
-    REDUCE_COLUMNS,
-    REDUCE_UNITS,
-    TENSOR_COLUMNS,
-    count_processors,
-)
+from disagg.kernels.launch import NVIDIA, TENSOR_COLUMNS, count_processors
+from disagg.kernels.parts import UnitPartials
 from disagg.kernels.raw_attention import attend_raw_kernel
-from disagg.kernels.reduce import reduce_units_kernel
-from disagg.kernels.reference import Partial
 from disagg.kernels.reference_dropped import DroppedFormat
 from disagg.kernels.reference_kept import KeptFormat
 from disagg.kernels.shape import (
@@ -46,7 +39,7 @@ def attend_raw(
     base: int,
     heads: int,
     scale: float,
-) -> Partial:
+) -> UnitPartials:
     """Attention over raw pages. Shapes as in reference.attend_raw.
 
     error: about 5e-4 relative for fp16 and bf16 pages (q and p are rounded), 1e-5 for fp32 pages
@@ -67,7 +60,7 @@ def attend_kept(
     side_base: int,
     heads: int,
     scale: float,
-) -> Partial:
+) -> UnitPartials:
     """Attention over kept tokens. Shapes as in reference_kept.attend_kept, errors as above."""
     return attend_exact(
         q, arena, pages, lo, hi, as_exact(raw, fmt), raw_base, heads, scale, sides, side_base
@@ -84,7 +77,7 @@ def attend_dropped(
     base: int,
     heads: int,
     scale: float,
-) -> Partial:
+) -> UnitPartials:
     """Attention over what was not dropped. Shapes as in reference_dropped.attend_dropped."""
     return attend_exact(q, arena, pages, lo, hi, dropped_as_exact(fmt), base, heads, scale)
 
@@ -101,7 +94,7 @@ def attend_exact(
     scale: float,
     sides: Tensor | None = None,
     side_base: int = 0,
-) -> Partial:
+) -> UnitPartials:
     """Attention over exact tokens of any kind."""
     for x in (q, pages, lo, hi, *(() if sides is None else (sides,))):
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
@@ -128,10 +121,5 @@ def attend_exact(
         scale, base, side_base, batch, pages.shape[1], fmt, shape, operand, PRECISION,
         pipeline_stages(fmt, NVIDIA), **compile_options(fmt, NVIDIA),
     )  # fmt: skip
-    o = torch.empty_like(q)
-    lse = torch.empty(batch, queries, query_heads, device=q.device)
-    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
-        part_o, part_lse, o, lse, *spans, batch, 1, slots, shape.rows,
-        head_dim, tile_tokens(fmt), shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
-    )  # fmt: skip
-    return o, lse
+    rows = (batch, queries, query_heads)
+    return UnitPartials(part_o, part_lse, rows, spans, tile=tile_tokens(fmt))

@@ -9,16 +9,9 @@ import triton
 from torch import Tensor
 
 from disagg.kernels.formats_paged import PagedFormat, Side
-from disagg.kernels.launch import (
-    NVIDIA,
-    REDUCE_COLUMNS,
-    REDUCE_UNITS,
-    TENSOR_COLUMNS,
-    count_processors,
-)
+from disagg.kernels.launch import NVIDIA, TENSOR_COLUMNS, count_processors
+from disagg.kernels.parts import UnitPartials
 from disagg.kernels.piece_attention import attend_pieces_kernel
-from disagg.kernels.reduce import reduce_units_kernel
-from disagg.kernels.reference import Partial
 from disagg.kernels.selftest import spelling_for
 from disagg.kernels.shape import (
     compile_options,
@@ -45,7 +38,7 @@ def attend_paged(
     owner: Tensor | None = None,
     segment_base: int = 0,
     spelling: str | None = None,
-) -> Partial:
+) -> UnitPartials:
     """Attention over pages of one layout. Shapes as in reference_paged.attend_paged.
 
     spelling: how codes are read, of bits.py; None: as the chip takes them
@@ -73,13 +66,8 @@ def attend_paged(
         fmt, shape, spelling or spelling_for(q.device), pipeline_stages(fmt, NVIDIA),
         **compile_options(fmt, NVIDIA),
     )  # fmt: skip
-    o = torch.empty_like(q)
-    lse = torch.empty(batch, queries, query_heads, device=q.device)
-    reduce_units_kernel[(shape.rows, triton.cdiv(head_dim, REDUCE_COLUMNS), batch)](
-        part_o, part_lse, o, lse, *spans, count, runs, slots, shape.rows,
-        head_dim, fmt.tokens, shape.batch_pad, REDUCE_UNITS, REDUCE_COLUMNS, num_warps=1,
-    )  # fmt: skip
-    return o, lse
+    rows = (batch, queries, query_heads)
+    return UnitPartials(part_o, part_lse, rows, spans, runs, fmt.tokens)
 
 
 def run_spans(

@@ -1,40 +1,77 @@
-"""Partial results become one: units of a sequence, then pages of different kinds and the raw tail.
+"""Parts of attention become the answer, in one launch: the Triton form of reference.merge.
 
-Each partial is (o, log-sum-exp) over its own tokens, so the sum is weighted by 2**(lse - largest).
+A part has a partial result (o, log-sum-exp) for each unit of work. Every program takes one row of
+the answer and finds the units of its sequence in all parts; o is their sum, weighted by
+2**(lse - largest).
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from disagg.kernels.parts import Part, UnitPartials
+from disagg.kernels.reference import Partial
 from disagg.kernels.tiles import EMPTY
 from disagg.kernels.units import find_cut, pick
 
+UNITS, COLUMNS = 16, 64  # of a part, and channels, that a program takes together
+LOG2_E = 1.4426950408889634
+
 
 @triton.jit
-def reduce_units_kernel(
-    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, batch, runs, slots, rows,
-    D: tl.constexpr, TILE: tl.constexpr, BATCH_PAD: tl.constexpr,
-    UNITS: tl.constexpr, COLUMNS: tl.constexpr,
+def merge_kernel(
+    parts, o_ptr, lse_ptr, rows,
+    PARTS: tl.constexpr, D: tl.constexpr, BATCH_PAD: tl.constexpr, UNITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row of the answer, COLUMNS channels of it, from the units of its sequence.
+    """One row of the answer, COLUMNS channels of it.
 
-    batch, runs: runs in all, and of each sequence; units.py cuts each run by itself
-    span_hi_ptr: None where a sequence is one unit
-    part_o_ptr, part_lse_ptr: [slots, rows, D] and [slots, rows] fp32, lse in log2
-    o_ptr, lse_ptr:           [batch, rows, D] and [batch, rows] fp32, lse natural
+    parts:          (o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, runs, slots, tile) of each, as
+                    parts.py says; BATCH_PAD: at least the runs of any
+    PARTS:          how many; Triton 3.6 cannot take the length of a tuple that has a None
+    o_ptr, lse_ptr: [B, rows, D] and [B, rows] fp32, lse natural
     """
     i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, count = i_b, 1
-    if span_hi_ptr is not None:
-        _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, batch, slots, TILE, BATCH_PAD)
-        i_all = tl.arange(0, BATCH_PAD)
-        first = pick(before, i_b * runs, i_all)
-        count = tl.sum(tl.where(i_all // runs == i_b, units, 0), 0)
     o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
+    state = (
+        tl.full([1], EMPTY, tl.float32),
+        tl.zeros([1], tl.float32),
+        tl.zeros([COLUMNS], tl.float32),
+    )
+    for i in tl.static_range(PARTS):
+        first, count = units_of(parts[i], i_b, BATCH_PAD)
+        state = add_units(parts[i], first, count, rows, i_row, o_d, state, D, UNITS)
+    m, l, b_o = state
+    i_out = i_b * rows + i_row
+    p_o = o_ptr + i_out.to(tl.int64) * D + o_d
+    tl.store(p_o, b_o / tl.where(l > 0, l, 1.0), mask=o_d < D)
+    if i_part == 0:
+        tl.store(lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453)
+
+
+@triton.jit
+def units_of(part, i_b, BATCH_PAD: tl.constexpr):
+    """The first unit of a sequence in a part, and how many units it has there."""
+    _, _, span_lo_ptr, span_hi_ptr, runs, slots, tile = part
+    if span_hi_ptr is None:
+        return i_b, 1
+    else:
+        all_runs = tl.num_programs(2) * runs
+        _, _, units, before = find_cut(span_lo_ptr, span_hi_ptr, all_runs, slots, tile, BATCH_PAD)
+        i_all = tl.arange(0, BATCH_PAD)
+        own = tl.where(i_all // runs == i_b, units, 0)
+        return pick(before, i_b * runs, i_all), tl.sum(own, 0)
+
+
+@triton.jit
+def add_units(
+    part, first, count, rows, i_row, o_d, state, D: tl.constexpr, UNITS: tl.constexpr
+):  # fmt: skip
+    """The state (m [1], l [1], o [COLUMNS]) after some units of a part."""
+    m, l, b_o = state
+    part_o_ptr, part_lse_ptr = part[0], part[1]
     o_u = tl.arange(0, UNITS)
-    o_1 = tl.arange(0, 1)
-    m, l = tl.full([1], EMPTY, tl.float32), tl.zeros([1], tl.float32)
-    b_o = tl.zeros([COLUMNS], tl.float32)
     for i in range(0, count, UNITS):
         m_u = i + o_u < count
         i_out = (first + i + o_u) * rows + i_row
@@ -47,29 +84,41 @@ def reduce_units_kernel(
         l = l * decay + tl.sum(b_w, 0)
         b_o = b_o * decay + tl.sum(b_part * b_w[:, None], 0)
         m = m_new
-    i_out = i_b * rows + i_row
-    tl.store(o_ptr + i_out * D + o_d, b_o / tl.where(l > 0, l, 1.0), mask=o_d < D)
-    if i_part == 0:
-        tl.store(lse_ptr + i_out + o_1, (m + tl.log2(l)) * 0.6931471805599453)
+    return m, l, b_o
 
 
-@triton.jit
-def merge_kernel(part_o_ptrs, part_lse_ptrs, o_ptr, lse_ptr, D: tl.constexpr, D_PAD: tl.constexpr):
-    """One row of several answers over different tokens.
+def merge(parts: list[Part]) -> Tensor:
+    """The answer of all parts: [B, M, Hq, D]. See reference.merge."""
+    return join(parts)[0]
 
-    part_o_ptrs, part_lse_ptrs: tuples of [rows, D] and [rows] fp32; o_ptr, lse_ptr: the same
-    """
-    i_row = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, D_PAD)
-    m_d = o_d < D
-    top = tl.maximum(tl.load(part_lse_ptrs[0] + i_row), EMPTY)
-    for i in tl.static_range(1, len(part_lse_ptrs)):
-        top = tl.maximum(top, tl.load(part_lse_ptrs[i] + i_row))
-    l = tl.exp(tl.load(part_lse_ptrs[0] + i_row) - top)
-    b_o = tl.load(part_o_ptrs[0] + i_row * D + o_d, mask=m_d, other=0.0) * l
-    for i in tl.static_range(1, len(part_lse_ptrs)):
-        weight = tl.exp(tl.load(part_lse_ptrs[i] + i_row) - top)
-        b_o += tl.load(part_o_ptrs[i] + i_row * D + o_d, mask=m_d, other=0.0) * weight
-        l += weight
-    tl.store(o_ptr + i_row * D + o_d, b_o / tl.where(l > 0, l, 1.0), mask=m_d)
-    tl.store(lse_ptr + i_row, top + tl.log(l))
+
+def join(parts: list[Part]) -> Partial:
+    """The answer, and its log-sum-exp [B, M, Hq]."""
+    found = [as_units(part) for part in parts]
+    o, queries, head_dim = found[0].o, found[0].queries, found[0].o.shape[2]
+    for part in found:
+        if part.queries != queries or part.o.shape[1:] != o.shape[1:]:
+            raise ValueError(
+                f"parts for {queries} and {part.queries} queries are not of one answer"
+            )
+    batch, rows = queries[0], o.shape[1]
+    merged = torch.empty(*queries, head_dim, device=o.device)
+    lse = torch.empty(queries, device=o.device)
+    most_runs = batch * max(part.runs for part in found)
+    merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
+        tuple((x.o, x.lse, *x.spans, x.runs, x.o.shape[0], x.tile) for x in found), merged, lse,
+        rows, len(found), head_dim, triton.next_power_of_2(most_runs), UNITS, COLUMNS, num_warps=1,
+    )  # fmt: skip
+    return merged, lse
+
+
+def as_units(part: Part) -> UnitPartials:
+    """A part that is one (o, log-sum-exp), from the reference, as one unit of each sequence."""
+    if isinstance(part, UnitPartials):
+        return part
+    o, lse = part
+    if not all(x.is_contiguous() and x.dtype == torch.float32 for x in part):
+        raise ValueError("parts are wanted in fp32, contiguous in memory")
+    batch, queries, heads = lse.shape
+    lse = (lse * LOG2_E).view(batch, -1)
+    return UnitPartials(o.view(batch, queries * heads, -1), lse, (batch, queries, heads))

@@ -165,12 +165,3 @@ def attend_kept(
     o = v[:, :, :room].to(q.dtype).transpose(2, 3) @ p
     m = q.shape[1]
     return rows_of(o, m), rows_of(lse.unsqueeze(2), m).squeeze(3)
-
-
-def join(parts: list[Partial]) -> Partial:
-    """Attention over the union of disjoint token sets, still a partial: o and log-sum-exp."""
-    lse = torch.stack([part[1] for part in parts])
-    total = lse.logsumexp(0)
-    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    o = torch.stack([part[0] for part in parts])
-    return (o * weights.unsqueeze(-1)).sum(0), total

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disagg.kernels import paged_attention, reference
+from disagg.kernels import paged_attention, reduce, reference
 from disagg.kernels.bits import MAGIC, PLAIN, PTX
 from disagg.kernels.measured_formats import HEAD_DIM, page_format
 from disagg.kernels.reference_encode import encode_quantized
@@ -52,7 +52,8 @@ def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
     hi = lo + TOKENS - 8
     expected, _ = reference.attend_quantized(q, arena, pages[None], lo, hi, fmt, 0, HEADS, 0.1)
     q, arena, pages, lo, hi = (x.to(device) for x in (q, arena, pages[None], lo, hi))
-    o, _ = paged_attention.attend_quantized(q, arena, pages, lo, hi, fmt, 0, HEADS, 0.1, spelling)
+    part = paged_attention.attend_quantized(q, arena, pages, lo, hi, fmt, 0, HEADS, 0.1, spelling)
+    o = reduce.merge([part])
     return Check(
         spelling=spelling,
         bits=bits,

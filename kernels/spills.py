@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.compiler import ASTSource
@@ -50,7 +51,11 @@ def measure(name: str, target: str) -> Spills:
             fn=source.kernel,
             signature={x: types.get(x, "constexpr") for x in names},
             constexprs={(names.index(x),): value for x, value in source.constants.items()},
-            attrs={(names.index(x),): [["tt.divisibility", 16]] for x in types},
+            attrs={
+                (names.index(x),): [["tt.divisibility", 16]]
+                for x, kind in types.items()
+                if isinstance(kind, str)
+            },
         ),
         target=chip,
         options={"num_warps": source.num_warps, "enable_fp_fusion": False} | source.options,
@@ -62,7 +67,8 @@ def measure(name: str, target: str) -> Spills:
     return Spills(name, target, registers, spilled, compiled.metadata.shared, instructions)
 
 
-def _type_of(name: str) -> str:
+def _type_of(name: str) -> Any:
+    """A name of a type, or a tuple of such."""
     return TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
 
 

@@ -6,8 +6,8 @@ pages) each sequence shows, and finds the unit of its slot by itself:
     sequence 0            sequence 1   sequence 2
     |  u0  |  u1  |  u2  |     u3     |  u4  |  u5  |  -      slots; the last one has no work
 
-All units of a sequence are equally long and none crosses a sequence. The partial results are merged
-by reduce.py, which finds the same cut.
+All units of a sequence are equally long and none crosses a sequence. The partial results are
+merged by reduce.py, which finds the same cut.
 """
 
 import triton
@@ -19,7 +19,7 @@ MIN_TILES = tl.constexpr(
 
 
 @triton.jit
-def find_cut(lo_ptr, hi_ptr, batch, slots, TILE: tl.constexpr, BATCH_PAD: tl.constexpr):
+def find_cut(lo_ptr, hi_ptr, batch, slots, tile, BATCH_PAD: tl.constexpr):
     """Tiles and units of every sequence.
 
     lo_ptr, hi_ptr: [batch] int32 - the tokens that any query of the sequence sees; lo_ptr None:
@@ -33,8 +33,8 @@ def find_cut(lo_ptr, hi_ptr, batch, slots, TILE: tl.constexpr, BATCH_PAD: tl.con
     else:
         lo = tl.load(lo_ptr + i_batch, mask=m_batch, other=0)
     hi = tl.load(hi_ptr + i_batch, mask=m_batch, other=0)
-    first = lo // TILE
-    tiles = tl.where(hi > lo, (hi + TILE - 1) // TILE - first, 0)
+    first = lo // tile
+    tiles = tl.where(hi > lo, (hi + tile - 1) // tile - first, 0)
     # sum of ceil(tiles / longest) <= slots, because slots > batch
     longest = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots - batch), MIN_TILES)
     units = (tiles + longest - 1) // longest
@@ -48,9 +48,9 @@ def pick(values, i, i_all):
 
 
 @triton.jit
-def find_unit(lo_ptr, hi_ptr, batch, slot, slots, TILE: tl.constexpr, BATCH_PAD: tl.constexpr):
+def find_unit(lo_ptr, hi_ptr, batch, slot, slots, tile, BATCH_PAD: tl.constexpr):
     """(sequence, first tile, end tile) of a slot; the sequence is `batch` or more without work."""
-    first, tiles, units, before = find_cut(lo_ptr, hi_ptr, batch, slots, TILE, BATCH_PAD)
+    first, tiles, units, before = find_cut(lo_ptr, hi_ptr, batch, slots, tile, BATCH_PAD)
     i_all = tl.arange(0, BATCH_PAD)
     i_b = tl.sum((before + units <= slot).to(tl.int32), 0)
     count = pick(tiles, i_b, i_all)

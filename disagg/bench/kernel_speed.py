@@ -108,7 +108,7 @@ def measure_shape(
 def relative_error(layer: PagedLayer) -> float:
     """Of `attend`, before it is timed."""
     exact = layer.exact()
-    return float((layer.attend()[0].double() - exact).norm() / exact.norm())
+    return float((layer.attend().double() - exact).norm() / exact.norm())
 
 
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:

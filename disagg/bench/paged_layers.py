@@ -11,12 +11,12 @@ from torch import Tensor
 
 from disagg.bench.kvgen import Knobs, generate
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec, Encoded, Partial
+from disagg.codecs.base import Codec, Encoded
 from disagg.codecs.kivi import Kivi
 from disagg.codecs.paged import PagedCodec
 from disagg.codecs.raw import Raw
 from disagg.codecs.tables import PageTable
-from disagg.kernels.ops import store_blocks
+from disagg.kernels.ops import merge, store_blocks
 from disagg.kernels.ops_paged import runs_on_gpu
 from disagg.page import ARENA_UNIT, SEGMENT_TOKENS, Layout
 from disagg.plan import LayerGroup
@@ -59,10 +59,11 @@ class PagedLayer:
     v: Tensor
     nbytes: int
 
-    def attend(self) -> Partial:
+    def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
         shape = self.shape
-        return self.codec.attend(self.q, self.arena, self.table, self.group, 0, shape.scale)
+        parts = self.codec.attend(self.q, self.arena, self.table, self.group, 0, shape.scale)
+        return merge(parts)
 
     @property
     def captured(self) -> bool:

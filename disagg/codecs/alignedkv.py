@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Codec, Encoded, Partial, require
+from disagg.codecs.base import EMPTY, Codec, Encoded, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.ops_paged import attend_aligned, encode_aligned
 from disagg.kernels.ops_seal import seal_aligned
+from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.kernels.reference_aligned import Bits, read_planes
 from disagg.kernels.reference_pieces import DenseBlocks
@@ -78,8 +79,8 @@ class AlignedKV(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
-        return self.attend_counting(q, arena, table, group, layer, scale)[0]
+    ) -> list[Part]:
+        return [self.attend_counting(q, arena, table, group, layer, scale)[0]]
 
     def attend_counting(
         self,
@@ -89,7 +90,7 @@ class AlignedKV(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> tuple[Partial, Bits]:
+    ) -> tuple[Part, Bits]:
         """As `attend`, and how many bits of K and V every query head read, on the mean."""
         return attend_aligned(
             q,

@@ -5,7 +5,7 @@ It is stateless over one layer:
 
     encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
     flush     the same for one page sealed while decoding, where that differs
-    attend    queries over those bytes         ->  partial attention (o, log-sum-exp)
+    attend    queries over those bytes         ->  parts of attention, to be merged
     decode    those bytes                      ->  the K' and V' that attention sees, for tests
 
 `encode` writes what travels, what the pool stores and what `attend` reads. Nothing on the way from
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from disagg.kernels.ops import store_blocks
+from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.page import FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
@@ -28,9 +29,6 @@ from disagg.plan import LayerGroup
 if TYPE_CHECKING:
     from disagg.codecs.cache import CompressedKV
     from disagg.codecs.tables import PageTable
-
-Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D], lse [B, M, Hq] (natural log), both as q
-
 
 EMPTY = torch.zeros(0, dtype=torch.uint8)  # blocks that are in their places already
 
@@ -189,13 +187,13 @@ class Codec(ABC):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
+    ) -> list[Part]:
         """Attention over the sealed tokens, on the compressed form.
 
         q:       [B, M, Hq, D] fp32, or fp64 on a CPU - M queries for each of B sequences
         arena:   [bytes] u8 - what page ids address
         table:   which pages each sequence has, which of their tokens each query sees
-        returns: o [B, M, Hq, D], lse [B, M, Hq] as q; 0 and -inf where nothing is seen
+        returns: parts over disjoint tokens, for `ops.merge` with that of the tail
         """
 
     @abstractmethod

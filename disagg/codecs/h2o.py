@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.base import Codec, Encoded, require
 from disagg.codecs.paged import Planes
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
 from disagg.kernels.ops_kept import attend_dropped
+from disagg.kernels.parts import Part
 from disagg.kernels.reference_aligned import to_fp16
 from disagg.kernels.reference_dropped import (
     DroppedFormat,
@@ -98,8 +99,8 @@ class H2O(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
-        return attend_dropped(
+    ) -> list[Part]:
+        part = attend_dropped(
             q,
             arena,
             table.pages,
@@ -110,6 +111,7 @@ class H2O(Codec):
             group.heads,
             scale,
         )
+        return [part]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

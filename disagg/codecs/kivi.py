@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Codec, Encoded, Partial, require
+from disagg.codecs.base import EMPTY, Codec, Encoded, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.ops import attend_quantized, decode_quantized, encode_quantized
 from disagg.kernels.ops_seal import seal_quantized
+from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
@@ -91,8 +92,8 @@ class Kivi(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
-        return attend_quantized(
+    ) -> list[Part]:
+        part = attend_quantized(
             q,
             arena,
             table.pages,
@@ -103,6 +104,7 @@ class Kivi(Codec):
             group.heads,
             scale,
         )
+        return [part]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

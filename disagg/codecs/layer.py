@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial
+from disagg.codecs.base import Codec, Encoded
 from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
 from disagg.codecs.seals import flush_layout
 from disagg.codecs.tables import GroupStep, PageTable, Seal
 from disagg.kernels.ops import append_raw, gather_raw, load_blocks, merge, store_blocks
+from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import GroupState, LayerGroup
@@ -136,13 +137,13 @@ def attend_tables(
     scale: float,
 ) -> Tensor:
     """Merge the attention over pages and over the tail: [B, M, Hq, D] fp32."""
-    parts: list[Partial] = []
+    parts: list[Part] = []
     while sealed is not None:
-        parts.append(codec.attend(q, arena, sealed, group, layer, scale))
+        parts += codec.attend(q, arena, sealed, group, layer, scale)
         sealed = sealed.following
     if tail is not None:
         parts.append(attend_raw_pages(q, arena, tail, group, layer, scale))
-    return parts[0][0] if len(parts) == 1 else merge(parts)
+    return merge(parts)
 
 
 def read_tail(

@@ -7,12 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.base import Codec, Encoded, require
 from disagg.codecs.paged import PagedCodec, Planes, code_planes
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
-from disagg.kernels.ops_kept import attend_kept, join, keep_outliers
+from disagg.kernels.ops_kept import attend_kept, keep_outliers
+from disagg.kernels.parts import Part
 from disagg.kernels.reference_kept import (
     FREE,
     KeptFormat,
@@ -172,7 +173,7 @@ class Ott(PagedCodec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
+    ) -> list[Part]:
         codes = super().attend(q, arena, table, group, layer, scale)
         if table.kept is None or table.sides is None or group.side is None:
             return codes
@@ -190,7 +191,7 @@ class Ott(PagedCodec):
             group.heads,
             scale,
         )
-        return join([codes, kept])
+        return [*codes, kept]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

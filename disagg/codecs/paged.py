@@ -17,12 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Codec, Encoded, Partial
+from disagg.codecs.base import EMPTY, Codec, Encoded
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Scale, Side, Sparse
 from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_segments
 from disagg.kernels.ops_seal import seal_segments
+from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
@@ -112,9 +113,9 @@ class PagedCodec(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
+    ) -> list[Part]:
         segment = segment_layout(group, table.layout)
-        return attend_paged(
+        part = attend_paged(
             q,
             arena,
             table.pages,
@@ -128,6 +129,7 @@ class PagedCodec(Codec):
             table.owner,
             group.layer_offset(segment, layer) if segment else 0,
         )
+        return [part]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

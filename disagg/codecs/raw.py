@@ -6,10 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, Partial, require
+from disagg.codecs.base import Codec, Encoded, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
 from disagg.kernels.ops import attend_raw
+from disagg.kernels.parts import Part
 from disagg.page import RAW_TOKENS, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -62,8 +63,8 @@ class Raw(Codec):
         group: LayerGroup,
         layer: int,
         scale: float,
-    ) -> Partial:
-        return attend_raw_pages(q, arena, table, group, layer, scale)
+    ) -> list[Part]:
+        return [attend_raw_pages(q, arena, table, group, layer, scale)]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -96,7 +97,7 @@ def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
 
 def attend_raw_pages(
     q: Tensor, arena: Tensor, table: PageTable, group: LayerGroup, layer: int, scale: float
-) -> Partial:
+) -> Part:
     """Attention over raw pages: a tail, or the whole sequence under the raw codec."""
     return attend_raw(
         q,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.kernels import encode_aligned, paged_aligned, reference_aligned
+from disagg.kernels import encode_aligned, paged_aligned, reduce, reference_aligned
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.places import Places
 from disagg.kernels.reference_pages import store_blocks
@@ -37,7 +37,8 @@ def check(fmt: AlignedFormat, case: Case, heads: int):
     """Against the reference, and against attention on all 16 bits."""
     inputs = case.q, case.arena, case.pages, case.lo, case.hi
     tensors = [x.to(DEVICE) for x in inputs]
-    (o, lse), bits = paged_aligned.attend_aligned(*tensors, fmt, BASE, heads, 0.2)
+    part, bits = paged_aligned.attend_aligned(*tensors, fmt, BASE, heads, 0.2)
+    o, lse = reduce.join([part])
     (expected, expected_lse), counted = reference_aligned.attend_aligned(
         *inputs, fmt, BASE, heads, 0.2
     )
@@ -123,7 +124,8 @@ def test_no_more_bits_are_read_than_are_counted():
 
 def attend(fmt: AlignedFormat, case: Case):
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
-    (o, _), bits = paged_aligned.attend_aligned(*tensors, fmt, BASE, 1, 0.2)
+    part, bits = paged_aligned.attend_aligned(*tensors, fmt, BASE, 1, 0.2)
+    o = reduce.merge([part])
     return o.cpu(), bits
 
 

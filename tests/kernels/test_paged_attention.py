@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.kernels import paged_attention, paged_exact
+from disagg.kernels import paged_attention, paged_exact, reduce
 from disagg.kernels.bits import MAGIC, PLAIN, PTX
 from disagg.kernels.reference_encode import decode_quantized, encode_quantized
 from disagg.kernels.selftest import spelling_for, takes_subnormals
@@ -29,7 +29,7 @@ def check(case: Case, fmt, heads: int, tolerance: float = 1e-3) -> None:
     raw = hasattr(fmt, "dtype")
     attend = paged_exact.attend_raw if raw else paged_attention.attend_quantized
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
-    o, lse = (x.cpu() for x in attend(*tensors, fmt, BASE, heads, 0.2))
+    o, lse = (x.cpu() for x in reduce.join([attend(*tensors, fmt, BASE, heads, 0.2)]))
     exact, exact_lse = exact_attention(case, 0.2)
     seen = exact_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
@@ -119,7 +119,7 @@ def test_values_at_the_end_of_fp16_stay_finite():
     k, v = torch.randn(1, 64, 64), torch.randn(1, 64, 64) * 1e5
     arena, pages = place(encode_quantized(k, v, fmt).unsqueeze(0))
     tensors = [x.to(DEVICE) for x in (case.q, arena, pages, case.lo, case.hi)]
-    o, lse = paged_attention.attend_quantized(*tensors, fmt, BASE, 1, 0.2)
+    o, lse = reduce.join([paged_attention.attend_quantized(*tensors, fmt, BASE, 1, 0.2)])
     assert torch.isfinite(o).all()
     assert torch.isfinite(lse).all()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.kernels import paged_pieces
+from disagg.kernels import paged_pieces, reduce
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Scale, Side, Sparse
 from disagg.kernels.reference_encode_paged import encode_paged
 from disagg.kernels.reference_paged import attend_paged, decode_paged
@@ -134,7 +134,8 @@ def check(fmt: PagedFormat, lengths: list[int], heads: int = 2, width: int = 4, 
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
     more = [None if x is None else x.to(DEVICE) for x in (segments, owner)]
     assert paged_pieces.is_supported(fmt, torch.device(DEVICE))
-    o, lse = paged_pieces.attend_paged(*tensors, fmt, BASE, heads, 0.2, *more, SEGMENT_BASE)
+    part = paged_pieces.attend_paged(*tensors, fmt, BASE, heads, 0.2, *more, SEGMENT_BASE)
+    o, lse = reduce.join([part])
     exact, exact_lse = exact_attention(case, 0.2)
     if fmt.valid is not None:  # the reference is held against such masks in tests/codecs
         tables = case.arena, case.pages, case.lo, case.hi
@@ -182,7 +183,7 @@ def test_outliers_that_fp16_holds_only_alone_are_not_lost():
     fmt = make_format(slots=2)
     case, _, _ = make_case(fmt, [130], 1, 2, 1, loud=5e3)
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
-    o, _ = paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.02)
+    o = reduce.merge([paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.02)])
     assert relative_error(o.cpu(), exact_attention(case, 0.02)[0]) <= 1e-3
 
 
@@ -192,5 +193,5 @@ def test_queries_and_factors_that_overflow_fp16_together_do_not():
     case = replace(case, q=case.q * 300)
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
     more = segments.to(DEVICE), owner.to(DEVICE), SEGMENT_BASE
-    o, _ = paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.2, *more)
+    o = reduce.merge([paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.2, *more)])
     assert relative_error(o.cpu(), exact_attention(case, 0.2)[0]) <= 5e-3

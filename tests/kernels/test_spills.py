@@ -13,6 +13,7 @@ KERNELS = (
     "low-rank",
     "compete",
     "attend-kept",
+    "merge",
     "aligned-values",
 )
 
