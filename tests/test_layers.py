@@ -30,6 +30,8 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "ray": ["disagg/workers/launch.py"],
     "transformers": ["disagg/model/"],
     "grpc": ["disagg/transfer/", "protos/"],
+    "hpack": ["disagg/transfer/"],
+    "hyperframe": ["disagg/transfer/"],
     "fastapi": ["disagg/server/"],
     "starlette": ["disagg/server/"],
     "uvicorn": ["disagg/server/"],

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from disagg.transfer.channel import Security
+from disagg.transfer.security import Security
 
 
 def make_security(hosts: Iterable[str]) -> tuple[Security, Security]:

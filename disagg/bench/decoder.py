@@ -18,7 +18,6 @@ from disagg.metrics import Status
 from disagg.model.device import load_runner
 from disagg.plan import Plan
 from disagg.transfer.messages import Admission
-from disagg.transfer.receiver import Receiver
 from disagg.transfer.terms import Terms
 
 ANSWER = "answer"  # the request that decodes while others arrive
@@ -37,15 +36,13 @@ class Decoder(Sink):
         self._ended: dict[str, asyncio.Future[float]] = {}
 
     async def start(self, spec: str) -> tuple[Plan, int, int]:
-        """An engine, and a receiver in front of it; its plan, KV heads and head dim."""
+        """An engine, to listen before; its plan, KV heads and head dim."""
         torch.set_num_threads(1)
         self._loop, self._spec = asyncio.get_running_loop(), spec
         runner = load_runner(ModelConfig())
         engine = self._engine = Engine(runner, EngineConfig())
         plan, self._pool = engine.plan(spec), engine.pool
-        terms = Terms(MODEL, plan, EPOCH, engine.pool.arena.nbytes)
-        receiver = Receiver(terms, engine.pool, engine.pool.arena, self._admit, self._drop)
-        self._receiver = await self._stack.enter_async_context(receiver)
+        self._terms = Terms(MODEL, plan, EPOCH, engine.pool.arena.nbytes)
         thread = Thread(target=engine.run, args=(self._deliver,))
         thread.start()
         self._stack.callback(thread.join)
@@ -95,6 +92,6 @@ class Decoder(Sink):
                 self._loop.call_soon_threadsafe(self._end, token.rid, running_at)
 
     def _end(self, rid: str, running_at: float) -> None:
-        assert self._receiver is not None
-        self._receiver.finished(rid, 0)
+        for receiver in self._receivers:
+            receiver.finished(rid, 0)
         self._future(rid).set_result(running_at)

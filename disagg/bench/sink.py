@@ -14,9 +14,10 @@ from disagg.bench.child import cpu_seconds
 from disagg.bench.stream import StreamServer
 from disagg.plan import Plan
 from disagg.pool import HostArena, Pool
-from disagg.transfer.channel import Security, start_server, tune_malloc
+from disagg.transfer.channel import start_server, tune_malloc
 from disagg.transfer.messages import Admission
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.security import Security
 from disagg.transfer.terms import Terms
 
 MODEL, EPOCH = "synthetic", 1
@@ -28,7 +29,8 @@ class Sink:
     def __init__(self) -> None:
         tune_malloc()
         self._stack = AsyncExitStack()
-        self._receiver: Receiver | None = None
+        self._receivers: list[Receiver] = []  # one for each way in
+        self._terms: Terms | None = None
         self._pool: Pool | None = None
         self._admitted: list[Admission] = []
 
@@ -39,19 +41,22 @@ class Sink:
         await self._stack.aclose()
 
     async def open(self, plans: Mapping[str, Plan], num_slabs: int, slab_bytes: int) -> None:
-        """A receiver for the plans of some specs, with a new pool; the old one is closed."""
+        """A new pool, and the plans of some specs; what listened before is closed."""
         await self._stack.aclose()
+        self._receivers.clear()
         buffer = np.full(num_slabs * slab_bytes, 0, np.uint8)  # touched: no page faults later
-        pool = self._pool = Pool(HostArena(buffer.data), slab_bytes)
+        self._pool = pool = Pool(HostArena(buffer.data), slab_bytes)
         first = next(iter(plans.values()))
-        terms = Terms(MODEL, first, EPOCH, len(buffer), plan_of=plans.__getitem__)
-        receiver = Receiver(terms, pool, pool.arena, self._admit, self._drop)
-        self._receiver = await self._stack.enter_async_context(receiver)
+        self._terms = Terms(MODEL, first, EPOCH, pool.arena.nbytes, plan_of=plans.__getitem__)
 
     async def listen(self, host: str, security: Security | None) -> str:
-        """The address of a new server in front of the receiver."""
-        assert self._receiver is not None
-        server, address = await start_server([self._receiver.handler()], host, security)
+        """The address of a new receiver before the pool."""
+        assert self._pool is not None
+        assert self._terms is not None
+        receiver = Receiver(self._terms, self._pool, self._pool.arena, self._admit, self._drop)
+        self._receivers.append(await self._stack.enter_async_context(receiver))
+        handlers = [receiver.serve(host, security)]
+        server, address = await start_server(handlers, host, security)
         self._stack.push_async_callback(server.stop, None)
         return address
 
@@ -67,7 +72,6 @@ class Sink:
 
     async def settle(self) -> int:
         """How many prompts were admitted since the last time; all are freed by then."""
-        assert self._receiver is not None
         assert self._pool is not None
         count = len(self._admitted)
         for admission in self._admitted:
@@ -82,10 +86,10 @@ class Sink:
 
     def _free(self, admission: Admission) -> None:
         assert self._pool is not None
-        assert self._receiver is not None
         for state in admission.groups:
             self._pool.release(list(state.ids()))
-        self._receiver.finished(admission.rid, admission.attempt)
+        for receiver in self._receivers:
+            receiver.finished(admission.rid, admission.attempt)
 
     def _drop(self, rid: str, attempt: int, reason: str) -> None:
         raise AssertionError(f"attempt {attempt} of {rid} is dropped: {reason}")

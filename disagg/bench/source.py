@@ -13,13 +13,14 @@ from typing import Self
 
 from disagg.bench.child import cpu_seconds
 from disagg.bench.sink import EPOCH, MODEL
-from disagg.bench.stream import push_stream
+from disagg.bench.stream import CONGESTION, push_stream
 from disagg.plan import GroupState, Plan, allocate_group
 from disagg.pool import Arena, HostArena, Pool
-from disagg.transfer.channel import Link, Security, connect, tune_malloc
+from disagg.transfer.channel import Link, connect, tune_malloc
 from disagg.transfer.items import KIND_ORDER, ArenaSource, Checklist
 from disagg.transfer.messages import Request
 from disagg.transfer.pace import Pace
+from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Options, Receipt
 
@@ -73,7 +74,7 @@ class Source:
 
     async def connect(self, name: str, address: str, security: Security | None) -> None:
         """A link to a sink, under a name."""
-        self._links[name] = connect(address, security)
+        self._links[name] = connect(address, security, CONGESTION)
         self._stack.push_async_callback(self._links[name].close)
 
     async def fill(self, spec: str, plan: Plan, tokens: int, slabs: int, slab_bytes: int) -> None:

@@ -12,7 +12,7 @@ import threading
 import numpy as np
 
 FRAME_BYTES = 2 << 20
-CONGESTION = b"cubic"
+CONGESTION = "cubic"
 
 _COUNT = struct.Struct("<Q")
 
@@ -66,4 +66,4 @@ def push_stream(host: str, port: int, data: memoryview) -> int:
 def set_cubic(connection: socket.socket) -> None:
     """The same congestion control everywhere, whatever the host's default is."""
     with contextlib.suppress(OSError):  # a kernel without it has its own
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode())

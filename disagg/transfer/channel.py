@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import grpc
 
 from disagg.errors import ConfigError
+from disagg.transfer.security import TOKEN_KEY, Security
+from disagg.transfer.streams import Streams
+from disagg.transfer.tls import client_context
 from disagg.wire import FRAME_BYTES, MAX_FRAME_BYTES
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -43,28 +46,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 ]
-TOKEN_KEY = "authorization"
-
-
-@dataclass(frozen=True)
-class Security:
-    """How the plane is protected; nothing by default.
-
-    token:       shared secret that every call must carry
-    ca:          PEM of the authority that peers' certificates are checked against
-    certificate: PEM of our own certificate, with its `key`; a server needs both for TLS
-    mutual:      a server asks its clients for certificates of the same authority
-    """
-
-    token: str | None = None
-    ca: bytes | None = None
-    certificate: bytes | None = None
-    key: bytes | None = None
-    mutual: bool = False
-
-    @property
-    def tls(self) -> bool:
-        return self.ca is not None or self.certificate is not None
 
 
 def tune_malloc() -> bool:
@@ -78,29 +59,37 @@ def tune_malloc() -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """A channel to one peer, what every call on it carries, and how its bytes travel."""
+    """One peer: a channel for control, streams for frames, and what every call carries."""
 
     address: str
     channel: grpc.aio.Channel
+    streams: Streams
     metadata: tuple[tuple[str, str], ...] = ()
     transport: str = "gRPC over TCP"
 
     async def close(self) -> None:
         """End every call on it."""
+        self.streams.close()
         await self.channel.close()
 
 
-def connect(address: str, security: Security | None = None) -> Link:
-    """A link to "host:port"; it connects when first used. Needs a running event loop."""
+def connect(address: str, security: Security | None = None, congestion: str | None = None) -> Link:
+    """A link to "host:port"; it connects when first used. Needs a running event loop.
+
+    congestion: the kernel's control of streams, such as "cubic"; by default the host's
+    """
     security = security or Security()
     metadata: tuple[tuple[str, str], ...] = ()
     if security.token is not None:
         metadata = ((TOKEN_KEY, f"Bearer {security.token}"),)
+    host = address.rpartition(":")[0].strip("[]")
+    streams = Streams(host, metadata, client_context(security), congestion)
     if not security.tls:
-        return Link(address, grpc.aio.insecure_channel(address, CLIENT_OPTIONS), metadata)
+        channel = grpc.aio.insecure_channel(address, CLIENT_OPTIONS)
+        return Link(address, channel, streams, metadata)
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
     channel = grpc.aio.secure_channel(address, credentials, CLIENT_OPTIONS)
-    return Link(address, channel, metadata, "gRPC over TLS")
+    return Link(address, channel, streams, metadata, "gRPC over TLS")
 
 
 async def start_server(

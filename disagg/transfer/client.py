@@ -4,8 +4,7 @@ Every message of both directions is added to `wire_bytes`. Failures are errors o
 a transport that broke is `PeerLostError`, which leaves open whether the peer is dead.
 """
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import grpc
@@ -15,9 +14,11 @@ from disagg.transfer import convert
 from disagg.transfer.channel import Link
 from disagg.transfer.messages import Ack, Attached, Grant, Nack, Request
 from disagg.transfer.status import error_of
-from disagg.wire import CommitFrame, Ticket, pack
+from disagg.transfer.streams import StreamCall
+from disagg.wire import Buffer, CommitFrame, Ticket, pack
 
 SERVICE = "disagg.v1.KvTransferService"
+PUSH = f"/{SERVICE}/Push"
 
 
 class Client:
@@ -58,9 +59,9 @@ class Client:
         message = pb.ReleaseRequest(ticket=convert.ticket_to(ticket))
         await self._call("Release", message, pb.ReleaseResponse, timeout_s)
 
-    def push(self) -> "PushCall":
-        """A stream of frames."""
-        return PushCall(self, self._link)
+    def push(self, port: int) -> "PushCall":
+        """A stream of frames to a port that `attach` named."""
+        return PushCall(self, self._link.streams.call(port, PUSH))
 
     async def _call(self, name: str, request: Any, answer: Any, timeout_s: float) -> Any:
         data = request if isinstance(request, bytes) else request.SerializeToString()
@@ -75,33 +76,33 @@ class Client:
 
 
 class PushCall:
-    """One stream: messages out, answers in."""
+    """One stream of a hand-off: frames out, answers in."""
 
-    def __init__(self, client: Client, link: Link):
+    def __init__(self, client: Client, call: StreamCall):
         self._client = client
-        self._call = link.channel.stream_stream(f"/{SERVICE}/Push")(metadata=link.metadata)
+        self._call = call
 
-    async def send(self, message: bytes) -> bool:
+    async def send(self, parts: Sequence[Buffer]) -> bool:
         """Hand one message to the transport; waits while that is full.
 
         False if the stream is over; then `answers` knows why.
         """
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        size = sum(map(len, parts))
+        if not await self._call.send(parts, size):
             return False
-        self._client.wire_bytes += len(message)
+        self._client.wire_bytes += size
         return True
 
-    async def answers(self) -> AsyncIterator[pb.PushResponse]:
+    async def answers(self) -> AsyncGenerator[pb.PushResponse, None]:
         """What the receiver says, until it ends the stream."""
-        try:
-            async for reply in self._call:
-                self._client.wire_bytes += len(reply)
-                yield pb.PushResponse.FromString(reply)
-        except grpc.aio.AioRpcError as failure:
-            raise error_of(failure) from failure
+        async for reply in self._call.answers():
+            self._client.wire_bytes += len(reply)
+            yield pb.PushResponse.FromString(bytes(reply))
+
+    async def finish(self) -> None:
+        """All was said: leave the connection to the next stream."""
+        await self._call.finish()
 
     def cancel(self) -> None:
-        """End the stream from our side."""
+        """End the stream from our side, unless it is finished."""
         self._call.cancel()

@@ -34,14 +34,19 @@ _STATES = {
 _STATES_BACK = {value: state for state, value in _STATES.items()}
 
 
+def frame_parts(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """A frame as the parts of a PushRequest: nothing is copied but the first, its header."""
+    head, *rest = buffers
+    size = len(head) + sum(map(len, rest))
+    return [b"".join([_BYTES_TAG, _varint(size), head]), *rest]
+
+
 def frame_message(buffers: Iterable[Buffer]) -> bytes:
-    """A frame as the bytes of a PushRequest: the only copy that sending makes."""
-    parts = list(buffers)
-    size = sum(memoryview(part).nbytes for part in parts)
-    return b"".join([_BYTES_TAG, _varint(size), *parts])
+    """A frame as the bytes of a PushRequest or a CommitRequest."""
+    return b"".join(frame_parts(buffers))
 
 
-def message_frame(message: bytes) -> memoryview:
+def message_frame(message: Buffer) -> memoryview:
     """The frame in the bytes of a PushRequest, not copied."""
     view = memoryview(message)
     if view[:1] != _BYTES_TAG:
@@ -110,14 +115,20 @@ def grant_from(message: pb.ReserveResponse) -> Grant:
 def attached_to(attached: Attached) -> pb.AttachResponse:
     """As protobuf."""
     have = items_to(attached.have, attached.have.__getitem__)
-    return pb.AttachResponse(state=_STATES[attached.state], have=have, lease_s=attached.lease_s)
+    return pb.AttachResponse(
+        state=_STATES[attached.state],
+        have=have,
+        lease_s=attached.lease_s,
+        push_port=attached.push_port,
+    )
 
 
 def attached_from(message: pb.AttachResponse) -> Attached:
     """From protobuf; RequestError for a state that we do not know."""
     if message.state not in _STATES_BACK:
         raise RequestError(f"attach was answered with unknown state {message.state}")
-    return Attached(_STATES_BACK[message.state], digests_from(message.have), message.lease_s)
+    state, have = _STATES_BACK[message.state], digests_from(message.have)
+    return Attached(state, have, message.lease_s, message.push_port)
 
 
 def answer_to(answer: Ack | Nack, message: type[Answer]) -> Answer:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
-from disagg.transfer.channel import Security
+from disagg.transfer.security import Security
 
 
 def load_security(config: SecurityConfig, token: str | None = None) -> Security:

@@ -4,7 +4,7 @@ The first frame is a renew frame and names the reservation; it is answered with 
 credit. Every page frame gives its own bytes back once they are verified and stored.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from disagg.errors import CorruptFrameError, ReservationError
 from disagg.pool import Arena
@@ -12,7 +12,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as pb
 from disagg.transfer import convert
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Nack
-from disagg.wire import CommitFrame, PageFrame, RenewFrame, Ticket, unpack
+from disagg.wire import Buffer, CommitFrame, PageFrame, RenewFrame, Ticket, unpack
 
 
 class Intake:
@@ -33,7 +33,26 @@ class Intake:
         self._ticket: Ticket | None = None
         self._credit = 0
 
-    def take(self, message: bytes) -> bytes | None:
+    async def answers(
+        self, messages: AsyncIterator[Buffer], act: Callable[[bool], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers to all messages, until the commit is acknowledged.
+
+        act: does what the ledger decided; True if something may be due sooner than before
+        """
+        try:
+            async for message in messages:
+                reply = self.take(message)
+                act(False)
+                if reply is not None:
+                    yield reply
+                if self.done:
+                    return
+        finally:
+            self.end()
+            act(True)
+
+    def take(self, message: Buffer) -> bytes | None:
         """The answer to one message, a PushResponse; none to a sign of life.
 
         Raises CorruptFrameError, VersionError, LayoutError or ReservationError; the stream ends

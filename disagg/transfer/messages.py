@@ -91,11 +91,13 @@ class Attached:
     """The answer to attach: what arrived, verified; or that the hand-off ended meanwhile.
 
     state: ATTACHED, or ADMITTED (commit again to hear the answer), or EXPIRED (reserve again)
+    push_port: where the stream goes to, on the host that answers
     """
 
     state: State
     have: Mapping[Item, int] = field(default_factory=dict)
     lease_s: float = 0.0
+    push_port: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,25 @@ the receiver's digest.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.errors import CorruptFrameError
 from disagg.page import Kind
-from disagg.transfer.convert import frame_message
+from disagg.transfer.convert import frame_parts
 from disagg.transfer.items import Checklist, items_in_frame
-from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest, pack
+from disagg.wire import FRAME_BYTES, Buffer, Item, PageFrame, Ticket, digest, pack
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """One page frame as a message; `queued_since` is when its first item was offered."""
+    """One page frame as a message of `size` bytes, in parts: the pages lie where they were.
 
-    message: bytes
+    queued_since: when its first item was offered
+    """
+
+    parts: Sequence[Buffer]
+    size: int
     payload_bytes: int
     queued_since: float
 
@@ -106,7 +110,7 @@ class Outbox:
             if not self._flight:
                 raise CorruptFrameError(f"credit for {frames} frames that were not sent")
             parcel = self._flight.popleft()
-            self.bytes_in_flight -= len(parcel.message)
+            self.bytes_in_flight -= parcel.size
 
     def missing(self, items: Iterable[Item]) -> None:
         """The receiver does not have these: they go out again."""
@@ -125,7 +129,7 @@ class Outbox:
             self._ready = self._pack(queue, ticket)
         if self._ready is None:
             return None
-        size = len(self._ready.message)
+        size = self._ready.size
         window = 2 * max(self.frame_bytes, size)
         if size > self.credit or self.bytes_in_flight + size > window:
             return None
@@ -190,8 +194,8 @@ class Outbox:
             digests=tuple(digests),
             payload=tuple(payload),
         )
-        message = frame_message(pack(frame))
-        return Parcel(message, nbytes * len(items), self._given[items[0]])
+        parts = frame_parts(pack(frame))
+        return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
 
     def _is_there(self, item: Item) -> bool:
         expected = self._skipped.get(item, self._digests.get(item))

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Self
 
@@ -20,17 +20,19 @@ from disagg.plan import Allocator
 from disagg.pool import Arena
 from disagg.protos.v1 import kv_transfer_pb2 as pb
 from disagg.transfer import convert
+from disagg.transfer.client import PUSH, SERVICE
 from disagg.transfer.intake import Intake
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
 from disagg.transfer.probe import absorb
+from disagg.transfer.push_server import PushServer
+from disagg.transfer.security import Security
 from disagg.transfer.service import parse, rpc_handlers
 from disagg.transfer.sharing import Damage
 from disagg.transfer.terms import Terms
 from disagg.transfer.upkeep import Upkeep
-from disagg.wire import CommitFrame, unpack
+from disagg.wire import Buffer, CommitFrame, unpack
 
-SERVICE = "disagg.v1.KvTransferService"
 LEAST_MS = 1e-6
 log = logging.getLogger(__name__)
 
@@ -64,15 +66,13 @@ class Receiver:
         self._settled: dict[int, asyncio.Event] = {}
         self._upkeep = Upkeep(self.ledger, clock, self.tick, self.scrub)
         self.failures: Counter[str] = Counter()  # refusals by reason
+        self.streams = PushServer({PUSH: self.push}, self._note)
 
     # -- for the worker
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """What `channel.start_server` serves."""
-
-        def note(error: DisaggError) -> None:
-            self.failures[error.reason] += 1
-
+    def serve(self, host: str, security: Security | None = None) -> grpc.GenericRpcHandler:
+        """Take frames, on a port that `attach` tells; what `channel.start_server` serves beside."""
+        self.streams.start(host, security)
         calls = {
             "Reserve": self.reserve,
             "Attach": self.attach,
@@ -81,7 +81,7 @@ class Receiver:
             "Release": self.release,
             "Probe": absorb,
         }
-        return rpc_handlers(SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
+        return rpc_handlers(SERVICE, calls, on_refusal=self._note)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Give up an attempt and all before it, known or not."""
@@ -131,6 +131,7 @@ class Receiver:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.streams.stop()
         await self._upkeep.stop()
 
     # -- the service: bytes of messages in and out
@@ -161,6 +162,7 @@ class Receiver:
         ticket = convert.ticket_from(parse(pb.AttachRequest, data).ticket)
         attached = self.ledger.attach(ticket, self._clock())
         self._act()
+        attached = replace(attached, push_port=self.streams.port)
         answer = convert.attached_to(attached).SerializeToString()
         self._count(ticket.nonce, data, answer)
         return answer
@@ -186,20 +188,10 @@ class Receiver:
         self._act()
         return pb.ReleaseResponse().SerializeToString()
 
-    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one stream, until the commit is acknowledged."""
         intake = Intake(self.ledger, self._arena, self._admit, self._clock)
-        try:
-            async for message in messages:
-                reply = intake.take(message)
-                self._act(sooner=False)
-                if reply is not None:
-                    yield reply
-                if intake.done:
-                    return
-        finally:
-            intake.end()
-            self._act()
+        return intake.answers(messages, self._act)
 
     def _admit(self, frame: CommitFrame, nbytes: int) -> Ack | Nack:
         """Commit; where that completes a prompt the engine has it before this returns."""
@@ -244,6 +236,9 @@ class Receiver:
             self.ledger.reject(action.nonce, str(refusal), self._clock())
             return refusal
         return None
+
+    def _note(self, error: DisaggError) -> None:
+        self.failures[error.reason] += 1
 
     def _count(self, nonce: int, *messages: bytes) -> None:
         if handoff := self.ledger.handoff(nonce):

@@ -145,7 +145,8 @@ class Sender:
         grant = self.grant
         assert grant is not None
         self._sending.streams += 1
-        stream = Stream(self._sending, self._client.push(), self._ticket(grant), attached.lease_s)
+        push = self._client.push(attached.push_port)
+        stream = Stream(self._sending, push, self._ticket(grant), attached.lease_s)
         try:
             return await stream.run()
         except ReservationError as error:

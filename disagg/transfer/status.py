@@ -1,5 +1,11 @@
-"""Typed errors as gRPC statuses and back, so that a refusal keeps its name on the way."""
+"""Typed errors as gRPC statuses and back, so that a refusal keeps its name on the way.
 
+Either by way of the grpc package, or as the trailing headers of a call.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import grpc
@@ -30,6 +36,13 @@ _TRANSPORT: dict[grpc.StatusCode, type[DisaggError]] = {
 }
 
 
+_STATUS, _DETAILS = "grpc-status", "grpc-message"
+_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
+REFUSED_TOKEN = [(_STATUS, "16"), (_DETAILS, "the shared token is missing or wrong")]
+UNKNOWN_METHOD = [(_STATUS, "12"), (_DETAILS, "there is no such method")]
+DONE = [(_STATUS, "0")]
+
+
 async def refuse(context: grpc.aio.ServicerContext, error: DisaggError) -> NoReturn:
     """End a call with the status, reason and message of an error."""
     message = str(error).encode()[:MAX_MESSAGE_BYTES]
@@ -47,3 +60,25 @@ def error_of(failure: grpc.aio.AioRpcError) -> DisaggError:
         return error_from(str(reason), message)
     kind = _TRANSPORT.get(failure.code(), PeerLostError)
     return kind(f"{failure.code().name}: {failure.details()}")
+
+
+def refusal_fields(error: DisaggError) -> Sequence[tuple[str, str]]:
+    """The trailing headers that tell an error."""
+    message = base64.b64encode(str(error).encode()[:MAX_MESSAGE_BYTES]).decode()
+    code = grpc.StatusCode[error.grpc_status].value[0]
+    named = [(REASON_KEY, error.reason), (MESSAGE_KEY, message)]
+    return [(_STATUS, str(code)), (_DETAILS, error.reason), *named]
+
+
+def error_in(fields: Mapping[str, str]) -> DisaggError | None:
+    """What trailing headers tell: an error that the peer named, or what its status means."""
+    code = _CODES.get(fields.get(_STATUS, ""), grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.OK:
+        return None
+    if reason := fields.get(REASON_KEY):
+        try:
+            message = base64.b64decode(fields.get(MESSAGE_KEY, "") + "==").decode(errors="replace")
+        except binascii.Error:
+            message = ""
+        return error_from(reason, message)
+    return _TRANSPORT.get(code, PeerLostError)(f"{code.name}: {fields.get(_DETAILS, '')}")

@@ -9,7 +9,7 @@ import asyncio
 
 from disagg.errors import PeerLostError
 from disagg.transfer.client import PushCall
-from disagg.transfer.convert import answer_from, frame_message
+from disagg.transfer.convert import answer_from, frame_parts
 from disagg.transfer.messages import Ack
 from disagg.transfer.sending import Sending
 from disagg.wire import CommitFrame, Frame, RenewFrame, Ticket, pack
@@ -43,7 +43,10 @@ class Stream:
                     feeding.result()
                     waiting.discard(feeding)
                 self._check_progress()
-            return listening.result()
+            ack = listening.result()
+            feeding.cancel()
+            await self._call.finish()
+            return ack
         finally:
             self._call.cancel()
             for task in (feeding, listening):
@@ -56,10 +59,10 @@ class Stream:
         while alive:
             sending.wake.clear()
             if parcel := sending.outbox.next_parcel(self._ticket):
-                await self._keep_pace(len(parcel.message))
+                await self._keep_pace(parcel.size)
                 sending.note_sent(parcel)
                 self._sent_at = sending.clock()
-                alive = await self._call.send(parcel.message)
+                alive = await self._call.send(parcel.parts)
             elif not self._committed and (commit := sending.commit()):
                 self._committed = True
                 alive = await self._send(CommitFrame(self._ticket, commit))
@@ -76,7 +79,7 @@ class Stream:
 
     async def _send(self, frame: Frame) -> bool:
         self._sent_at = self._sending.clock()
-        return await self._call.send(frame_message(pack(frame)))
+        return await self._call.send(frame_parts(pack(frame)))
 
     async def _keep_pace(self, nbytes: int) -> None:
         sending = self._sending

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from disagg.errors import DisaggError
-from disagg.transfer.channel import Link, Security, connect
+from disagg.transfer.channel import Link, connect
 from disagg.transfer.probe import LinkReport, measure
+from disagg.transfer.security import Security
 
 log = logging.getLogger(__name__)
 

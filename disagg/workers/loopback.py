@@ -103,7 +103,7 @@ class Loopback:
         assert self._ticket is not None
         while parcel := self._outbox.next_parcel(self._ticket):
             self._first_frame = self._first_frame or time.monotonic()
-            self._exchange(parcel.message)
+            self._exchange(b"".join(parcel.parts))
         if self._prefilled is not None and self._outbox.drained:
             commit = Commit(
                 tokens=self._outbox.checklist.tokens,

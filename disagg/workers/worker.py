@@ -21,9 +21,10 @@ from disagg.engine.messages import Drain, Load, StepOutput
 from disagg.errors import PeerLostError, RequestError, ReservationError
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
-from disagg.transfer.channel import Security, start_server
+from disagg.transfer.channel import start_server
 from disagg.transfer.control import worker_handler
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.security import Security
 from disagg.transfer.terms import Terms
 from disagg.transfer.work import Submit, TokenEvent, Work, WorkerStatus
 from disagg.workers.attendance import Attendance
@@ -73,8 +74,7 @@ class Worker:
 
     def stop(self, grace_s: float | None = None) -> None:
         """Take nothing new, finish what is here within the grace, then end."""
-        grace_s = self.config.cluster.grace_s if grace_s is None else grace_s
-        self._on_loop(self._begin_stop, grace_s)
+        self._on_loop(self._begin_stop, self.config.cluster.grace_s if grace_s is None else grace_s)
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
@@ -165,11 +165,11 @@ class Worker:
         self._make_sides()
         handlers = [worker_handler(self)]
         if self.role.decodes:
-            handlers.append(self.receiver.handler())
+            handlers.append(self.receiver.serve(self._host, self._security))
         async with self.receiver:
             server, address = await start_server(handlers, self._host, self._security)
-            model = self._runner.fingerprint
-            self._started.set_result(Started(self.name, self.role, address, self.epoch, model))
+            named = self.name, self.role, address, self.epoch, self._runner.fingerprint
+            self._started.set_result(Started(*named))
             grace_s = await self._stop_asked
             self._attendance.close()
             await self._drain(grace_s)

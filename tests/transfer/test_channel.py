@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from disagg.errors import ConfigError, PeerLostError
-from disagg.transfer.channel import Security, tune_malloc
+from disagg.transfer.channel import tune_malloc
 from disagg.transfer.probe import measure
+from disagg.transfer.security import Security
 from tests.papers import make_papers
 from tests.transfer.prompts import Prompt, make_prompt
 from tests.transfer.wires import hand_over, open_house

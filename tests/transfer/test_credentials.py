@@ -6,8 +6,8 @@ import pytest
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
-from disagg.transfer.channel import Security
 from disagg.transfer.credentials import load_security
+from disagg.transfer.security import Security
 
 
 @pytest.fixture

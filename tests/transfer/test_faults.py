@@ -158,7 +158,7 @@ def test_a_frozen_sender_holds_nothing_for_longer_than_its_lease_and_ends_its_ha
 
 def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
     async def scene() -> None:
-        async with open_house() as house, Proxy(house.address) as proxy:
+        async with open_house() as house, Proxy(house) as proxy:
             link = connect(proxy.address)
             options = replace(SLOW, silence_s=10.0, pace=Pace(60_000.0, burst_bytes=1000))
             sender = Sender(link, prompt.request(), prompt.plan, prompt.read, options)

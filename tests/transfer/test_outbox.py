@@ -34,10 +34,10 @@ def drain(outbox: Outbox) -> list[Item]:
     """Send everything, each frame acknowledged at once."""
     sent: list[Item] = []
     while parcel := outbox.next_parcel(TICKET):
-        frame = unpack(message_frame(parcel.message))
+        frame = unpack(message_frame(b"".join(parcel.parts)))
         frame.verify()
         sent += frame.items()
-        outbox.grant(len(parcel.message), 1)
+        outbox.grant(parcel.size, 1)
     return sent
 
 
@@ -67,10 +67,10 @@ def test_every_frame_begins_with_the_item_that_waits_longest(prompt):
     for now, item in enumerate(waiting):
         outbox.offer([item], float(now))
     while parcel := outbox.next_parcel(TICKET):
-        items = unpack(message_frame(parcel.message)).items()
+        items = unpack(message_frame(b"".join(parcel.parts))).items()
         assert items[0] == waiting[0]
         waiting = [item for item in waiting if item not in items]
-        outbox.grant(len(parcel.message), 1)
+        outbox.grant(parcel.size, 1)
     assert not waiting
 
 
@@ -84,8 +84,8 @@ def test_frames_are_filled_over_layers_while_something_is_on_its_way(prompt):
     outbox.offer(prompt.checklist.layer(2), 2.0)  # the last: nothing more will come
     rest = []
     while parcel := outbox.next_parcel(TICKET):
-        rest.append(unpack(message_frame(parcel.message)).items())
-    begun = unpack(message_frame(first.message)).items()
+        rest.append(unpack(message_frame(b"".join(parcel.parts))).items())
+    begun = unpack(message_frame(b"".join(first.parts))).items()
     waiting = by_kind(x for x in prompt.checklist.items if x not in begun)
     assert {tuple(items) for items in rest} == {tuple(items) for items in waiting.values()}
 
@@ -95,7 +95,7 @@ def test_what_does_not_fill_a_frame_leaves_when_nothing_is_on_its_way(prompt):
     outbox.offer(prompt.checklist.layer(0), 0.0)
     first = outbox.next_parcel(TICKET)
     assert outbox.next_parcel(TICKET) is None
-    outbox.grant(len(first.message), 1)
+    outbox.grant(first.size, 1)
     assert outbox.next_parcel(TICKET) is not None
 
 
@@ -105,7 +105,7 @@ def test_only_full_frames_leave_beside_others_while_more_will_come(prompt):
     outbox.next_parcel(TICKET)
     beside = []
     while parcel := outbox.next_parcel(TICKET):
-        beside.append(unpack(message_frame(parcel.message)))
+        beside.append(unpack(message_frame(b"".join(parcel.parts))))
     assert beside
     for frame in beside:
         assert len(frame.payload) == items_in_frame(FRAME, len(frame.payload[0]))
@@ -124,9 +124,9 @@ def test_frames_hold_one_kind_and_group_and_are_cut_at_their_size(prompt):
     outbox.offer(prompt.checklist.items, 0.0)
     frames = []
     while parcel := outbox.next_parcel(TICKET):
-        frames.append(unpack(message_frame(parcel.message)))
-        assert len(parcel.message) <= FRAME
-        outbox.grant(len(parcel.message), 1)
+        frames.append(unpack(message_frame(b"".join(parcel.parts))))
+        assert parcel.size <= FRAME
+        outbox.grant(parcel.size, 1)
     for first, second in pairwise(frames):
         alike = (first.kind, first.group) == (second.kind, second.group)
         both = sum(map(len, first.payload)) + len(second.payload[0])
@@ -138,10 +138,10 @@ def test_an_item_larger_than_a_frame_travels_alone(prompt):
     outbox.offer(prompt.checklist.items, 0.0)
     large = 0
     while parcel := outbox.next_parcel(TICKET):
-        frame = unpack(message_frame(parcel.message))
-        assert len(parcel.message) <= 600 or len(frame.payload) == 1
-        large += len(parcel.message) > 600
-        outbox.grant(len(parcel.message), 1)
+        frame = unpack(message_frame(b"".join(parcel.parts)))
+        assert parcel.size <= 600 or len(frame.payload) == 1
+        large += parcel.size > 600
+        outbox.grant(parcel.size, 1)
     assert large
 
 
@@ -150,7 +150,7 @@ def test_without_credit_nothing_leaves(prompt):
     for outbox in (rich, poor):
         outbox.offer(prompt.checklist.items, 0.0)
     parcel = rich.next_parcel(TICKET)
-    poor.grant(len(parcel.message) - 1, 0)
+    poor.grant(parcel.size - 1, 0)
     assert poor.next_parcel(TICKET) is None
     poor.grant(1, 0)
     assert poor.next_parcel(TICKET) == parcel
@@ -176,8 +176,8 @@ def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
         outbox.grant(grant, 0)
         credit += grant
         while parcel := outbox.next_parcel(TICKET):
-            flight.append(len(parcel.message))
-            credit -= len(parcel.message)
+            flight.append(parcel.size)
+            credit -= parcel.size
         assert credit == outbox.credit >= 0
         assert outbox.bytes_in_flight == sum(flight) <= 2 * FRAME
         if flight and data.draw(st.booleans()):
@@ -188,7 +188,7 @@ def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
 def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox = make_outbox(prompt)
     outbox.offer(prompt.checklist.items, 0.0)
-    first = unpack(message_frame(outbox.next_parcel(TICKET).message)).items()
+    first = unpack(message_frame(b"".join(outbox.next_parcel(TICKET).parts))).items()
     outbox.next_parcel(TICKET)
     outbox.there(digests(prompt, first))
     assert outbox.bytes_in_flight == 0

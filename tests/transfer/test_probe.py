@@ -4,8 +4,9 @@ from itertools import count
 import pytest
 
 from disagg.errors import ConfigError, PeerLostError
-from disagg.transfer.channel import Security, connect
+from disagg.transfer.channel import connect
 from disagg.transfer.probe import FIRST_BYTES, measure
+from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES
 from tests.transfer.wires import open_house
 

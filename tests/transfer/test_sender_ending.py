@@ -75,7 +75,7 @@ def test_nobody_at_the_address_is_a_lost_peer(prompt):
 
 def test_a_receiver_that_dies_is_a_lost_peer_after_a_while(prompt):
     async def scene():
-        async with open_house() as house, Proxy(house.address) as proxy:
+        async with open_house() as house, Proxy(house) as proxy:
             link = connect(proxy.address)
             options = replace(QUICK, silence_s=0.4)
             sender = Sender(link, prompt.request(), prompt.plan, prompt.read, options)
@@ -92,7 +92,7 @@ def test_a_receiver_that_dies_is_a_lost_peer_after_a_while(prompt):
 
 def test_a_frozen_receiver_is_noticed_in_seconds(prompt):
     async def scene():
-        async with open_house() as house, Proxy(house.address, 20_000, "freeze") as proxy:
+        async with open_house() as house, Proxy(house, 20_000, "freeze") as proxy:
             link = connect(proxy.address)
             options = replace(QUICK, silence_s=10.0)
             sender = Sender(link, prompt.request(), prompt.plan, prompt.read, options)

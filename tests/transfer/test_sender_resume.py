@@ -9,7 +9,9 @@ from disagg.errors import (
     PeerLostError,
     ReservationError,
 )
-from disagg.transfer.channel import connect, start_server
+from disagg.transfer.channel import connect
+from disagg.transfer.client import PUSH
+from disagg.transfer.push_server import PushServer
 from disagg.transfer.sender import Sender
 from tests.transfer.prompts import Prompt, make_prompt
 from tests.transfer.wires import QUICK, Clock, Proxy, hand_over, open_house, until
@@ -23,7 +25,7 @@ def prompt() -> Prompt:
 @pytest.mark.parametrize("budget", [0, 200, 700, 3000, 12_000, 20_000, 28_000])
 def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget):
     async def scene():
-        async with open_house() as house, Proxy(house.address, budget) as proxy:
+        async with open_house() as house, Proxy(house, budget) as proxy:
             link = connect(proxy.address)
             options = replace(QUICK, silence_s=10.0)
             sender = Sender(link, prompt.request(), prompt.plan, prompt.read, options)
@@ -58,14 +60,14 @@ def test_a_lost_acknowledgement_is_asked_for_again(prompt):
                         return
                     yield reply
 
-            house.receiver.push = deaf
-            server, address = await start_server([house.receiver.handler()], "127.0.0.1")
-            link = connect(address)
-            sender = Sender(link, prompt.request(), prompt.plan, prompt.read, QUICK)
+            streams = PushServer({PUSH: deaf})
+            streams.start("127.0.0.1")
+            house.receiver.streams.port = streams.port
+            sender = house.sender(prompt)
             await sender.reserve()
             receipt = await hand_over(sender, prompt)
-            await link.close()
-            await server.stop(None)
+            await streams.stop()
+            assert receipt.streams == 1
             assert receipt.admit_ms > 0
             assert len(house.admitted) == 1
 

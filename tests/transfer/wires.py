@@ -5,11 +5,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
-from disagg.transfer.channel import Link, Security, connect, start_server
+from disagg.transfer.channel import Link, connect, start_server
 from disagg.transfer.keeping import KeepingPool
 from disagg.transfer.messages import Admission
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Options, Receipt
 from tests.transfer.prompts import Prompt, make_pool, make_terms
@@ -84,7 +86,8 @@ async def open_house(
         **options,
     )
     async with receiver:
-        server, address = await start_server([receiver.handler()], "127.0.0.1", security)
+        handlers = [receiver.serve("127.0.0.1", security)]
+        server, address = await start_server(handlers, "127.0.0.1", security)
         link = connect(address, client or security)
         house = House(pool, receiver, address, link, admitted, dropped)
         try:
@@ -113,44 +116,57 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 class Proxy:
-    """A TCP proxy in front of a house that cuts, freezes or corrupts what goes through it.
+    """A TCP proxy in front of both ports of a house that cuts or freezes what goes through it.
 
     budget:  bytes from the client that pass before `fate` strikes, once; None: all pass
     """
 
-    def __init__(self, target: str, budget: int | None = None, fate: str = "cut"):
-        self.target = target
+    def __init__(self, house: House, budget: int | None = None, fate: str = "cut"):
         self.budget = budget
         self.fate = fate
         self.struck = 0
+        self._receiver = house.receiver
+        self._targets = [int(house.address.split(":")[1]), house.receiver.streams.port]
+        self._ports = [0, 0]
+        self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task] = set()
         self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> "Proxy":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self._listen()
+        self.address = f"127.0.0.1:{self._ports[0]}"
+        self._receiver.streams.port = self._ports[1]
         return self
 
     async def close_for(self, seconds: float) -> None:
         """Cut everything, and let nobody in for a while: a link that is down."""
-        self._server.close()
-        await self._server.wait_closed()
+        for server in self._servers:
+            server.close()
+            await server.wait_closed()
         for writer in self._writers:
             writer.close()
         await asyncio.sleep(seconds)
-        host, port = self.address.split(":")
-        self._server = await asyncio.start_server(self._serve, host, int(port))
+        await self._listen()
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
         for task in self._tasks:
             task.cancel()
         for writer in self._writers:
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = self.target.split(":")
-        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+    async def _listen(self) -> None:
+        self._servers = [
+            await asyncio.start_server(partial(self._serve, target), "127.0.0.1", port)
+            for target, port in zip(self._targets, self._ports, strict=True)
+        ]
+        self._ports = [server.sockets[0].getsockname()[1] for server in self._servers]
+
+    async def _serve(
+        self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", target)
         self._writers += [writer, there_writer]
         for task in (
             asyncio.ensure_future(self._pump(reader, there_writer, True, writer)),

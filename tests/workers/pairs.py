@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from disagg.config import Config, RouterConfig
 from disagg.model.runner import Runner
-from disagg.transfer.channel import Security, connect
+from disagg.transfer.channel import connect
 from disagg.transfer.control import WorkerClient
+from disagg.transfer.security import Security
 from disagg.workers.clients import Output
 from disagg.workers.members import Peer, Role
 from disagg.workers.router import Router

@@ -15,7 +15,7 @@ from disagg.errors import (
 )
 from disagg.model.runner import Runner
 from disagg.transfer import outbox
-from disagg.transfer.convert import frame_message
+from disagg.transfer.convert import frame_parts
 from disagg.wire import Buffer, Item
 from disagg.workers.members import Role
 from disagg.workers.offering import Offering
@@ -197,12 +197,12 @@ def test_an_engine_that_breaks_ends_its_worker_by_name(
 def test_a_damaged_frame_is_refused_by_name(
     damage: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(parts: Sequence[Buffer]) -> bytes:
+    def damaged(parts: Sequence[Buffer]) -> list[Buffer]:
         frame = bytearray(b"".join(parts))
         frame[-1] ^= 1
-        return frame_message([bytes(frame[:-3] if damage == "cut" else frame)])
+        return frame_parts([bytes(frame[:-3] if damage == "cut" else frame)])
 
-    monkeypatch.setattr(outbox, "frame_message", damaged)
+    monkeypatch.setattr(outbox, "frame_parts", damaged)
 
     async def scene() -> None:
         async with house() as home:

@@ -98,14 +98,16 @@ class AttachRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("state", "have", "lease_s")
+    __slots__ = ("state", "have", "lease_s", "push_port")
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PUSH_PORT_FIELD_NUMBER: _ClassVar[int]
     state: HandoffState
     have: _containers.RepeatedCompositeFieldContainer[ItemSet]
     lease_s: float
-    def __init__(self, state: _Optional[_Union[HandoffState, str]] = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    push_port: int
+    def __init__(self, state: _Optional[_Union[HandoffState, str]] = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., lease_s: _Optional[float] = ..., push_port: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("frame",)

@@ -94,7 +94,8 @@ class KvTransferServiceServicer(object):
 
     def Push(self, request_iterator, context):
         """Frames one way, credit and the answer to the commit the other way. The first frame is a renew
-        frame, the last one a commit frame; the end of the stream means nothing.
+        frame, the last one a commit frame; the end of the stream means nothing. Served on the port that
+        Attach names, one call at a time on a connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
