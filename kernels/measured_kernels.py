@@ -24,32 +24,32 @@ from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
 from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.reduce import COLUMNS, UNITS, merge_kernel
+from disagg.kernels.runs import PAGES, SEGMENTS, run_spans_kernel
 from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
-TYPES: dict[str, Any] = (
-    {  # of arguments by name; others that end in _ptr are int32, the rest whole numbers
-        "x_ptr": "*fp16",
-        "missing_ptr": "*fp16",
-        "bytes_ptr": "*u8",
-        "segments_ptr": "*u8",
-        "tops_ptr": "*u8",
-        "seeds_ptr": "*i64",
-        "levels_ptr": "*i8",
-        "states_ptr": "*u8",
-        "won_ptr": "*u8",
-        "k_ptr": "*fp16",
-        "v_ptr": "*fp16",
-        "kept_k_ptr": "*fp16",
-        "kept_v_ptr": "*fp16",
-        "arena_ptr": "*fp16",
-        "scale": "fp32",
-        "parts": (("*fp32", "*fp32", "*i32", "*i32", "i32", "i32", "i32"),) * 3,
-    }
-    | {
+# types of arguments by name; of others, those that end in _ptr are int32 and the rest whole numbers
+TYPES: dict[str, Any] = {
+    **{
         f"{name}_ptr": "*fp32"
         for name in ("q", "o", "scores", "lse", "best", "part_lse", "part_o", "k_bits", "norms")
-    }
-)
+    },
+    "x_ptr": "*fp16",
+    "missing_ptr": "*fp16",
+    "bytes_ptr": "*u8",
+    "segments_ptr": "*u8",
+    "tops_ptr": "*u8",
+    "seeds_ptr": "*i64",
+    "levels_ptr": "*i8",
+    "states_ptr": "*u8",
+    "won_ptr": "*u8",
+    "k_ptr": "*fp16",
+    "v_ptr": "*fp16",
+    "kept_k_ptr": "*fp16",
+    "kept_v_ptr": "*fp16",
+    "arena_ptr": "*fp16",
+    "scale": "fp32",
+    "parts": (("*fp32", "*fp32", "*i32", "*i32", "i32", "i32", "i32"),) * 3,
+}
 PIECES = (  # name, and kind and bits of measured_formats.py
     ("2bit", "quantized", 2),
     ("4bit", "quantized", 4),
@@ -129,6 +129,10 @@ def _merge(columns: int) -> Source:
     return Source(merge_kernel, constants, 1)
 
 
+def _runs(columns: int) -> Source:
+    return Source(run_spans_kernel, {"TOKENS": 64, "SEGMENTS": SEGMENTS, "PAGES": PAGES}, 4)
+
+
 # what makes a source, given the columns of a tensor-core product on the chip
 SOURCES: dict[str, Callable[[int], Source]] = {
     **{
@@ -148,6 +152,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
     "attend-kept": _kept,
     "merge": _merge,
+    "run-spans": _runs,
     "aligned-levels": partial(_aligned, "channel_levels", 4),
     "aligned-scores": partial(_aligned, "plane_scores", aligned_warps(HEAD_DIM)),
     "aligned-drops": partial(_aligned, "allow_drops", 1),

@@ -1,7 +1,6 @@
 """Attention over pages made of pieces on a GPU: the Triton form of reference_paged.attend_paged.
 
 A run is the pages of a sequence that share a segment; without segments it is the whole sequence.
-Runs are found on the device, so a CUDA graph serves any lengths.
 """
 
 import torch
@@ -12,6 +11,7 @@ from disagg.kernels.formats_paged import PagedFormat, Side
 from disagg.kernels.launch import NVIDIA, TENSOR_COLUMNS, count_processors
 from disagg.kernels.parts import UnitPartials
 from disagg.kernels.piece_attention import attend_pieces_kernel
+from disagg.kernels.runs import run_spans
 from disagg.kernels.selftest import spelling_for
 from disagg.kernels.shape import (
     compile_options,
@@ -68,23 +68,6 @@ def attend_paged(
     )  # fmt: skip
     rows = (batch, queries, query_heads)
     return UnitPartials(part_o, part_lse, rows, spans, runs, fmt.tokens)
-
-
-def run_spans(
-    lo: Tensor, hi: Tensor, owner: Tensor, segments: int, tokens: int
-) -> tuple[Tensor, Tensor]:
-    """The tokens of every run that its sequence sees: two of [B * segments] int32.
-
-    lo, hi: [B] - of the sequence; owner: [B, P] - rises along a row, but for padding behind hi
-    """
-    pages = torch.arange(owner.shape[1], device=owner.device)
-    there = pages < ((hi + tokens - 1) // tokens).unsqueeze(1)
-    owner = torch.where(there, owner, segments).unsqueeze(1)
-    index = torch.arange(segments, device=owner.device).unsqueeze(1)
-    first, end = (owner < index).sum(2), (owner <= index).sum(2)
-    start = torch.maximum(first * tokens, lo.unsqueeze(1))
-    stop = torch.minimum(end * tokens, hi.unsqueeze(1))
-    return start.int().flatten(), stop.int().flatten()
 
 
 def is_supported(fmt: PagedFormat, device: torch.device) -> bool:

@@ -164,14 +164,6 @@ def test_units_of_work_stay_within_segments_of_any_length():
     check(fmt, [130], heads=1, run=1)
 
 
-def test_runs_are_what_a_window_sees_of_each_segment():
-    owner = torch.tensor([[0, 0, 1, 1, 2, 0], [0, 1, 0, 0, 0, 0]], dtype=torch.int32)
-    lo, hi = torch.tensor([70, 0]).int(), torch.tensor([300, 65]).int()
-    start, stop = paged_pieces.run_spans(lo, hi, owner, 3, T)
-    spans = [(a, b) for a, b in zip(start.tolist(), stop.tolist(), strict=True) if b > a]
-    assert spans == [(70, 128), (128, 256), (256, 300), (0, 64), (64, 65)]
-
-
 def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
     device = torch.device(DEVICE)
     for odd in ({"v_by": "row"}, {"block": 64}, {"block": 16, "rank": 2}, {"rank": 32}):
