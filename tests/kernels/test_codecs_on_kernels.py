@@ -1,18 +1,29 @@
-"""Prompts and steps of whole codecs through the Triton encoders, against the torch reference."""
+"""Prompts and steps of whole codecs through the Triton kernels, against the torch reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from disagg.bench.synthetic import realistic
-from disagg.codecs import alignedkv, get_codec, h2o, kivi, ott, paged
-from disagg.kernels import compete, encode, encode_aligned, paged_aligned, paged_exact
+from disagg.codecs import alignedkv, get_codec, h2o, kivi, ott, paged, raw
+from disagg.codecs.cache import CompressedKV
+from disagg.kernels import (
+    compete,
+    encode,
+    encode_aligned,
+    paged_aligned,
+    paged_attention,
+    paged_exact,
+    paged_pieces,
+    reduce,
+)
 from disagg.kernels.formats_paged import as_paged
 from tests.kernels.cases import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BOUNDS = {  # of attention, relative
+PAGES = {  # how far the pages of the kernels are from those of the reference, relative
+    "raw:dtype=fp16": 0.0,
     "kivi:bits=2,group=32,residual=16": 0.0,
     "fp8": 0.0,
     "kcvt": 0.0,
@@ -20,20 +31,30 @@ BOUNDS = {  # of attention, relative
     "gear:bits=2,backbone=kivi,group=64": 1e-3,
     "ott:residual=0,group=64,rank=2": 1e-3,
     "ott:residual=0,outliers=20,aux=60": 1e-3,
-    "h2o": 1e-3,
-    "alignedkv": 1e-3,
+    "h2o": 0.0,
+    "alignedkv": 0.0,
+}
+LAUNCHES = {  # of attention in one layer
+    "raw:dtype=fp16": ["attend_raw_kernel", "merge_kernel"],
+    "kivi:bits=4": ["attend_pieces_kernel", "attend_raw_kernel", "merge_kernel"],
+    "gear:bits=2,backbone=kivi,group=64": [
+        *["run_spans_kernel", "attend_pieces_kernel"] * 2,  # of the prompt, and sealed since
+        *["attend_raw_kernel", "merge_kernel"],
+    ],
+    "ott": ["attend_pieces_kernel", *["attend_raw_kernel"] * 2, "merge_kernel"],
+    "h2o": [*["attend_raw_kernel"] * 3, "merge_kernel"],
 }
 
 
-def attend(spec: str, device: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Attention after a prompt and steps that seal a page, and what the pages stand for."""
+def make_cache(spec: str, device: str) -> tuple[CompressedKV, Tensor]:
+    """A prompt and steps that seal a page; and a query [3, 64]."""
     codec, tokens = get_codec(spec), get_codec(spec).page_tokens
     k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, 64))
     prompt = tokens + 70
     q = torch.randn(3, 9, 64, generator=torch.Generator().manual_seed(1)).to(device)
     cache = codec.compress(k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
     cache.append(k[:, prompt:], v[:, prompt:])
-    return cache.attend(q[:, 0]).cpu(), tuple(x.cpu() for x in cache.reconstruct())
+    return cache, q[:, 0]
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -50,9 +71,12 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def seal_quantized(k, v, places, fmt):
         encode.seal_segments(k, v, places, as_paged(fmt), [0], k.shape[1])
 
+    use(raw, "attend_raw", paged_exact.attend_raw)
     use(kivi, "seal_quantized", seal_quantized)
+    use(kivi, "attend_quantized", paged_attention.attend_quantized)
     use(paged, "seal_segments", encode.seal_segments)
     use(paged, "encode_segments", encode.encode_segments)
+    use(paged, "attend_paged", paged_pieces.attend_paged)
     use(ott, "keep_outliers", compete.keep_outliers)
     use(ott, "attend_kept", paged_exact.attend_kept)
     use(h2o, "attend_dropped", paged_exact.attend_dropped)
@@ -61,13 +85,33 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("spec", BOUNDS)
+@pytest.mark.parametrize("spec", PAGES)
 def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
-    expected, pages = attend(spec, "cpu")
+    reference, q = make_cache(spec, "cpu")
+    expected = reference.attend(q.double())
     called = use_kernels(monkeypatch)
-    found, found_pages = attend(spec, DEVICE)
-    assert len(called) >= 2, called  # the prompt, and a page while decoding
-    bound = BOUNDS[spec] if DEVICE == "cpu" else max(BOUNDS[spec], 1e-3)
-    assert relative_error(found, expected.double()) <= bound
-    for x, y in zip(found_pages, pages, strict=True):
-        assert relative_error(x, y.double()) <= 1e-3
+    cache, q = make_cache(spec, DEVICE)
+    found = cache.attend(q).cpu()
+    assert "attend_raw" in called
+    assert len(called) >= 2 or cache.codec.name == "raw", called
+    assert relative_error(found, expected) <= 1e-3
+    bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
+    for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
+        assert relative_error(x.cpu(), y.double()) <= bound
+
+
+@pytest.mark.parametrize("spec", LAUNCHES)
+def test_a_layer_takes_one_launch_for_each_page_table_and_one_to_merge(spec, monkeypatch):
+    cache, q = make_cache(spec, DEVICE)
+    use_kernels(monkeypatch)
+    launched = []
+    kind = type(reduce.merge_kernel)
+    launch = kind.__getitem__
+
+    def count(kernel, grid):
+        launched.append(kernel.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(kind, "__getitem__", count)
+    cache.attend(q)
+    assert launched == LAUNCHES[spec]
