@@ -150,7 +150,7 @@ def pack(frame: Frame) -> list[Buffer]:
     else:
         what = FrameType.RENEW
     packed = msgpack.packb(header)
-    size = sum(memoryview(part).nbytes for part in payload)
+    size = sum(map(len, payload))
     prelude = _PRELUDE.pack(MAGIC, WIRE_VERSION, what, len(packed), size)
     return [prelude + _CHECKSUM.pack(digest(prelude + packed)) + packed, *payload]
 

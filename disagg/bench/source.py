@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from disagg.bench.child import cpu_seconds
@@ -23,6 +24,7 @@ from disagg.transfer.pace import Pace
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Options, Receipt
+from disagg.wire import Item
 
 DEADLINE_S = 3600.0
 
@@ -36,6 +38,12 @@ class Prompt:
     tokens: int
     arena: Arena
     states: list[GroupState]
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """Its items kind by kind, so that frames are full."""
+        items = Checklist(self.plan, self.tokens).items
+        return sorted(items, key=lambda item: (KIND_ORDER.index(item.kind), item.group))
 
 
 @dataclass(frozen=True)
@@ -84,17 +92,16 @@ class Source:
         prompt = Prompt(spec, plan, tokens, pool.arena, states)
         checklist = Checklist(plan, tokens)
         read = ArenaSource(prompt.arena, checklist, states)
-        for number, item in enumerate(checklist.items):
+        for number, item in enumerate(prompt.items):
             view = read(item)
             view[:] = bytes([number % 251]) * view.nbytes
         self._prompts[spec] = prompt
 
     async def send(self, link: str, spec: str, pace: Pace | None, frame_bytes: int) -> Sent:
-        """Send a prompt whose bytes are there: kind by kind, since then frames are full."""
+        """Send a prompt whose bytes are there."""
 
         async def offer_all(prompt: Prompt, sender: Sender) -> None:
-            items = Checklist(prompt.plan, prompt.tokens).items
-            sender.offer(sorted(items, key=lambda item: (KIND_ORDER.index(item.kind), item.group)))
+            sender.offer(prompt.items)
 
         return await self._send(link, self._prompts[spec], pace, frame_bytes, offer_all)
 

@@ -82,11 +82,28 @@ class Handoff:
         came with another digest before.
         """
         self.checklist.check(frame)
+        named, starts = frame.items(), self._records.starts(frame)
+        items = dict(zip(named, frame.digests, strict=True))
+        if len(items) == len(named) and self._are_new(items):
+            placements = list(map(Placement, starts, frame.payload))
+        else:
+            items, placements = self._choose(frame, named, starts)
+        self._writing |= items
+        self.writes += 1
+        return Write(self.nonce, items, tuple(placements))
+
+    def _are_new(self, items: Mapping[Item, int]) -> bool:
+        names, here = items.keys(), (self.offered, self.marks, self._writing)
+        return all(names.isdisjoint(known) for known in here)
+
+    def _choose(
+        self, frame: PageFrame, named: Sequence[Item], starts: Sequence[int]
+    ) -> tuple[dict[Item, int], list[Placement]]:
+        """What of a frame is neither here nor being written, item by item."""
         items: dict[Item, int] = {}
         placements: list[Placement] = []
-        starts = self._records.starts(frame)
         for item, expected, start, data in zip(
-            frame.items(), frame.digests, starts, frame.payload, strict=True
+            named, frame.digests, starts, frame.payload, strict=True
         ):
             known = self.marks.get(item) or self._writing.get(item) or items.get(item)
             if known is None and self.offered.get(item) != expected:
@@ -96,11 +113,9 @@ class Handoff:
                 raise CorruptFrameError(
                     f"{item} came as {known:016x} before, as {expected:016x} now"
                 )
-        self._writing |= items
         for item in items:
             self.offered.pop(item, None)
-        self.writes += 1
-        return Write(self.nonce, items, tuple(placements))
+        return items, placements
 
     def end_write(self, write: Write, written: bool) -> None:
         """Close a write; `written` only if the bytes matched their digests and are in place."""

@@ -129,6 +129,11 @@ class Records:
         ids, offsets = self._places[item.group, item.kind]
         return ids[item.record] * ARENA_UNIT + offsets[item.layer]
 
+    def starts_of(self, items: Sequence[Item]) -> list[int]:
+        """Byte offsets of items of one kind and layer group."""
+        ids, offsets = self._places[items[0].group, items[0].kind]
+        return [ids[record] * ARENA_UNIT + offsets[layer] for _, _, layer, record in items]
+
     def starts(self, frame: PageFrame) -> list[int]:
         """Byte offsets of the items of a frame that `Checklist.check` accepted."""
         ids, offsets = self._places[frame.group, frame.kind]
@@ -154,8 +159,16 @@ class ArenaSource:
         self._staged: dict[Item, memoryview] = {}
 
     def __call__(self, item: Item) -> memoryview:
+        """The bytes of one item."""
         data = self._staged.pop(item, None)
         return self._arena.read(*self._span(item)) if data is None else data
+
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items of one kind and layer group."""
+        if self._staged or not items:
+            return list(map(self, items))
+        nbytes, read = self._checklist.nbytes(items[0]), self._arena.read
+        return [read(start, nbytes) for start in self._records.starts_of(items)]
 
     def stage(self, items: Sequence[Item]) -> Callable[[], None]:
         """Begin to copy items to the host, as they are now; the call waits until they are there."""

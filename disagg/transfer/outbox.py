@@ -13,8 +13,11 @@ the receiver's digest.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
 
 from disagg.errors import CorruptFrameError
 from disagg.page import Kind
@@ -36,20 +39,27 @@ class Parcel:
     queued_since: float
 
 
+class Source(Protocol):
+    """Where the bytes of items are."""
+
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items of one kind and layer group that were offered."""
+
+
 class Outbox:
     """The items of one hand-off on their way out."""
 
     def __init__(
         self,
         checklist: Checklist,
-        read: Callable[[Item], memoryview],
+        source: Source,
         frame_bytes: int = FRAME_BYTES,
     ):
         self.checklist = checklist
         self.frame_bytes = frame_bytes
         self.credit = 0
         self.bytes_in_flight = 0
-        self._read = read
+        self._source = source
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queues: dict[tuple[Kind, int], deque[Item]] = {}  # by kind and group, to be sent
         self._ready: Parcel | None = None  # packed, waiting for credit
@@ -63,10 +73,10 @@ class Outbox:
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
-        for item in items:
-            assert item not in self._given
-            self._given[item] = now
-            self._enqueue(item)
+        given = dict.fromkeys(items, now)
+        assert self._given.keys().isdisjoint(given)
+        self._given |= given
+        self._enqueue(given)
 
     @property
     def drained(self) -> bool:
@@ -99,9 +109,7 @@ class Outbox:
         self._ready = None
         self.credit = self.bytes_in_flight = 0
         self._queues.clear()
-        for item in self._given:
-            if not self._is_there(item):
-                self._enqueue(item)
+        self._enqueue(item for item in self._given if not self._is_there(item))
 
     def grant(self, credit: int, frames: int) -> None:
         """More credit, and `frames` more that arrived and were verified."""
@@ -119,7 +127,7 @@ class Outbox:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
             self._there.pop(item, None)
             self._skipped.pop(item, None)
-            self._enqueue(item)
+            self._enqueue([item])
 
     # -- what goes out
 
@@ -143,11 +151,11 @@ class Outbox:
     def _whole(self) -> bool:
         return len(self._given) == self.checklist.num_items
 
-    def _enqueue(self, item: Item) -> None:
-        key = item[:2]
-        if key not in self._queues:
-            self._queues[key] = deque()
-        self._queues[key].append(item)
+    def _enqueue(self, items: Iterable[Item]) -> None:
+        for key, some in groupby(items, itemgetter(0, 1)):
+            if key not in self._queues:
+                self._queues[key] = deque()
+            self._queues[key].extend(some)
 
     def _most(self, item: Item) -> int:
         """How many items like this one make a full frame."""
@@ -165,25 +173,13 @@ class Outbox:
         kind, group = queue[0][:2]
         nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
         items: list[Item] = []
-        digests: list[int] = []
-        payload: list[memoryview] = []
         while queue and len(items) < most:
-            item = queue.popleft()
-            seen = self._there.get(item)
-            if seen is not None and item in self._cached:
-                self._skipped[item] = seen
-                continue
-            data = self._read(item)
-            if (expected := self._digests.get(item)) is None:
-                expected = self._digests[item] = digest(data)
-            if seen == expected:
-                self._skipped[item] = seen
-                continue
-            items.append(item)
-            digests.append(expected)
-            payload.append(data)
+            some = [queue.popleft() for _ in range(min(len(queue), most - len(items)))]
+            items += self._not_there(some) if self._there else some
         if not items:
             return None
+        payload = self._source.read(items)
+        digests = self._digests_of(items, payload)
         frame = PageFrame(
             ticket=ticket,
             kind=kind,
@@ -196,6 +192,28 @@ class Outbox:
         )
         parts = frame_parts(pack(frame))
         return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
+
+    def _not_there(self, items: Sequence[Item]) -> list[Item]:
+        """Those that the receiver does not have; the others are skipped."""
+        left = []
+        for item in items:
+            seen = self._there.get(item)
+            if seen is not None and (item in self._cached or self._has(item, seen)):
+                self._skipped[item] = seen
+            else:
+                left.append(item)
+        return left
+
+    def _has(self, item: Item, seen: int) -> bool:
+        return self._digests_of([item], self._source.read([item])) == [seen]
+
+    def _digests_of(self, items: Sequence[Item], payload: Sequence[memoryview]) -> list[int]:
+        """The digests of items; what was packed first is the promise."""
+        known = self._digests
+        for item, data in zip(items, payload, strict=True):
+            if item not in known:
+                known[item] = digest(data)
+        return [known[item] for item in items]
 
     def _is_there(self, item: Item) -> bool:
         expected = self._skipped.get(item, self._digests.get(item))

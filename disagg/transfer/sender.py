@@ -17,7 +17,7 @@ from disagg.transfer.channel import Link
 from disagg.transfer.client import Client
 from disagg.transfer.items import Checklist
 from disagg.transfer.messages import Ack, Attached, Grant, Nack, Request, State
-from disagg.transfer.outbox import Outbox
+from disagg.transfer.outbox import Outbox, Source
 from disagg.transfer.sending import Options, Receipt, Sending
 from disagg.transfer.stream import Stream
 from disagg.transfer.units import units_of
@@ -35,14 +35,14 @@ class Sender:
         link: Link,
         request: Request,
         plan: Plan,
-        read: Callable[[Item], memoryview],
+        source: Source,
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.request = request
         self.grant: Grant | None = None
         options = options or Options()
-        outbox = Outbox(Checklist(plan, request.tokens), read, options.frame_bytes)
+        outbox = Outbox(Checklist(plan, request.tokens), source, options.frame_bytes)
         self._sending = Sending(outbox, options, clock)
         self._client = Client(link)
         self._gen = 0

@@ -78,7 +78,7 @@ class AsyncSocket:
         """
         if self._closed:
             raise ConnectionAbortedError("the connection was closed here")
-        left = deque(memoryview(part).cast("B") for part in parts if len(part))
+        left = deque(memoryview(part) for part in parts if len(part))
         while left:
             try:
                 count = self._send(left)

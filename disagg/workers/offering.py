@@ -62,10 +62,10 @@ class Offering:
 
     # -- on the io loop
 
-    def read(self, item: Item) -> memoryview:
-        """The bytes of an item that was offered."""
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items of one kind and layer group that were offered."""
         assert self._source is not None
-        return self._source(item)
+        return self._source.read(items)
 
     def computed(self) -> None:
         """The prompt is done: what was kept back goes out."""

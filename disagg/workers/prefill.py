@@ -223,4 +223,4 @@ class PrefillSide:
         if self._pace is not None:
             frame_bytes = min(frame_bytes, self._pace.burst_bytes)
         options = Options(deadline_s=work.deadline_s, frame_bytes=frame_bytes, pace=self._pace)
-        return Sender(self._link(work.decode_address), request, plan, offering.read, options)
+        return Sender(self._link(work.decode_address), request, plan, offering, options)

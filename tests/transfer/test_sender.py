@@ -1,6 +1,7 @@
 """Hand-offs over a real loopback server: whole, broken, resumed, refused; nothing left behind."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -149,14 +150,19 @@ def test_records_that_change_while_they_are_sent_are_never_admitted(prompt):
     async def scene():
         async with open_house() as house:
             unstable = Item(prompt.checklist.items[0].kind, 0, 0, 0)
-            reads = []
 
-            def read(item: Item) -> memoryview:
-                reads.append(item)
-                data = prompt.read(item)
-                return data if item != unstable else memoryview(bytes([len(reads)]) * len(data))
+            class Changing:
+                reads = 0
 
-            sender = Sender(house.link, prompt.request(), prompt.plan, read, QUICK)
+                def read(self, items: Sequence[Item]) -> list[memoryview]:
+                    self.reads += 1
+                    found = prompt.read.read(items)
+                    if unstable in items:
+                        place = items.index(unstable)
+                        found[place] = memoryview(bytes([self.reads]) * len(found[place]))
+                    return found
+
+            sender = Sender(house.link, prompt.request(), prompt.plan, Changing(), QUICK)
             await sender.reserve()
             sender.offer(prompt.checklist.items)
             outbox = sender._sending.outbox
