@@ -23,7 +23,7 @@ from disagg.kernels.lowrank import low_rank_kernel
 from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
 from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.raw_attention import attend_raw_kernel
-from disagg.kernels.reduce import COLUMNS, UNITS, merge_kernel
+from disagg.kernels.reduce import COLUMNS, FEW, MANY, merge_kernel
 from disagg.kernels.runs import PAGES, SEGMENTS, run_spans_kernel
 from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
@@ -124,9 +124,9 @@ def _kept(columns: int) -> Source:
     return Source(attend_raw_kernel, constants, 1, compile_options(fmt, nvidia))
 
 
-def _merge(columns: int) -> Source:
-    constants = {"PARTS": 3, "D": HEAD_DIM, "BATCH_PAD": 32, "UNITS": UNITS, "COLUMNS": COLUMNS}
-    return Source(merge_kernel, constants, 1)
+def _merge(units: int, num_warps: int, columns: int) -> Source:
+    constants = {"PARTS": 3, "D": HEAD_DIM, "BATCH_PAD": 32, "UNITS": units, "COLUMNS": COLUMNS}
+    return Source(merge_kernel, constants, num_warps)
 
 
 def _runs(columns: int) -> Source:
@@ -151,7 +151,8 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "compete": partial(_competition, compete_kernel, {"SLOTS": 35, "BLOCK": BLOCK}),
     "keep": partial(_competition, keep_kernel, {"D": HEAD_DIM}),
     "attend-kept": _kept,
-    "merge": _merge,
+    "merge-few": partial(_merge, FEW, 1),
+    "merge-many": partial(_merge, MANY, 4),
     "run-spans": _runs,
     "aligned-levels": partial(_aligned, "channel_levels", 4),
     "aligned-scores": partial(_aligned, "plane_scores", aligned_warps(HEAD_DIM)),

@@ -15,7 +15,8 @@ from disagg.kernels.reference import Partial
 from disagg.kernels.tiles import EMPTY
 from disagg.kernels.units import find_cut, pick
 
-UNITS, COLUMNS = 16, 64  # of a part, and channels, that a program takes together
+COLUMNS = 64  # channels that a program takes together
+FEW, MANY = 16, 64  # units of a part that it takes together, and where a sequence has many
 LOG2_E = 1.4426950408889634
 
 
@@ -104,10 +105,12 @@ def join(parts: list[Part]) -> Partial:
     batch, rows = queries[0], o.shape[1]
     merged = torch.empty(*queries, head_dim, device=o.device)
     lse = torch.empty(queries, device=o.device)
-    most_runs = batch * max(part.runs for part in found)
+    many = max(part.o.shape[0] for part in found) > 2 * FEW * batch
+    pad = triton.next_power_of_2(batch * max(part.runs for part in found))
     merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
         tuple((x.o, x.lse, *x.spans, x.runs, x.o.shape[0], x.tile) for x in found), merged, lse,
-        rows, len(found), head_dim, triton.next_power_of_2(most_runs), UNITS, COLUMNS, num_warps=1,
+        rows, len(found), head_dim, pad, MANY if many else FEW, COLUMNS,
+        num_warps=4 if many else 1,
     )  # fmt: skip
     return merged, lse
 

@@ -1,5 +1,6 @@
 """Parts become one answer in one launch, however many there are and whatever they come from."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from disagg.kernels import ops, paged_attention, paged_exact, reduce, reference
 from disagg.kernels.parts import UnitPartials
+from disagg.kernels.units import MIN_TILES
 from tests.kernels.cases import (
     BASE,
     exact_attention,
@@ -65,6 +67,19 @@ def test_units_of_codes_of_a_tail_and_a_pair_are_one_answer():
     o = ops.merge(parts).cpu()
     exact = reference.merge([exact_attention(case, 0.2) for case in cases])
     assert relative_error(o, exact) <= 1e-3
+
+
+@pytest.mark.parametrize("units", [1, 33, 40, 130])
+def test_any_number_of_units_of_a_sequence_is_one_answer(units):
+    generator = torch.Generator().manual_seed(units)
+    o = torch.randn(units + 9, 3, 80, generator=generator)
+    lse = 9 * torch.randn(units + 9, 3, generator=generator)  # log2; 9 slots are nobody's
+    end = torch.tensor([units * MIN_TILES.value], dtype=torch.int32, device=DEVICE)
+    part = UnitPartials(o.to(DEVICE), lse.to(DEVICE), (1, 1, 3), (None, end))
+    found, total = (x.cpu() for x in reduce.join([part]))
+    weights = (lse[:units] * math.log(2)).softmax(0)
+    assert torch.allclose(found[0, 0], (o[:units] * weights.unsqueeze(2)).sum(0), atol=1e-5)
+    assert torch.allclose(total[0, 0], (lse[:units] * math.log(2)).logsumexp(0), atol=1e-4)
 
 
 def test_parts_that_would_be_misread_are_refused():

@@ -13,7 +13,7 @@ KERNELS = (
     "low-rank",
     "compete",
     "attend-kept",
-    "merge",
+    "merge-many",
     "aligned-values",
 )
 
