@@ -21,7 +21,6 @@ BUDGETS = {
     "raw-float16-4heads": 2.0,
     "raw-float16-8heads": 2.0,
     "dropped-float16-4heads": 2.0,
-    "dropped-float16-8heads": 2.0,
 }
 
 
