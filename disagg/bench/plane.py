@@ -33,7 +33,7 @@ class PlaneOptions:
     """What is sent, and how often; `gbps` are the links between namespaces, with `netns`."""
 
     codec: str = DEFAULT_CODEC
-    tokens: int = 8192
+    tokens: int = 16384
     rounds: int = 5
     netns: bool = False
     gbps: tuple[float, ...] = LINKS_GBPS

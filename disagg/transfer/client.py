@@ -99,9 +99,9 @@ class PushCall:
             self._client.wire_bytes += len(reply)
             yield pb.PushResponse.FromString(bytes(reply))
 
-    async def finish(self) -> None:
+    def finish(self) -> None:
         """All was said: leave the connection to the next stream."""
-        await self._call.finish()
+        self._call.finish()
 
     def cancel(self) -> None:
         """End the stream from our side, unless it is finished."""

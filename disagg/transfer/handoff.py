@@ -55,6 +55,7 @@ class Handoff:
         self.verify_ms = 0.0
         self.pages: frozenset[int] = frozenset()  # of its units, while the engine has them
         self._records = Records(checklist.plan, groups)
+        self._order = checklist.items  # asked for now, while there is time
         self._writing: dict[Item, int] = {}
 
     @property
@@ -93,8 +94,8 @@ class Handoff:
         return Write(self.nonce, items, tuple(placements))
 
     def _are_new(self, items: Mapping[Item, int]) -> bool:
-        names, here = items.keys(), (self.offered, self.marks, self._writing)
-        return all(names.isdisjoint(known) for known in here)
+        here = self.offered, self.marks, self._writing
+        return all(items.keys().isdisjoint(known.keys()) for known in here)
 
     def _choose(
         self, frame: PageFrame, named: Sequence[Item], starts: Sequence[int]
@@ -167,8 +168,7 @@ class Handoff:
         Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
         here with another digest than the commit says.
         """
-        items = self.checklist.items
-        plan = self.checklist.plan.fingerprint
+        items, plan = self._order, self.checklist.plan.fingerprint
         if (commit.tokens, commit.plan) != (self.checklist.tokens, plan):
             raise LayoutError(
                 f"a commit of {commit.tokens} tokens under plan {commit.plan}; reserved were "
@@ -176,6 +176,8 @@ class Handoff:
             )
         if len(commit.digests) != len(items):
             raise CorruptFrameError(f"{len(commit.digests)} digests for {len(items)} items")
+        if self.marks == dict(zip(items, commit.digests, strict=True)):
+            return ()
         absent = []
         for item, expected in zip(items, commit.digests, strict=True):
             if (seen := self.marks.get(item, expected)) != expected:

@@ -60,6 +60,7 @@ class Outbox:
         self.credit = 0
         self.bytes_in_flight = 0
         self._source = source
+        self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queues: dict[tuple[Kind, int], deque[Item]] = {}  # by kind and group, to be sent
         self._ready: Parcel | None = None  # packed, waiting for credit
@@ -86,7 +87,7 @@ class Outbox:
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
         digests = self._digests | self._skipped
-        return tuple(digests[item] for item in self.checklist.items)
+        return tuple(map(digests.__getitem__, self._order))
 
     @property
     def skipped_bytes(self) -> int:
@@ -109,7 +110,8 @@ class Outbox:
         self._ready = None
         self.credit = self.bytes_in_flight = 0
         self._queues.clear()
-        self._enqueue(item for item in self._given if not self._is_there(item))
+        here = {item for item in items if self._is_there(item)}
+        self._enqueue([x for x in self._given if x not in here] if here else self._given)
 
     def grant(self, credit: int, frames: int) -> None:
         """More credit, and `frames` more that arrived and were verified."""

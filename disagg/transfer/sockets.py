@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from disagg.wire import Buffer
 
 MAX_PARTS = 256  # of one gathered write; the kernel takes up to 1024
-WAKE_BYTES = 256 << 10  # a reader that wants more is woken when so much has come
+WAKE_BYTES = 512 << 10  # a reader that wants more is woken when so much has come
 DEAD_MS = 5000  # sent bytes that no kernel acknowledges so long mean a dead link
 
 _LOWAT = getattr(socket, "SO_RCVLOWAT", None)

@@ -44,8 +44,7 @@ class Stream:
                     waiting.discard(feeding)
                 self._check_progress()
             ack = listening.result()
-            feeding.cancel()
-            await self._call.finish()
+            self._call.finish()
             return ack
         finally:
             self._call.cancel()

@@ -6,9 +6,9 @@ it, so nothing of an old call is ever read by a new one.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 
-from disagg.errors import DisaggError, PeerLostError
+from disagg.errors import PeerLostError
 from disagg.transfer.calls import CONTENT_TYPE, Call
 from disagg.transfer.http2 import Connection
 from disagg.transfer.http2_frames import Fields
@@ -36,6 +36,7 @@ class Streams:
         self._congestion = congestion
         self._free: dict[int, list[tuple[Connection, int]]] = {}  # by port; and the next stream
         self._all: set[Connection] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
 
     def call(self, port: int, path: str) -> "StreamCall":
         """A new call; it connects when first used."""
@@ -43,6 +44,8 @@ class Streams:
 
     def close(self) -> None:
         """End every call."""
+        for task in self._finishing:
+            task.cancel()
         for connection in self._all:
             connection.close()
         self._all.clear()
@@ -58,6 +61,12 @@ class Streams:
             stream, [*fields, ("content-type", CONTENT_TYPE), *self._metadata]
         )
         return connection, stream
+
+    def settle(self, work: Coroutine[None, None, None]) -> None:
+        """Let the end of a call take its time."""
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
 
     def give_back(self, port: int, connection: Connection, stream: int) -> None:
         """A call on this stream ended well."""
@@ -119,20 +128,24 @@ class StreamCall:
         if error is not None:
             raise error
 
-    async def finish(self) -> None:
-        """The peer has said all it will say: leave the connection to the next call."""
-        call, connection = await self._opening, self._connection
+    def finish(self) -> None:
+        """The peer has said all that matters: leave the connection to the next call."""
+        connection, self._connection = self._connection, None
         assert connection is not None
+        self._stop_watching()
+        self._streams.settle(self._finish(connection))
+
+    async def _finish(self, connection: Connection) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
+                call = await self._opening
                 await call.end()
-                async for _ in self.answers():
+                async for _ in call.messages():
                     pass
-        except (OSError, TimeoutError, DisaggError):
-            return
-        self._stop_watching()
-        self._connection = None
-        self._streams.give_back(self._port, connection, self._stream)
+        except OSError:
+            self._streams.drop(connection)
+        else:
+            self._streams.give_back(self._port, connection, self._stream)
 
     def cancel(self) -> None:
         """End the call, unless it is finished."""

@@ -97,7 +97,8 @@ def test_a_finished_call_leaves_its_connection_to_the_next_and_a_cancelled_one_d
             for _ in range(3):
                 async with calling(streams, port) as call:
                     assert await ask(call, [b"a", b"bc"]) == [b"a", b"bc"]
-                    await call.finish()
+                    call.finish()
+                await asyncio.wait(streams._finishing)
             assert len(streams._all) == 1
             async with calling(streams, port) as call:
                 assert await ask(call, [b"a"]) == [b"a"]
