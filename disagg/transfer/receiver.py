@@ -24,7 +24,7 @@ from disagg.transfer.client import PUSH, SERVICE
 from disagg.transfer.intake import Intake
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
-from disagg.transfer.probe import absorb
+from disagg.transfer.probe import ABSORB, absorb
 from disagg.transfer.push_server import PushServer
 from disagg.transfer.security import Security
 from disagg.transfer.service import parse, rpc_handlers
@@ -66,7 +66,7 @@ class Receiver:
         self._settled: dict[int, asyncio.Event] = {}
         self._upkeep = Upkeep(self.ledger, clock, self.tick, self.scrub)
         self.failures: Counter[str] = Counter()  # refusals by reason
-        self.streams = PushServer({PUSH: self.push}, self._note)
+        self.streams = PushServer({PUSH: self.push, ABSORB: absorb}, self._note)
 
     # -- for the worker
 
@@ -79,7 +79,7 @@ class Receiver:
             "Commit": self.commit,
             "Abort": self.abort_call,
             "Release": self.release,
-            "Probe": absorb,
+            "Probe": self.probe,
         }
         return rpc_handlers(SERVICE, calls, on_refusal=self._note)
 
@@ -187,6 +187,10 @@ class Receiver:
         self.ledger.release(ticket, self._clock())
         self._act()
         return pb.ReleaseResponse().SerializeToString()
+
+    async def probe(self, data: bytes) -> bytes:
+        """A ProbeResponse."""
+        return pb.ProbeResponse(push_port=self.streams.port).SerializeToString()
 
     def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one stream, until the commit is acknowledged."""

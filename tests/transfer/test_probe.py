@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -7,7 +8,8 @@ from disagg.errors import ConfigError, PeerLostError
 from disagg.transfer.channel import connect
 from disagg.transfer.probe import FIRST_BYTES, measure
 from disagg.transfer.security import Security
-from disagg.wire import FRAME_BYTES
+from disagg.transfer.streams import StreamCall
+from disagg.wire import FRAME_BYTES, Buffer
 from tests.transfer.wires import open_house
 
 
@@ -38,29 +40,22 @@ def test_the_figures_are_those_of_the_clock():
     asyncio.run(scene())
 
 
-def test_a_slow_link_is_not_kept_busy_for_long():
+def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):
     """A clock on which bytes are slow: 1 ms for each KiB of what crosses."""
 
     async def scene():
         async with open_house() as house:
             sent: list[int] = []
-            channel = house.link.channel
+            send = StreamCall.send
 
-            class Slow:
-                def unary_unary(self, name):
-                    call = channel.unary_unary(name)
+            async def slow(call: StreamCall, parts: Sequence[Buffer], size: int) -> bool:
+                sent.append(size)
+                return await send(call, parts, size)
 
-                    def ask(message, **options):
-                        sent.append(len(message))
-                        return call(message, **options)
-
-                    return ask
-
-            object.__setattr__(house.link, "channel", Slow())
+            monkeypatch.setattr(StreamCall, "send", slow)
             report = await measure(house.link, clock=lambda: sum(sent) / 1024 * 1e-3)
             assert max(sent) < 1.01 * FIRST_BYTES
             assert report.gbytes_per_s == pytest.approx(1024e3 / 1e9, rel=0.01)
-            object.__setattr__(house.link, "channel", channel)
 
     asyncio.run(scene())
 

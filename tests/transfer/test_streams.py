@@ -115,7 +115,8 @@ def test_a_connection_whose_server_is_gone_is_not_used_again():
         streams = Streams(HOST)
         async with serving() as (port, _), calling(streams, port) as call:
             assert await ask(call, [b"a"]) == [b"a"]
-            await call.finish()
+            call.finish()
+            await asyncio.wait(streams._finishing)
         async with calling(streams, port) as call:
             with pytest.raises(PeerLostError):
                 await anext(call.answers())

@@ -186,12 +186,22 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ProbeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("push_port",)
+    PUSH_PORT_FIELD_NUMBER: _ClassVar[int]
+    push_port: int
+    def __init__(self, push_port: _Optional[int] = ...) -> None: ...
+
+class AbsorbRequest(_message.Message):
     __slots__ = ("payload",)
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
-class ProbeResponse(_message.Message):
+class AbsorbResponse(_message.Message):
     __slots__ = ("bytes",)
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int

@@ -71,6 +71,11 @@ class KvTransferServiceStub(object):
                 request_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.FromString,
                 _registered_method=True)
+        self.Absorb = channel.stream_stream(
+                '/disagg.v1.KvTransferService/Absorb',
+                request_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbRequest.SerializeToString,
+                response_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer(object):
@@ -123,7 +128,14 @@ class KvTransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Measures the link: the bytes are counted and dropped.
+        """Is answered by whoever can be reached, and tells the port of streams.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Absorb(self, request_iterator, context):
+        """Measures the link, on the port of streams: the bytes are counted and dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +178,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.FromString,
                     response_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.SerializeToString,
+            ),
+            'Absorb': grpc.stream_stream_rpc_method_handler(
+                    servicer.Absorb,
+                    request_deserializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbRequest.FromString,
+                    response_serializer=disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -359,6 +376,33 @@ class KvTransferService(object):
             '/disagg.v1.KvTransferService/Probe',
             disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
             disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Absorb(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/disagg.v1.KvTransferService/Absorb',
+            disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbRequest.SerializeToString,
+            disagg_dot_protos_dot_v1_dot_kv__transfer__pb2.AbsorbResponse.FromString,
             options,
             channel_credentials,
             insecure,
