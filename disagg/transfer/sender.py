@@ -63,6 +63,11 @@ class Sender:
         self._sending.finish(first_token, extras or {}, timings or {})
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all records of the prompt."""
+        return self._sending.outbox.checklist.total_bytes
+
+    @property
     def bytes_in_flight(self) -> int:
         """Bytes sent and not yet answered; at most two frames."""
         return self._sending.outbox.bytes_in_flight

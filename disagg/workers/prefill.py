@@ -30,6 +30,7 @@ from disagg.transfer.sending import Options, Receipt
 from disagg.transfer.units import content_keys
 from disagg.transfer.work import Submit, TokenEvent
 from disagg.wire import PlainValue
+from disagg.workers.holding import Holding
 from disagg.workers.mishaps import as_error
 from disagg.workers.offering import ENCODE_MS, Offering, handoff_stats
 
@@ -74,6 +75,7 @@ class PrefillSide:
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._computed: dict[str, asyncio.Future[Prefilled | Failed]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._holding = Holding(arena.nbytes)
         self._copies = ThreadPoolExecutor(1, "copies")  # in order; idle if pages are on the host
 
     @property
@@ -136,7 +138,8 @@ class PrefillSide:
         tokens, overlap = len(request.tokens), self._config.overlap
         offering = Offering(loop, self._arena, tokens, overlap, self._copies)
         sender = offering.sender = self._sender(work, plan, offering)
-        async with AsyncExitStack() as slot:
+        holding = self._holding.hold(work.decode_address, sender.nbytes)
+        async with holding, AsyncExitStack() as slot:
             await self._reserve(sender, slot)
             sending = asyncio.create_task(sender.run())
             try:
