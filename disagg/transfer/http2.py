@@ -29,10 +29,10 @@ from hyperframe.frame import (
 
 from disagg.transfer.http2_frames import (
     DATA_TYPE,
-    DEFAULT_FRAME,
     DEFAULT_WINDOW,
     END_STREAM,
     MAX_CONTROL_BYTES,
+    NO_HTTP2,
     PREFACE,
     SETTINGS,
     WIDEST,
@@ -45,6 +45,7 @@ from disagg.transfer.http2_frames import (
     data_head,
     parse,
 )
+from disagg.transfer.http2_windows import Room, Taken
 from disagg.transfer.sockets import AsyncSocket
 from disagg.wire import Buffer
 
@@ -59,11 +60,9 @@ class Connection:
         self._posting: asyncio.Task[None] | None = None
         self._encoder, self._decoder = Encoder(), Decoder(MAX_CONTROL_BYTES)
         self._left = self._padding = 0  # of the payload of the DATA frame that is being read
-        self._taken = 0  # bytes of payload since our window was opened again
-        self._frame_bytes, self._initial_window = DEFAULT_FRAME, DEFAULT_WINDOW
-        self._window = DEFAULT_WINDOW  # what the peer lets us send, in all
-        self._stream, self._stream_window = 0, DEFAULT_WINDOW  # and on this stream
-        self._opened = asyncio.Event()
+        self._room, self._taken = Room(), Taken()
+        self._opened = asyncio.Event()  # there may be room, or something was posted
+        self._greeted = False
 
     async def open(self, client: bool) -> None:
         """Say hello; a server also reads it."""
@@ -71,11 +70,11 @@ class Connection:
         wider = WindowUpdateFrame(0, WIDEST - DEFAULT_WINDOW).serialize()
         await self.sock.write([PREFACE if client else b"", settings, wider])
         if not client and await self._read(len(PREFACE)) != PREFACE:
-            raise ConnectionAbortedError("the peer does not speak HTTP/2")
+            raise ConnectionAbortedError(NO_HTTP2)
 
-    def close(self) -> None:
-        """At once; whoever reads or writes gets a ConnectionError."""
-        self.sock.close()
+    def close(self, why: str = "it was closed here") -> None:
+        """At once; whoever reads or writes gets a ConnectionError that says why."""
+        self.sock.close(why)
         self._opened.set()
 
     @property
@@ -88,8 +87,7 @@ class Connection:
     async def send_headers(self, stream: int, fields: Fields, ends: bool = False) -> None:
         """Headers of a new stream, or more of the one there is."""
         async with self._turn():
-            if stream != self._stream:
-                self._stream, self._stream_window = stream, self._initial_window
+            self._room.begin(stream)
             frame = HeadersFrame(stream, self._encoder.encode(fields), flags=["END_HEADERS"])
             if ends:
                 frame.flags.add("END_STREAM")
@@ -101,13 +99,11 @@ class Connection:
             left = [memoryview(part) for part in parts if len(part)]
             size = sum(map(len, left))
             while True:
-                count = min(size, self._frame_bytes, self._window, self._stream_window)
-                if size and count <= 0:
-                    await self._wait_for_window()
+                count = self._room.take(size)
+                if size and not count:
+                    await self._wait_for_room()
                     continue
                 size -= count
-                self._window -= count
-                self._stream_window -= count
                 head = data_head(count, END_STREAM if ends and not size else 0, stream)
                 sent, left = cut(left, count)
                 await self.sock.write([self._take_posted(), head, *sent])
@@ -126,6 +122,9 @@ class Connection:
         while True:
             head = await self._read(9)
             length, kind = int.from_bytes(head[:3], "big"), head[3]
+            if not self._greeted and kind != SettingsFrame.type:
+                raise ConnectionAbortedError(NO_HTTP2)
+            self._greeted = True
             if kind == DATA_TYPE:
                 return await self._begin_data(head, length)
             if length > MAX_CONTROL_BYTES:
@@ -133,6 +132,8 @@ class Connection:
             event = await self._take(parse(head, await self._read(length)))
             if event is not None:
                 return event
+            if len(self._posted) > MAX_CONTROL_BYTES:
+                raise ConnectionAbortedError("the peer wants answers and reads none")
 
     async def read_payload(self, memory: memoryview) -> int:
         """Fill `memory` with payload of the DATA frame that began, as far as there is any."""
@@ -149,10 +150,8 @@ class Connection:
             self._left -= 1 + self._padding
         if self._left < 0 or not stream:
             raise ConnectionAbortedError("a DATA frame is malformed")
-        self._taken += length
-        if self._taken > WIDEST // 2:
-            self._post(WindowUpdateFrame(0, self._taken), WindowUpdateFrame(stream, self._taken))
-            self._taken = 0
+        if frames := self._taken.count(stream, length):
+            self._post(*frames)
         return Data(stream, self._left, bool(flags & END_STREAM))
 
     async def _skip_payload(self) -> None:
@@ -169,15 +168,15 @@ class Connection:
             case RstStreamFrame():
                 return Reset(frame.stream_id, frame.error_code)
             case SettingsFrame() if "ACK" not in frame.flags:
-                self._apply(frame.settings)
+                self._room.apply(frame.settings)
+                if SettingsFrame.HEADER_TABLE_SIZE in frame.settings:
+                    size = frame.settings[SettingsFrame.HEADER_TABLE_SIZE]
+                    self._encoder.header_table_size = size
                 self._post(SettingsFrame(0, flags=["ACK"]))
             case PingFrame() if "ACK" not in frame.flags:
                 self._post(PingFrame(0, frame.opaque_data, flags=["ACK"]))
             case WindowUpdateFrame():
-                if frame.stream_id == 0:
-                    self._window += frame.window_increment
-                elif frame.stream_id == self._stream:
-                    self._stream_window += frame.window_increment
+                self._room.widen(frame.stream_id, frame.window_increment)
                 self._opened.set()
             case GoAwayFrame():
                 raise ConnectionResetError(f"the peer goes away: {frame.error_code}")
@@ -201,15 +200,6 @@ class Connection:
             raise ConnectionAbortedError(f"headers cannot be read: {error}") from error
         return Headers(first.stream_id, fields, "END_STREAM" in flags)
 
-    def _apply(self, settings: dict[int, int]) -> None:
-        window = settings.get(SettingsFrame.INITIAL_WINDOW_SIZE, self._initial_window)
-        self._stream_window += window - self._initial_window
-        self._initial_window = window
-        self._frame_bytes = settings.get(SettingsFrame.MAX_FRAME_SIZE, self._frame_bytes)
-        if SettingsFrame.HEADER_TABLE_SIZE in settings:
-            self._encoder.header_table_size = settings[SettingsFrame.HEADER_TABLE_SIZE]
-        self._opened.set()
-
     # -- below both
 
     async def _read(self, count: int) -> bytes:
@@ -225,7 +215,7 @@ class Connection:
         if self._posted:
             self._post()
 
-    async def _wait_for_window(self) -> None:
+    async def _wait_for_room(self) -> None:
         self._opened.clear()
         await self.sock.write([self._take_posted()])
         await self._opened.wait()
@@ -238,7 +228,7 @@ class Connection:
             self._posting = asyncio.create_task(self._flush())
 
     async def _flush(self) -> None:
-        with suppress(ConnectionError, OSError):  # who reads hears of it
+        with suppress(ConnectionError):  # who reads hears of it
             async with self._writing:
                 while self._posted:
                     await self.sock.write([self._take_posted()], counts=False)

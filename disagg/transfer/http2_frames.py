@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import Frame, SettingsFrame
 
+NO_HTTP2 = "the peer does not speak HTTP/2"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_CONTROL_BYTES = 16 << 10  # of a frame that is not DATA, and of all headers of a call
 WIDEST = (1 << 31) - 1
 DEFAULT_WINDOW, DEFAULT_FRAME = (1 << 16) - 1, 1 << 14  # until the peer says otherwise
+LARGEST_FRAME = (1 << 24) - 1
 DATA_TYPE, END_STREAM = 0, 1
 
 SETTINGS = {
     SettingsFrame.MAX_CONCURRENT_STREAMS: 1,
     SettingsFrame.INITIAL_WINDOW_SIZE: WIDEST,
-    SettingsFrame.MAX_FRAME_SIZE: (1 << 24) - 1,
+    SettingsFrame.MAX_FRAME_SIZE: LARGEST_FRAME,
     SettingsFrame.MAX_HEADER_LIST_SIZE: MAX_CONTROL_BYTES,
 }
 

@@ -25,13 +25,15 @@ from disagg.transfer.http2_frames import MAX_CONTROL_BYTES, PREFACE, Data, Heade
 from disagg.transfer.sockets import AsyncSocket
 
 FIELDS = [(":path", "/a"), ("x", "y" * 300)]
+LARGE = Encoder().encode([("x", "z" * 4000)] * 20)  # one field, and then its number
 
 
 class Peer:
-    """The other end, in frames."""
+    """The other end, in frames. It has said hello; the answer to that is not heard."""
 
     def __init__(self, raw: socket.socket):
         self._raw = raw
+        self._greeted = False
         raw.setblocking(False)
 
     async def say(self, *frames: Frame) -> None:
@@ -41,6 +43,9 @@ class Peer:
     async def hear(self) -> Frame:
         frame, length = Frame.parse_frame_header(memoryview(await self._read(9)))
         frame.parse_body(memoryview(await self._read(length)))
+        if not self._greeted and isinstance(frame, SettingsFrame):
+            self._greeted = True
+            return await self.hear()
         return frame
 
     async def _read(self, count: int) -> bytes:
@@ -50,14 +55,15 @@ class Peer:
         return data
 
 
-def run(scene: Callable[[Connection, Peer], Awaitable[None]]) -> None:
+def run(scene: Callable[[Connection, Peer], Awaitable[None]], *hello: Frame) -> None:
     async def whole() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            connection = Connection(AsyncSocket(ours))
+            connection, peer = Connection(AsyncSocket(ours)), Peer(theirs)
             try:
                 async with asyncio.timeout(20.0):
-                    await scene(connection, Peer(theirs))
+                    await peer.say(*(hello or [SettingsFrame(0)]))
+                    await scene(connection, peer)
             finally:
                 connection.close()
 
@@ -156,8 +162,15 @@ def test_a_peer_never_gets_more_than_its_windows_or_larger_frames_than_it_takes(
         [HeadersFrame(1, b""), PingFrame(0, b"12345678")],
         [ExtensionFrame(type=0, stream_id=0, flag_byte=0)],
         [GoAwayFrame(0, 0, 2)],
+        [HeadersFrame(1, LARGE, flags=["END_HEADERS"])],
+        [SettingsFrame(0, {SettingsFrame.MAX_FRAME_SIZE: 1 << 24})],
+        [SettingsFrame(0, {SettingsFrame.MAX_FRAME_SIZE: 0})],
+        [SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 1 << 31})],
     ],
-    ids=["long headers", "long pieces", "no hpack", "no pieces", "no stream", "goes away"],
+    ids=[
+        *("long headers", "long pieces", "no hpack", "no pieces", "no stream", "goes away"),
+        *("unpacks large", "huge frames", "no frames", "huge windows"),
+    ],
 )
 def test_what_no_peer_may_say_ends_the_connection(frames):
     async def scene(connection: Connection, peer: Peer) -> None:
@@ -168,6 +181,14 @@ def test_what_no_peer_may_say_ends_the_connection(frames):
     run(scene)
 
 
+def test_whoever_does_not_begin_with_settings_does_not_speak_http2():
+    async def scene(connection: Connection, peer: Peer) -> None:
+        with pytest.raises(ConnectionError, match="HTTP/2"):
+            await connection.next_event()
+
+    run(scene, PingFrame(0, b"12345678"))
+
+
 def test_a_server_hangs_up_on_whoever_does_not_speak_http2():
     async def scene(connection: Connection, peer: Peer) -> None:
         await asyncio.get_running_loop().sock_sendall(
@@ -175,6 +196,58 @@ def test_a_server_hangs_up_on_whoever_does_not_speak_http2():
         )
         with pytest.raises(ConnectionError, match="HTTP/2"):
             await connection.open(client=False)
+
+    run(scene)
+
+
+def test_others_have_their_turn_however_much_a_peer_sends():
+    async def scene(connection: Connection, peer: Peer) -> None:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(other())
+        await peer.say(*[DataFrame(1)] * 1000, RstStreamFrame(1, 8))
+        turns = 0
+        while await connection.next_event() != Reset(1, 8):
+            pass
+        assert turns > 10
+        working.cancel()
+
+    run(scene)
+
+
+def test_a_peer_that_wants_answers_and_reads_none_is_given_up():
+    async def scene(connection: Connection, peer: Peer) -> None:
+        async def flood() -> None:
+            while True:
+                await peer.say(*[PingFrame(0, b"12345678")] * 100)
+
+        flooding = asyncio.create_task(flood())
+        with pytest.raises(ConnectionError, match="reads none"):
+            await connection.next_event()
+        assert len(connection._posted) < 20_000
+        flooding.cancel()
+
+    run(scene)
+
+
+def test_a_side_can_be_ended_though_the_peer_took_its_windows_back():
+    async def scene(connection: Connection, peer: Peer) -> None:
+        await connection.send_headers(1, FIELDS)
+        await connection.send_data(1, [bytes(1000)])
+        await peer.say(
+            SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 10}), RstStreamFrame(3, 8)
+        )
+        await connection.next_event()
+        await connection.send_data(1, [], ends=True)
+        while not isinstance(heard := await peer.hear(), DataFrame) or heard.data:
+            pass
+        assert "END_STREAM" in heard.flags
 
     run(scene)
 
