@@ -7,6 +7,7 @@ The engine's side is `offer` and `finish`, which never wait. The io loop's side 
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -112,11 +113,12 @@ class Sender:
             await self._client.release(ticket, self._sending.options.call_s)
 
     async def _until_acknowledged(self) -> Ack:
-        sending, refusals = self._sending, 0
+        sending, refusals, broken_at = self._sending, 0, -math.inf
         sending.heard = sending.clock()
         while True:
+            attached_at = math.inf
             try:
-                attached = await self._attach()
+                attached, attached_at = await self._attach(), sending.clock()
                 if attached.state is State.ADMITTED:
                     return await self._commit_again()
                 sending.outbox.there(attached.have)
@@ -126,7 +128,10 @@ class Sender:
                 if refusals == MAX_REFUSALS:
                     raise refusal.error from refusal
             except PeerLostError:
-                if sending.clock() - sending.heard > sending.options.silence_s:
+                now, silence_s = sending.clock(), sending.options.silence_s
+                if sending.advanced_at >= broken_at or now - attached_at > silence_s:
+                    broken_at = now  # it went well until now
+                elif now - broken_at > silence_s:
                     raise
             await asyncio.sleep(RETRY_S)
 
@@ -141,7 +146,6 @@ class Sender:
                 )
             except DeadlineError as error:
                 raise PeerLostError(str(error)) from error
-            self._sending.heard = self._sending.clock()
             if attached.state is not State.EXPIRED:
                 return attached
             self.grant = None

@@ -18,7 +18,7 @@ class Options:
     """How patient a sender is.
 
     deadline_s:  the whole hand-off, from `run` on
-    silence_s:   a peer that cannot be reached this long is lost
+    silence_s:   a peer that cannot be reached, or breaks every stream, for this long is lost
     stall_s:     bytes in flight that are not answered this long mean a broken stream
     call_s:      every single call but `reserve`, which waits its own time more
     frame_bytes: where frames are cut; smaller ones for slow links
@@ -70,6 +70,7 @@ class Sending:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     ending: tuple[int, Mapping[str, PlainValue], Mapping[str, float]] | None = None
     heard: float = 0.0  # when the peer last said something
+    advanced_at: float = 0.0  # when it last had a frame, or an answer to the commit
     first_sent: float | None = None
     last_offer: float = 0.0
     longest_wait: float = 0.0
@@ -104,6 +105,12 @@ class Sending:
             extras=extras,
             timings=timings,
         )
+
+    def hear(self, advances: bool) -> None:
+        """The peer said something; `advances`: it has a frame more, or answers the commit."""
+        self.heard = self.clock()
+        if advances:
+            self.advanced_at = self.heard
 
     def note_sent(self, parcel: Parcel) -> None:
         """A parcel goes to the transport now."""

@@ -90,7 +90,7 @@ class Stream:
     async def _listen(self) -> Ack:
         """Take in credit until the commit is acknowledged."""
         async for reply in self._call.answers():
-            self._sending.heard = self._sending.clock()
+            self._sending.hear(reply.credit.frames > 0 or not reply.HasField("credit"))
             if reply.HasField("credit"):
                 self._sending.outbox.grant(reply.credit.bytes, reply.credit.frames)
             else:

@@ -12,6 +12,8 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.transfer.channel import connect
+from disagg.transfer.client import PUSH
+from disagg.transfer.push_server import PushServer
 from disagg.transfer.sender import Sender
 from tests.transfer.prompts import Prompt, make_prompt
 from tests.transfer.wires import QUICK, Proxy, hand_over, open_house, until
@@ -86,6 +88,31 @@ def test_a_receiver_that_dies_is_a_lost_peer_after_a_while(prompt):
             with pytest.raises(PeerLostError):
                 await running
             await link.close()
+
+    asyncio.run(scene())
+
+
+def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
+    """Control works, and every stream begins well: without a frame that arrives it is hopeless."""
+
+    async def scene():
+        async with open_house() as house:
+
+            async def brittle(messages):
+                async for reply in house.receiver.push(messages):
+                    yield reply
+                    return
+
+            streams = PushServer({PUSH: brittle})
+            streams.start("127.0.0.1")
+            house.receiver.streams.port = streams.port
+            sender = house.sender(prompt, replace(QUICK, silence_s=0.5))
+            await sender.reserve()
+            async with asyncio.timeout(10.0):
+                with pytest.raises(PeerLostError, match="ended the stream"):
+                    await hand_over(sender, prompt)
+            await streams.stop()
+            house.assert_nothing_held()
 
     asyncio.run(scene())
 
