@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from disagg.transfer.http2 import Connection
 from disagg.transfer.http2_frames import Data, Fields, Headers, Reset
-from disagg.wire import Buffer
+from disagg.wire import FRAME_BYTES, Buffer
 
 CONTENT_TYPE = "application/grpc"
+EAGER_BYTES = 2 * FRAME_BYTES  # a longer message gets memory as it comes
 _PREFIX = struct.Struct(">BI")  # compressed, size
 
 
@@ -19,16 +20,17 @@ class Call:
     """One end of a call.
 
     headers, trailers: what the peer said before and behind its messages, once it has
+    ended:             the peer has no messages
     """
 
-    def __init__(self, connection: Connection, stream: int, max_bytes: int):
+    def __init__(self, connection: Connection, stream: int, max_bytes: int, ended: bool = False):
         self.headers: dict[str, str] = {}
         self.trailers: dict[str, str] | None = None
         self._connection = connection
         self._stream = stream
         self._max_bytes = max_bytes
         self._unread = 0  # of the DATA frame that is being read
-        self._ended = False  # the peer sends no more after that
+        self._ended = ended  # the peer sends no more after that
         self._memory = memoryview(b"")
 
     async def begin(self, headers: Fields) -> None:
@@ -62,12 +64,21 @@ class Call:
                 f"a message of {size} bytes, {'' if compressed else 'not '}compressed; "
                 f"{self._max_bytes} are accepted, as they are"
             )
-        if len(self._memory) < size:
-            self._memory = memoryview(bytearray(size))
-        message = self._memory[:size]
-        if not await self._fill(message):
-            raise ConnectionAbortedError("a call ended in the middle of a message")
-        return message
+        filled = 0
+        while filled < size:
+            self._grow(min(size, max(EAGER_BYTES, 2 * filled)), filled)
+            part = self._memory[filled:size]
+            if not await self._fill(part):
+                raise ConnectionAbortedError("a call ended in the middle of a message")
+            filled += len(part)
+        return self._memory[:size]
+
+    def _grow(self, nbytes: int, filled: int) -> None:
+        """Memory for so many bytes, `filled` of which are kept."""
+        if len(self._memory) < nbytes:
+            memory = memoryview(bytearray(nbytes))
+            memory[:filled] = self._memory[:filled]
+            self._memory = memory
 
     async def _fill(self, memory: memoryview) -> bool:
         """False if the peer's side has ended before."""

@@ -13,6 +13,7 @@ import grpc
 
 from disagg.errors import ConfigError
 from disagg.transfer.security import TOKEN_KEY, Security
+from disagg.transfer.sockets import address_of
 from disagg.transfer.streams import Streams
 from disagg.transfer.tls import client_context
 from disagg.wire import FRAME_BYTES, MAX_FRAME_BYTES
@@ -96,7 +97,7 @@ async def start_server(
     handlers: Sequence[grpc.GenericRpcHandler], host: str, security: Security | None = None
 ) -> tuple[grpc.aio.Server, str]:
     """A started server on a free port of `host`, and its "host:port". Stop it with a grace."""
-    security = security or Security()
+    security, anywhere = security or Security(), address_of(host, 0)
     interceptors = [] if security.token is None else [_RequireToken(security.token)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers(tuple(handlers))
@@ -106,11 +107,11 @@ async def start_server(
         credentials = grpc.ssl_server_credentials(
             [(security.key, security.certificate)], security.ca, security.mutual
         )
-        port = server.add_secure_port(f"{host}:0", credentials)
+        port = server.add_secure_port(anywhere, credentials)
     else:
-        port = server.add_insecure_port(f"{host}:0")
+        port = server.add_insecure_port(anywhere)
     await server.start()
-    return server, f"{host}:{port}"
+    return server, address_of(host, port)
 
 
 class _RequireToken(grpc.aio.ServerInterceptor):

@@ -5,6 +5,7 @@ a transport that broke is `PeerLostError`, which leaves open whether the peer is
 """
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -95,9 +96,10 @@ class PushCall:
 
     async def answers(self) -> AsyncGenerator[pb.PushResponse, None]:
         """What the receiver says, until it ends the stream."""
-        async for reply in self._call.answers():
-            self._client.wire_bytes += len(reply)
-            yield pb.PushResponse.FromString(bytes(reply))
+        async with aclosing(self._call.answers()) as answers:
+            async for reply in answers:
+                self._client.wire_bytes += len(reply)
+                yield pb.PushResponse.FromString(bytes(reply))
 
     def finish(self) -> None:
         """All was said: leave the connection to the next stream."""

@@ -51,6 +51,7 @@ async def measure(link: Link, clock: Callable[[], float] = time.perf_counter) ->
     """
     call = link.streams.call(await _port(link), ABSORB)
     answers = call.answers()
+    lost = f"{link.address} did not answer a probe"
 
     async def ask(nbytes: int) -> float:
         parts = frame_parts([bytes(nbytes)])
@@ -66,10 +67,13 @@ async def measure(link: Link, clock: Callable[[], float] = time.perf_counter) ->
         first = max(await ask(FIRST_BYTES) - trip, 1e-9)
         size = int(min(FRAME_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONG_S / first)))
         seconds = min([await ask(size) for _ in range(3)])
-    except (TimeoutError, StopAsyncIteration) as error:
-        raise PeerLostError(f"{link.address} did not answer a probe in {CALL_S} s") from error
+    except TimeoutError as error:
+        raise PeerLostError(f"{lost} in {CALL_S:g} s") from error
+    except StopAsyncIteration as error:
+        raise PeerLostError(f"{lost}: it ended the call") from error
     finally:
         call.cancel()
+        await answers.aclose()
     rate = size / max(seconds - trip / 2, seconds / 2)
     return LinkReport(link.address, link.transport, 1e3 * trip, rate / 1e9)
 

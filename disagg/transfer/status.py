@@ -40,6 +40,7 @@ _STATUS, _DETAILS = "grpc-status", "grpc-message"
 _CODES = {str(code.value[0]): code for code in grpc.StatusCode}
 REFUSED_TOKEN = [(_STATUS, "16"), (_DETAILS, "the shared token is missing or wrong")]
 UNKNOWN_METHOD = [(_STATUS, "12"), (_DETAILS, "there is no such method")]
+FAILED = [(_STATUS, "2"), (_DETAILS, "the method failed; its worker has logged why")]
 DONE = [(_STATUS, "0")]
 
 
@@ -70,7 +71,7 @@ def refusal_fields(error: DisaggError) -> Sequence[tuple[str, str]]:
     return [(_STATUS, str(code)), (_DETAILS, error.reason), *named]
 
 
-def error_in(fields: Mapping[str, str]) -> DisaggError | None:
+def error_in(fields: Mapping[str, str], peer: str) -> DisaggError | None:
     """What trailing headers tell: an error that the peer named, or what its status means."""
     code = _CODES.get(fields.get(_STATUS, ""), grpc.StatusCode.UNKNOWN)
     if code is grpc.StatusCode.OK:
@@ -81,4 +82,5 @@ def error_in(fields: Mapping[str, str]) -> DisaggError | None:
         except binascii.Error:
             message = ""
         return error_from(reason, message)
-    return _TRANSPORT.get(code, PeerLostError)(f"{code.name}: {fields.get(_DETAILS, '')}")
+    kind = _TRANSPORT.get(code, PeerLostError)
+    return kind(f"{peer}: {code.name}: {fields.get(_DETAILS, '')}")

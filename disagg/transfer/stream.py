@@ -6,6 +6,7 @@ what follows.
 """
 
 import asyncio
+from contextlib import aclosing
 
 from disagg.errors import PeerLostError
 from disagg.transfer.client import PushCall
@@ -89,17 +90,18 @@ class Stream:
 
     async def _listen(self) -> Ack:
         """Take in credit until the commit is acknowledged."""
-        async for reply in self._call.answers():
-            self._sending.hear(reply.credit.frames > 0 or not reply.HasField("credit"))
-            if reply.HasField("credit"):
-                self._sending.outbox.grant(reply.credit.bytes, reply.credit.frames)
-            else:
-                answer = answer_from(reply)
-                if isinstance(answer, Ack):
-                    return answer
-                self._sending.outbox.missing(answer.missing)
-                self._committed = False
-            self._sending.wake.set()
+        async with aclosing(self._call.answers()) as replies:
+            async for reply in replies:
+                self._sending.hear(reply.credit.frames > 0 or not reply.HasField("credit"))
+                if reply.HasField("credit"):
+                    self._sending.outbox.grant(reply.credit.bytes, reply.credit.frames)
+                else:
+                    answer = answer_from(reply)
+                    if isinstance(answer, Ack):
+                        return answer
+                    self._sending.outbox.missing(answer.missing)
+                    self._committed = False
+                self._sending.wake.set()
         raise PeerLostError("the receiver ended the stream before the commit was answered")
 
     def _check_progress(self) -> None:

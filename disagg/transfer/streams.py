@@ -6,13 +6,14 @@ it, so nothing of an old call is ever read by a new one.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import ExitStack, aclosing
 
 from disagg.errors import PeerLostError
 from disagg.transfer.calls import CONTENT_TYPE, Call
 from disagg.transfer.http2 import Connection
 from disagg.transfer.http2_frames import Fields
-from disagg.transfer.sockets import dial
+from disagg.transfer.sockets import address_of, dial
 from disagg.transfer.status import error_in
 from disagg.wire import MAX_FRAME_BYTES, Buffer
 
@@ -37,13 +38,19 @@ class Streams:
         self._free: dict[int, list[tuple[Connection, int]]] = {}  # by port; and the next stream
         self._all: set[Connection] = set()
         self._finishing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def call(self, port: int, path: str) -> "StreamCall":
-        """A new call; it connects when first used."""
+        """A new call, which begins to connect."""
         return StreamCall(self, port, path)
 
+    def address(self, port: int) -> str:
+        """How messages call a port of the host."""
+        return address_of(self._host, port)
+
     def close(self) -> None:
-        """End every call."""
+        """End every call; one that is still connecting ends when it has."""
+        self._closed = True
         for task in self._finishing:
             task.cancel()
         for connection in self._all:
@@ -53,13 +60,19 @@ class Streams:
 
     async def take(self, port: int, path: str) -> tuple[Connection, int]:
         """A connection and the number of a stream on it, with a call begun."""
-        connection, stream = self._known(port) or (await self._dial(port), 1)
         scheme = "http" if self._tls is None else "https"
         fields = [(":method", "POST"), (":scheme", scheme), (":path", path)]
-        fields += [(":authority", f"{self._host}:{port}"), ("te", "trailers")]
-        await connection.send_headers(
-            stream, [*fields, ("content-type", CONTENT_TYPE), *self._metadata]
-        )
+        fields += [(":authority", self.address(port)), ("te", "trailers")]
+        fields += [("content-type", CONTENT_TYPE), *self._metadata]
+        with ExitStack() as undo:
+            try:
+                async with asyncio.timeout(DIAL_S):
+                    connection, stream = self._known(port) or (await self._dial(port), 1)
+                    undo.callback(self.drop, connection)
+                    await connection.send_headers(stream, fields)
+            except TimeoutError as error:
+                raise ConnectionAbortedError(f"no connection in {DIAL_S:g} s") from error
+            undo.pop_all()
         return connection, stream
 
     def settle(self, work: Coroutine[None, None, None]) -> None:
@@ -89,10 +102,16 @@ class Streams:
         return None
 
     async def _dial(self, port: int) -> Connection:
-        async with asyncio.timeout(DIAL_S):
-            connection = Connection(await dial(self._host, port, self._tls, self._congestion))
+        if not 0 < port < 1 << 16:
+            raise ConnectionAbortedError("there is no such port")
+        connection = Connection(await dial(self._host, port, self._tls, self._congestion))
+        with ExitStack() as undo:
+            undo.callback(self.drop, connection)
+            if self._closed:
+                raise ConnectionAbortedError("the link was closed here")
             self._all.add(connection)
             await connection.open(client=True)
+            undo.pop_all()
         return connection
 
 
@@ -110,21 +129,23 @@ class StreamCall:
     async def send(self, parts: Sequence[Buffer], size: int) -> bool:
         """Hand one message to the kernel; False if the call is over: then `answers` knows why."""
         try:
-            call = await asyncio.shield(self._opening)
+            call = await self._opened()
             await call.send(parts, size)
         except OSError:
             return False
         return True
 
-    async def answers(self) -> AsyncIterator[memoryview]:
+    async def answers(self) -> AsyncGenerator[memoryview, None]:
         """What the peer says, until it ends the call; raises the error that it ended with."""
+        peer = f"the data plane at {self._streams.address(self._port)}"
         try:
-            call = await asyncio.shield(self._opening)
-            async for message in call.messages():
-                yield message
+            call = await self._opened()
+            async with aclosing(call.messages()) as messages:
+                async for message in messages:
+                    yield message
         except OSError as failure:
-            raise PeerLostError(f"the data plane of the peer: {failure}") from failure
-        error = error_in(call.trailers or call.headers)
+            raise PeerLostError(f"{peer}: {failure}") from failure
+        error = error_in(call.trailers or call.headers, peer)
         if error is not None:
             raise error
 
@@ -138,7 +159,7 @@ class StreamCall:
     async def _finish(self, connection: Connection) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                call = await self._opening
+                call = await self._opened()
                 await call.end()
                 async for _ in call.messages():
                     pass
@@ -155,6 +176,14 @@ class StreamCall:
             self._streams.drop(self._connection)
             self._connection = None
 
+    async def _opened(self) -> Call:
+        """The call, once it has begun; ConnectionError if it could not, or was given up."""
+        if not self._opening.done():
+            await asyncio.wait([self._opening])
+        if self._opening.cancelled():
+            raise ConnectionAbortedError("the call was given up here")
+        return self._opening.result()
+
     async def _open(self, path: str) -> Call:
         connection, self._stream = await self._streams.take(self._port, path)
         self._connection = connection
@@ -170,7 +199,7 @@ class StreamCall:
             connection.ping()
             await asyncio.sleep(ANSWER_S)
             if connection.quiet_s >= ANSWER_S:
-                connection.close()
+                connection.close(f"no sign of life for {ANSWER_S:g} s")
                 return
 
     def _stop_watching(self) -> None:

@@ -1,11 +1,12 @@
 """Who may speak on the plane: shared token, TLS, mutual TLS."""
 
 import asyncio
+import socket
 
 import pytest
 
 from disagg.errors import ConfigError, PeerLostError
-from disagg.transfer.channel import tune_malloc
+from disagg.transfer.channel import connect, start_server, tune_malloc
 from disagg.transfer.probe import measure
 from disagg.transfer.security import Security
 from tests.papers import make_papers
@@ -83,3 +84,20 @@ def test_a_server_with_tls_needs_a_certificate_and_a_key(prompt, papers):
 
 def test_malloc_can_be_tuned_where_there_is_glibc():
     assert isinstance(tune_malloc(), bool)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_is_an_address_like_any_other(host):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+
+    async def scene() -> None:
+        server, address = await start_server([], host)
+        assert address.startswith("[::1]:")
+        link = connect(address)
+        await asyncio.wait_for(link.channel.channel_ready(), 20.0)
+        assert link.streams.address(5) == "[::1]:5"
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(scene())

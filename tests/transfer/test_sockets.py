@@ -105,11 +105,12 @@ def test_options_that_a_system_does_not_have_are_left_out(monkeypatch):
 
 def test_every_address_of_a_name_is_tried(monkeypatch):
     async def scene() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
+        with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
             port = listening.getsockname()[1]
             found = [
-                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
-                for host in ("127.0.0.2", "127.0.0.1")
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", sock.getsockname())
+                for sock in (deaf, listening)
             ]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
             sock = await dial("two.addresses", port, None)
