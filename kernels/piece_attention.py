@@ -69,10 +69,14 @@ def attend_pieces_kernel(
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         page = tl.load(row_ptr + tl.minimum(i + 1, whole_end - 1))
         state = add_page(words_ptr + at, query, places, unit, (), state, FMT, SHAPE, SPELLING)
-    for i in tl.range(start, end - (whole_end - whole), num_stages=1):
-        i_page = tl.where(i < whole, i, i + (whole_end - whole))
-        at = tl.multiple_of(tl.load(row_ptr + i_page).to(tl.int64) * 64 + offset, 8)
-        seen = (i_page * T, lo, hi)
+    gap = whole_end - whole
+    rest = end - gap
+    page = tl.load(row_ptr + tl.where(start < whole, start, whole_end), mask=start < rest, other=0)
+    for i in tl.range(start, rest, num_stages=STAGES):  # loads that wait in registers would spill
+        at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
+        after = tl.minimum(i + 1, rest - 1)
+        page = tl.load(row_ptr + tl.where(after < whole, after, after + gap))
+        seen = (tl.where(i < whole, i, i + gap) * T, lo, hi)
         state = add_page(words_ptr + at, query, places, unit, seen, state, FMT, SHAPE, SPELLING)
 
     m, l, bias, sums = state

@@ -76,7 +76,8 @@ def piece_scores(
         b_low = tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]) * low[1][None, :]
         s += first_of(b_low, COPIES)
     if SIDE.sparse is not None:
-        s += stack(sparse_sums(block, q, places[0], places[2], COPIES, SIDE, SPELLING), SIDE.planes)
+        b_parts = sparse_sums(block, q, places[0], places[2], COPIES, COPIES, SIDE, SPELLING)
+        s += stack(b_parts, COPIES)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
         s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))

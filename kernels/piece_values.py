@@ -12,7 +12,7 @@ import triton.language as tl
 
 from disagg.kernels.piece_scores import codes_of, load_codes, load_factor, weight_of
 from disagg.kernels.piece_sparse import sparse_sums
-from disagg.kernels.tiles import P_BIAS, as_scales, first_of, in_halves, load_tile
+from disagg.kernels.tiles import P_BIAS, as_scales, first_of, in_halves, load_tile, settle
 
 
 @triton.jit
@@ -44,20 +44,25 @@ def value_bias(block, bias, SIDE: tl.constexpr):
         top = load_block_scale(block, SIDE)
     else:
         COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group * SIDE.columns
-        top = largest(as_scales(block, SIDE.scale.scale), COUNT)
+        tops = magnitudes(as_scales(block, SIDE.scale.scale), COUNT)
+        top = tl.max(tops, 0).to(tl.float32)
     if SIDE.sparse is not None:
         p_delta = as_scales(block, SIDE.sparse.delta)
-        top = tl.maximum(top, largest(p_delta, SIDE.columns * SIDE.sparse.slots))
+        more = magnitudes(p_delta, SIDE.columns * SIDE.sparse.slots)
+        if SIDE.scale.by == "column" and more.shape[0] == tops.shape[0]:
+            top = tl.max(tl.maximum(tops, more), 0).to(tl.float32)  # across threads only once
+        else:
+            top = tl.maximum(top, tl.max(more, 0).to(tl.float32))
     above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
     return tl.minimum(bias, P_BIAS - above.to(tl.float32))
 
 
 @triton.jit
-def largest(p, COUNT: tl.constexpr):
-    """The largest magnitude of COUNT items of fp16, as fp32."""
+def magnitudes(p, COUNT: tl.constexpr):
+    """The magnitudes of COUNT items of fp16, and 0 up to a power of two."""
     PAD: tl.constexpr = triton.next_power_of_2(COUNT)
     o_i = tl.arange(0, PAD)
-    return tl.max(tl.abs(load_tile(p + o_i, o_i < COUNT, COUNT == PAD)), 0).to(tl.float32)
+    return tl.abs(load_tile(p + o_i, o_i < COUNT, COUNT == PAD))
 
 
 @triton.jit
@@ -80,8 +85,11 @@ def add_values(
     halves = in_halves(p.to(tl.float16), SIDE.halves)
     copies, weighted, o_new, z_new, y_new = (), (), (), (), ()
     for j in tl.static_range(HALVES):
-        b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
-        copies = copies + (tl.reshape(b_x, [U, C * X]),)
+        if X == 1:  # without `settle` each product would bring p through shared memory anew
+            copies = copies + (settle(halves[j]),)
+        else:
+            b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
+            copies = copies + (tl.reshape(b_x, [U, C * X]),)
     if SIDE.low_rank is not None and SIDE.sparse is not None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.sparse is not None:
@@ -94,7 +102,7 @@ def add_values(
         weighted = (in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),)
     else:
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
-            b_p, b_z = weigh(block, g, halves, z[g // X] * decay, X, SIDE)
+            b_p, b_z = weigh(block, g, copies, z[g // X] * decay, X, SIDE)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
     o_new = add_planes(b_words, weighted, o_new, X, SIDE, SPELLING)
     if SIDE.low_rank is not None and SIDE.sparse is None:
@@ -119,7 +127,7 @@ def add_sparse(
     """The planes o, decayed, plus what sparse slots add to the columns of their groups."""
     W: tl.constexpr = SIDE.rows // SIDE.planes
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
-    sparse = sparse_sums(block, x, places[1], places[2], X, SIDE, SPELLING)
+    sparse = sparse_sums(block, x, places[1], places[2], SIDE.planes, X, SIDE, SPELLING)
     added = ()
     for f in tl.static_range(len(o)):
         b_o = o[f] * decay
@@ -141,13 +149,13 @@ def add_sparse(
 def weigh(block, g, p, z, X: tl.constexpr, SIDE: tl.constexpr):
     """Weights with the scales of V groups g .. g+X-1 folded in, and z plus what their zeros add.
 
-    p:       [U, C] fp16 for each half of the tokens
+    p:       [U, C * X] fp16 for each half of the tokens, all X copies of a column equal
     z:       [16, C * X] fp32; rows 16/X * x and after belong to group g + x
     returns: [U, C * X] fp16 for each half of the tokens; z
     """
     HALVES: tl.constexpr = SIDE.halves
     U: tl.constexpr = SIDE.columns // SIDE.halves
-    C: tl.constexpr = p[0].shape[1]
+    C: tl.constexpr = p[0].shape[1] // X
     o_t, o_x = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, X)[None, :]
     o_group = (g + o_x) * SIDE.columns
     b_scale = in_halves(tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES)
@@ -157,7 +165,8 @@ def weigh(block, g, p, z, X: tl.constexpr, SIDE: tl.constexpr):
         b_zero = in_halves(tl.load(as_scales(block, SIDE.scale.zero) + o_group + o_t), HALVES)
     weighted = ()
     for j in tl.static_range(HALVES):
-        b_p = tl.reshape(p[j][:, :, None] * b_scale[j][:, None, :], [U, C * X])
+        b_x = tl.broadcast_to(b_scale[j][:, None, :], [U, C, X])
+        b_p = p[j] * tl.reshape(b_x, [U, C * X])
         b_rows = tl.broadcast_to(tl.trans(b_zero[j])[:, None, :], [X, 16 // X, U])
         z = tl.dot(tl.reshape(b_rows, [16, U]), b_p, z)
         weighted = weighted + (b_p,)
