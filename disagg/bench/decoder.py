@@ -19,6 +19,7 @@ from disagg.model.device import load_runner
 from disagg.plan import Plan
 from disagg.transfer.messages import Admission
 from disagg.transfer.terms import Terms
+from disagg.workers.memory import settle_memory
 
 ANSWER = "answer"  # the request that decodes while others arrive
 PROMPT_TOKENS = 64
@@ -43,6 +44,7 @@ class Decoder(Sink):
         engine = self._engine = Engine(runner, EngineConfig())
         plan, self._pool = engine.plan(spec), engine.pool
         self._terms = Terms(MODEL, plan, EPOCH, engine.pool.arena.nbytes)
+        settle_memory()
         thread = Thread(target=engine.run, args=(self._deliver,))
         thread.start()
         self._stack.callback(thread.join)

@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
-from disagg.transfer.channel import tune_malloc
 from disagg.transfer.credentials import load_security
 from disagg.workers.members import Role, Started
+from disagg.workers.memory import settle_memory
 from disagg.workers.portions import gpu_share, torch_threads
 
 NAMESPACE = "disagg"
@@ -42,7 +42,6 @@ class Shell:
 
     def __init__(self, config: Config, role: Role, name: str, token: str | None):
         faulthandler.enable()
-        tune_malloc()
         self._config, self._role, self._name, self._token = config, role, name, token
         self._started: Started | None = None
         if threading.current_thread() is threading.main_thread():
@@ -65,6 +64,7 @@ class Shell:
                 address = host or ray.util.get_node_ip_address()
                 self._worker = Worker(self._config, self._role, self._name, address, security)
                 self._started = self._worker.start()
+                settle_memory()
             except DisaggError as error:
                 return error.reason, str(error)
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
