@@ -9,6 +9,11 @@ Bits from 8 up are first shifted down by 8, together for four (2 bit) or two (4 
 Tensor cores take subnormals exactly on NVIDIA; selftest.py asks the chip. One that flushes them
 gets the magic number: the field under the exponent 0x6400 is 1024 + c * 2**p, and taking 1024 away
 is exact.
+
+An e4m3 byte needs no conversion either: fp16 has the same fields, wider. Sign, exponent and
+mantissa moved up by 7 bits are the number times 2**-8, because fp16 counts exponents from 15 and
+e4m3 from 7; subnormals become subnormals. NaN would become 480, but no encoder writes it. NVIDIA
+chips from 8.9 on convert two bytes at once, which takes fewer instructions, so there it is done.
 """
 
 import triton
@@ -56,3 +61,21 @@ def weight(PLANE: tl.constexpr, BITS: tl.constexpr, SPELLING: tl.constexpr):
     POSITION: tl.constexpr = PLANE * BITS % 8
     UNIT: tl.constexpr = 1.0 if SPELLING == "magic" else 16777216.0
     return UNIT / (1 << POSITION)
+
+
+@triton.jit
+def float8(codes, SPELLING: tl.constexpr):
+    """Bytes of e4m3, int8 -> fp16 of the same shape: the numbers, times 1/weight."""
+    if SPELLING == "ptx":
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return ((codes.to(tl.int16) << 7) & -0x4080).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def float8_weight(SPELLING: tl.constexpr):
+    """What a sum over `float8` is multiplied by to be a sum over the numbers."""
+    if SPELLING == "ptx":
+        return 1.0
+    else:
+        return 256.0

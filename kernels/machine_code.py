@@ -126,9 +126,10 @@ def compile_kernel(kernel: str, chip: GPUTarget) -> tuple[triton.compiler.Compil
         function = attend_pieces_kernel
         fmt = piece_format(kind, int(form.removesuffix("bit")))
         types |= {"words_ptr": "*i16", "segments_ptr": "*i32", "segment_base": "i32", "runs": "i32"}
+        can_read = kind != "float" or chip.arch != 80  # as paged_pieces.py chooses
         constants = {
             "SHAPE": piece_shape(queries, HEADS, fmt, columns, queries[0]),
-            "SPELLING": PTX if chip.backend == "cuda" else PLAIN,
+            "SPELLING": PTX if chip.backend == "cuda" and can_read else PLAIN,
         }
     else:
         function = attend_raw_kernel
@@ -227,7 +228,7 @@ def load_width(loop: list[str]) -> int:
 def count_buffers(ttgir: str) -> int:
     """The least number of buffers of any 2-D tile that is loaded ahead in shared memory."""
     found = re.findall(
-        r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i16|f16|bf16|f8)", ttgir
+        r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i8|i16|f16|bf16)", ttgir
     )
     return min((int(count) for count in found), default=1)
 

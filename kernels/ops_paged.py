@@ -50,7 +50,7 @@ def runs_on_gpu(fmt: PagedFormat, device: torch.device) -> bool:
     """Whether `attend_paged` of fp32 queries is a Triton kernel, which a CUDA graph can hold."""
     if device.type != "cuda":
         return False
-    return bool(import_module("disagg.kernels.paged_pieces").is_supported(fmt, device))
+    return bool(import_module("disagg.kernels.paged_pieces").is_supported(fmt))
 
 
 def attend_aligned(

@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from disagg.kernels.bits import PLAIN, PTX
 from disagg.kernels.formats_paged import PagedFormat, Side
 from disagg.kernels.launch import NVIDIA, TENSOR_COLUMNS, count_processors
 from disagg.kernels.parts import UnitPartials
@@ -63,15 +64,15 @@ def attend_paged(
     attend_pieces_kernel[(heads, blocks, slots)](
         q, arena.view(torch.int16), pages, lo, hi, *spans, pages if segments is None else segments,
         part_o, part_lse, scale, base, segment_base, count, runs, pages.shape[1],
-        fmt, shape, spelling or spelling_for(q.device), pipeline_stages(fmt, NVIDIA),
+        fmt, shape, spelling or _spelling(fmt, q.device), pipeline_stages(fmt, NVIDIA),
         **compile_options(fmt, NVIDIA),
     )  # fmt: skip
     rows = (batch, queries, query_heads)
     return UnitPartials(part_o, part_lse, rows, spans, runs, fmt.tokens)
 
 
-def is_supported(fmt: PagedFormat, device: torch.device) -> bool:
-    """Whether the kernel runs this format on this device; the reference runs any."""
+def is_supported(fmt: PagedFormat) -> bool:
+    """Whether the kernel runs this format; the reference runs any."""
     k, v = fmt.k, fmt.v
     if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
         return False
@@ -81,16 +82,15 @@ def is_supported(fmt: PagedFormat, device: torch.device) -> bool:
         return False
     if (k.sparse or v.sparse) and fmt.head_dim & (fmt.head_dim - 1):
         return False
-    if (k.floating or v.floating) and not _converts_float8(device):
-        return False
     return all(_is_turnable(side, fmt.head_dim) for side in (k, v))
 
 
-def _converts_float8(device: torch.device) -> bool:
-    """The interpreter does."""
-    if device.type != "cuda" or not NVIDIA:
-        return device.type != "cuda"
-    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+def _spelling(fmt: PagedFormat, device: torch.device) -> str:
+    """How codes are read; floats by bit moves where the chip has no conversion for them."""
+    if (fmt.k.floating or fmt.v.floating) and device.type == "cuda" and NVIDIA:
+        converts = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+        return PTX if converts else PLAIN
+    return spelling_for(device)
 
 
 def _is_turnable(side: Side, head_dim: int) -> bool:

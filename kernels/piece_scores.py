@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from disagg.kernels.bits import field, weight
+from disagg.kernels.bits import field, float8, float8_weight, weight
 from disagg.kernels.piece_query import fold_scale, in_group
 from disagg.kernels.piece_sparse import sparse_sums
 from disagg.kernels.tiles import as_bytes, as_scales, below, first_of, load_tile
@@ -11,7 +11,7 @@ from disagg.kernels.tiles import as_bytes, as_scales, below, first_of, load_tile
 
 @triton.jit
 def load_codes(block, SIDE: tl.constexpr):
-    """The code words of a side: int16 [rows/planes, columns/halves], or its codes as fp16."""
+    """The code words of a side: int16 [rows/planes, columns/halves], or the bytes of floats."""
     R: tl.constexpr = SIDE.rows // SIDE.planes
     H: tl.constexpr = SIDE.columns // SIDE.halves
     R_PAD: tl.constexpr = triton.next_power_of_2(R)
@@ -20,8 +20,8 @@ def load_codes(block, SIDE: tl.constexpr):
     WHOLE: tl.constexpr = R == R_PAD and H == H_PAD
     mask = (o_r < R) & (o_h < H)
     if SIDE.floating:
-        p = (block + SIDE.codes // 2).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        return load_tile(p + o_r * H + o_h, mask, WHOLE).to(tl.float16)
+        p = (block + SIDE.codes // 2).to(tl.pointer_type(tl.int8), bitcast=True)
+        return load_tile(p + o_r * H + o_h, mask, WHOLE)
     else:
         return load_tile(block + SIDE.codes // 2 + o_r * H + o_h, mask, WHOLE)
 
@@ -30,7 +30,7 @@ def load_codes(block, SIDE: tl.constexpr):
 def codes_of(words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
     """The codes of one plane and half as fp16, times 1 / weight_of."""
     if SIDE.floating:
-        return words
+        return float8(words, SPELLING)
     else:
         return field(words, f, j, SIDE.bits, SPELLING)
 
@@ -39,7 +39,7 @@ def codes_of(words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLI
 def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
     """What sums over codes_of a plane are multiplied by to be sums over codes."""
     if SIDE.floating:
-        return 1.0
+        return float8_weight(SPELLING)
     else:
         return weight(f, SIDE.bits, SPELLING)
 

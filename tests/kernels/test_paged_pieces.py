@@ -133,7 +133,7 @@ def check(fmt: PagedFormat, lengths: list[int], heads: int = 2, width: int = 4, 
     case, segments, owner = make_case(fmt, lengths, heads, width, run)
     tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
     more = [None if x is None else x.to(DEVICE) for x in (segments, owner)]
-    assert paged_pieces.is_supported(fmt, torch.device(DEVICE))
+    assert paged_pieces.is_supported(fmt)
     part = paged_pieces.attend_paged(*tensors, fmt, BASE, heads, 0.2, *more, SEGMENT_BASE)
     o, lse = reduce.join([part])
     exact, exact_lse = exact_attention(case, 0.2)
@@ -165,9 +165,8 @@ def test_units_of_work_stay_within_segments_of_any_length():
 
 
 def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
-    device = torch.device(DEVICE)
     for odd in ({"v_by": "row"}, {"block": 64}, {"block": 16, "rank": 2}, {"rank": 32}):
-        assert not paged_pieces.is_supported(make_format(**odd), device)
+        assert not paged_pieces.is_supported(make_format(**odd))
 
 
 def test_outliers_that_fp16_holds_only_alone_are_not_lost():
