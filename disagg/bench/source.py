@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+
 from disagg.bench.child import cpu_seconds
 from disagg.bench.sink import EPOCH, MODEL
 from disagg.bench.stream import CONGESTION, push_stream
@@ -87,7 +89,8 @@ class Source:
 
     async def fill(self, spec: str, plan: Plan, tokens: int, slabs: int, slab_bytes: int) -> None:
         """Make a prompt of arbitrary bytes."""
-        pool = Pool(HostArena(bytearray(slabs * slab_bytes)), slab_bytes)
+        buffer = np.full(slabs * slab_bytes, 0, np.uint8)  # in huge pages, as the arena of a worker
+        pool = Pool(HostArena(buffer.data), slab_bytes)
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
         prompt = Prompt(spec, plan, tokens, pool.arena, states)
         checklist = Checklist(plan, tokens)
