@@ -1,7 +1,6 @@
-"""Channels and servers with the options that this plane needs, and who may speak on them.
+"""Links to peers, and servers of control calls, with the options that these need.
 
-Options as measured: pings find a frozen peer in about 2 s, frames need no message limit of gRPC's
-own (wire.py has ours), and glibc must not map and unmap memory for every frame.
+Pings find a frozen peer in about 2 s; a commit may be as long as wire.py lets it be.
 """
 
 import ctypes
@@ -16,16 +15,13 @@ from disagg.transfer.security import TOKEN_KEY, Security
 from disagg.transfer.sockets import address_of
 from disagg.transfer.streams import Streams
 from disagg.transfer.tls import client_context
-from disagg.wire import FRAME_BYTES, MAX_FRAME_BYTES
+from disagg.wire import MAX_FRAME_BYTES
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 _LIMITS = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    # credit bounds what is on its way, so HTTP/2 need not: its window is wider, and not probed for
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 * FRAME_BYTES),
 ]
 CLIENT_OPTIONS = [
     *_LIMITS,
@@ -50,7 +46,7 @@ SERVER_OPTIONS = [
 
 
 def tune_malloc() -> bool:
-    """Keep big buffers in the heap: 1.2 to 1.5 times the throughput. False without glibc."""
+    """Keep big buffers in the heap, not mapped anew each time. False without glibc."""
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):

@@ -20,9 +20,7 @@ class Holding:
     def __init__(self, arena_bytes: int):
         self._limit = int(SHARE * arena_bytes)
         self._bytes: Counter[str] = Counter()
-        self._queues: defaultdict[str, asyncio.Lock] = defaultdict(
-            asyncio.Lock
-        )  # first in, first out
+        self._queues: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # keep the order
         self._ended = asyncio.Condition()
 
     @asynccontextmanager
