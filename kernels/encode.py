@@ -18,15 +18,12 @@ from disagg.kernels.encode_tiles import (
     at,
     axis_of,
     choose_outliers,
+    encode_tile,
     finite,
     group_scale,
-    quantize_tile,
-    store_float8,
-    store_outliers,
-    store_words,
 )
 from disagg.kernels.formats import QuantFormat
-from disagg.kernels.formats_paged import PagedFormat, Rotation, Side, as_paged
+from disagg.kernels.formats_paged import PagedFormat, Rotation, Side, as_paged, written_bytes
 from disagg.kernels.lowrank import encode_low_rank
 from disagg.kernels.places import Places, clear_gaps, in_order, new_blocks
 from disagg.kernels.reference_lowrank import rotation, unrotate
@@ -90,23 +87,13 @@ def encode_side_kernel(
     x = finite(tl.load(p_x, mask=there, other=0.0))
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
-    if SIDE.floating:
-        store_float8(x, there, o_r, o_c, block, SIDE)
-    else:
-        heads = tl.num_programs(1)
-        segment = segments_ptr + (i_page // segment_pages * heads + i_head) * SEGMENT
-        means = x
-        if SIDE.sparse is not None:
-            picks, means = choose_outliers(x, there, SIDE)
-        codes, seen = quantize_tile(means, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
-        store_words(block, codes, o_r, o_c, SIDE)
-        missing = x - seen
-        if SIDE.sparse is not None:
-            missing = store_outliers(block, missing, picks, o_c, m_c, SIDE)
-        if SIDE.low_rank is not None:
-            i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
-            p_out = missing_ptr + i_out + o_r[:, None] * missing_row + o_c[None, :] * missing_column
-            tl.store(p_out, missing.to(tl.float16), mask=there)
+    i_segment = i_page // segment_pages
+    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * SEGMENT
+    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
+    if SIDE.low_rank is not None:
+        i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
+        p_out = missing_ptr + i_out + o_r[:, None] * missing_row + o_c[None, :] * missing_column
+        tl.store(p_out, missing.to(tl.float16), mask=there)
 
 
 def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
@@ -161,28 +148,6 @@ def seal_segments(
     if needed:
         encode_low_rank(missing, places, segments, fmt, seeds, tokens)
     return segments if fmt.segment_bytes else None
-
-
-def is_encodable(fmt: PagedFormat) -> bool:
-    """Whether the kernels seal pages of this format; the reference seals any."""
-    k, v = fmt.k.low_rank, fmt.v.low_rank
-    if k is None or v is None:
-        return k is v
-    fits = k.rank == v.rank <= 16 and fmt.head_dim <= 256
-    return fits and not fmt.tokens & (fmt.tokens - 1)
-
-
-def written_bytes(fmt: PagedFormat) -> int:
-    """Bytes of the planes of a block that the kernels write: all but the mask of who is there."""
-    total = 0
-    for side in (fmt.k, fmt.v):
-        total += side.rows * side.columns * side.bits // 8
-        if not side.scale.shared:
-            scales = side.scale_shape[0] * side.scale_shape[1]
-            total += scales * (4 if side.floating else 2 if side.scale.zero is None else 4)
-        total += 2 * fmt.tokens * side.low_rank.rank if side.low_rank else 0
-        total += 3 * side.columns * side.sparse.slots if side.sparse else 0
-    return total
 
 
 def _encode_side(

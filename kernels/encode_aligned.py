@@ -22,18 +22,30 @@ def encode_planes_kernel(
     bytes_ptr, pages_ptr, unit, base: where blocks lie, as places.py says
     TOP_AXIS: along which a channel lies
     """
-    tl.static_assert(COLUMNS % 2 == 0, "two neighbours share a byte")
-    R_PAD: tl.constexpr = triton.next_power_of_2(ROWS)
-    C_PAD: tl.constexpr = triton.next_power_of_2(COLUMNS)
     i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_r, o_c = tl.arange(0, R_PAD)[:, None], tl.arange(0, C_PAD)[None, :]
-    there = (o_r < ROWS) & (o_c < COLUMNS)
+    o_r = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
+    o_c = tl.arange(0, triton.next_power_of_2(COLUMNS))[None, :]
     p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
     p_x += o_r.to(tl.int64) * stride_row + o_c.to(tl.int64) * stride_column
-    number = finite(tl.load(p_x, mask=there, other=0.0)).to(tl.float16)
-    word = number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    x = finite(tl.load(p_x, mask=(o_r < ROWS) & (o_c < COLUMNS), other=0.0))
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
+    store_planes(x, block, ROWS, COLUMNS, HIGH, MIDDLE, LOW, TOP, TOP_AXIS)
+
+
+@triton.jit
+def store_planes(
+    x, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
+    TOP: tl.constexpr, TOP_AXIS: tl.constexpr,
+):  # fmt: skip
+    """Cut x, finite in fp32, [ROWS, COLUMNS] padded with zeros to powers of two."""
+    tl.static_assert(COLUMNS % 2 == 0, "two neighbours share a byte")
+    R_PAD: tl.constexpr = x.shape[0]
+    C_PAD: tl.constexpr = x.shape[1]
+    o_r, o_c = tl.arange(0, R_PAD)[:, None], tl.arange(0, C_PAD)[None, :]
+    word = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    there = (o_r < ROWS) & (o_c < COLUMNS)
     tl.store(block + HIGH + o_r * COLUMNS + o_c, (word >> 8).to(tl.uint8), mask=there)
 
     # two neighbours: [R, C / 2] each

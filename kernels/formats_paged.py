@@ -148,3 +148,25 @@ def as_paged(fmt: QuantFormat) -> PagedFormat:
         k=Side(fmt.tokens, fmt.head_dim, fmt.bits, fmt.k_codes, k),
         v=Side(fmt.head_dim, fmt.tokens, fmt.bits, fmt.v_codes, v),
     )
+
+
+def is_encodable(fmt: PagedFormat) -> bool:
+    """Whether kernels seal pages of this format; the reference seals any."""
+    k, v = fmt.k.low_rank, fmt.v.low_rank
+    if k is None or v is None:
+        return k is v
+    fits = k.rank == v.rank <= 16 and fmt.head_dim <= 256
+    return fits and not fmt.tokens & (fmt.tokens - 1)
+
+
+def written_bytes(fmt: PagedFormat) -> int:
+    """Bytes of a block that encode kernels write: all planes but the mask of who is there."""
+    total = 0
+    for side in (fmt.k, fmt.v):
+        total += side.rows * side.columns * side.bits // 8
+        if not side.scale.shared:
+            scales = side.scale_shape[0] * side.scale_shape[1]
+            total += scales * (16 if side.floating else 2 if side.scale.zero is None else 4)
+        total += 2 * fmt.tokens * side.low_rank.rank if side.low_rank else 0
+        total += 3 * side.columns * side.sparse.slots if side.sparse else 0
+    return total

@@ -80,6 +80,25 @@ def low_rank_kernel(
 
 
 @triton.jit
+def fit_page(x, o_d, m_d, seed, RANK: tl.constexpr):
+    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x [T, D_PAD] fp16 is in
+    registers: what low_rank_kernel finds. o_d: the channels of x; m_d: those that exist."""
+    o_r = tl.arange(0, WIDTH)[None, :]
+    x_t = tl.trans(x)
+    most = power_above(x.to(tl.float32)) * LONGEST
+    q = tl.where(m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
+    q /= LONGEST
+    for _ in tl.static_range(2):
+        z = times(x_t, times(x, q, 1.0), most)
+        q = orthonormal(z / power_above(z), RANK)
+    z = times(x_t, times(x, q, 1.0), most)
+    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
+    SIZE: tl.constexpr = x.shape[0] ** 0.5
+    q = tl.dot(q, w, input_precision="ieee") * SIZE
+    return times(x, q, power_above(q)), tl.dot(z, w, input_precision="ieee") / SIZE
+
+
+@triton.jit
 def uniform(seed, index):
     """Numbers in [0, 1), the bits of reference_lowrank.seeded_uniform."""
     x = seed.to(tl.uint32) * 0x9E3779B9 + index.to(tl.uint32)

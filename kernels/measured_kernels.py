@@ -14,16 +14,20 @@ import triton
 import triton.language as tl
 
 from disagg.kernels import aligned_attention
+from disagg.kernels.append import append_kernel, append_warps, made_of
 from disagg.kernels.compete import BLOCK, compete_kernel, keep_kernel, key_norms_kernel
 from disagg.kernels.encode import CHANNELS, encode_side_kernel, encode_warps, segment_scales_kernel
 from disagg.kernels.encode_aligned import encode_planes_kernel
+from disagg.kernels.formats import RawFormat
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.lowrank import low_rank_kernel
 from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
+from disagg.kernels.measured_formats import PIECES as PAGES_OF_PIECES
 from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.reduce import COLUMNS, FEW, MANY, merge_kernel
+from disagg.kernels.sealing import SealFormat
 from disagg.kernels.runs import PAGES, SEGMENTS, run_spans_kernel
 from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
@@ -68,6 +72,7 @@ class Source:
     constants: dict[str, Any]
     num_warps: int
     options: dict[str, int | bool] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)  # of arguments that TYPES has otherwise
 
 
 def _encode(kind: str, bits: int, is_v: bool, columns: int) -> Source:
@@ -109,6 +114,17 @@ def _aligned_format() -> AlignedFormat:
     return AlignedFormat(64, HEAD_DIM, sum(sizes), *offsets)
 
 
+def _append(kind: str | None, bits: int, columns: int) -> Source:
+    fmt: SealFormat | None = _aligned_format() if kind == "planes" else None
+    if kind in PAGES_OF_PIECES:
+        fmt = piece_format(kind, bits)
+    half = 32 * HEAD_DIM
+    raw = RawFormat("float16", HEAD_DIM, 2 * half, 0, half)
+    types = {"arena_ptr": "*u8", "segments_ptr": "*i32"}
+    constants = {"RAW": raw, "FMT": fmt, "MADE_OF": made_of(fmt)}
+    return Source(append_kernel, constants, append_warps(fmt), types=types)
+
+
 def _competition(kernel: triton.JITFunction, constants: dict[str, int], columns: int) -> Source:
     return Source(kernel, constants, 1 if kernel is keep_kernel else 4)
 
@@ -142,6 +158,9 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     },
     "encode-planes-k": partial(_planes, False),
     "encode-planes-v": partial(_planes, True),
+    "append": partial(_append, None, 0),
+    "append-planes": partial(_append, "planes", 16),
+    **{f"append-{name}": partial(_append, kind, bits) for name, kind, bits in PIECES},
     "segment-scales": partial(_scales, "quantized"),
     "segment-scales-sparse": partial(_scales, "sparse"),
     "low-rank": _low_rank,

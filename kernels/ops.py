@@ -16,10 +16,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from disagg.kernels import cpu_paged, cpu_raw, reference, reference_encode, reference_pages
+from disagg.kernels import (
+    cpu_paged,
+    cpu_raw,
+    reference,
+    reference_append,
+    reference_encode,
+    reference_pages,
+)
 from disagg.kernels.formats import QuantFormat, RawFormat
 from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.parts import Part, UnitPartials
+from disagg.kernels.sealing import Sealing, is_sealable
 
 
 def attend_raw(
@@ -101,30 +109,37 @@ def decode_quantized(
     return reference_encode.decode_quantized(blocks, fmt, dtype)
 
 
-def append_raw(
+def append(
     arena: Tensor,
     k: Tensor,
     v: Tensor,
     pages: Tensor,
     slots: Tensor,
-    fmt: RawFormat,
-    base: int,
+    raw: RawFormat,
+    raw_base: int,
+    sealing: Sealing | None = None,
 ) -> None:
-    """Write one token per row into raw pages. See reference_pages.append_raw."""
+    """Write one token per row into raw pages, and the pages that they complete; one launch on a
+    GPU. See reference_append.append."""
     _check_bytes(arena, "arena")
     _check_ids(pages, (k.shape[0],), "pages", arena)
     _check_ids(slots, (k.shape[0],), "slots", arena)
-    dtype = getattr(torch, fmt.dtype)
+    if sealing is not None:
+        rows, fmt = sealing.rows, sealing.fmt
+        if not is_sealable(fmt):
+            raise ValueError(f"an append cannot seal pages of {fmt}")
+        _check_ids(rows.tails, (k.shape[0], fmt.tokens // raw.tokens), "tails", arena)
+        for name in ("pages", "segments", "stretches"):
+            _check_ids(getattr(rows, name), (k.shape[0],), name, arena)
+    dtype = getattr(torch, raw.dtype)
     if k.dtype != dtype or v.dtype != dtype:
         raise TypeError(f"k and v are {k.dtype} and {v.dtype}; the raw pages hold {dtype}")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim:
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != raw.head_dim:
         raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {fmt.head_dim}] is wanted"
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {raw.head_dim}] is wanted"
         )
-    if arena.is_cuda:
-        _triton("append").append_raw(arena, k, v, pages, slots, fmt, base)
-    else:
-        reference_pages.append_raw(arena, k, v, pages, slots, fmt, base)
+    run = _triton("append") if arena.is_cuda else reference_append
+    run.append(arena, k, v, pages, slots, raw, raw_base, sealing)
 
 
 def gather_raw(

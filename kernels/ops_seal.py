@@ -12,7 +12,7 @@ from torch import Tensor
 from disagg.kernels import ops, ops_paged
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.formats_paged import PagedFormat, as_paged
+from disagg.kernels.formats_paged import PagedFormat, as_paged, is_encodable
 from disagg.kernels.places import Places
 
 
@@ -35,18 +35,17 @@ def seal_segments(
     fmt: PagedFormat,
     seeds: list[int],
     tokens: int,
-    frozen: Tensor | None = None,
 ) -> Tensor | None:
     """As `ops_paged.encode_segments`; the segments [S, H, bytes], which are small, or None."""
     _check(k, v, places, fmt.tokens, fmt.head_dim)
     if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
         raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
-    if k.is_cuda and import_module("disagg.kernels.encode").is_encodable(fmt):
+    if k.is_cuda and is_encodable(fmt):
         found: Tensor | None = import_module("disagg.kernels.encode").seal_segments(
-            k, v, places, fmt, seeds, tokens, frozen
+            k, v, places, fmt, seeds, tokens
         )
         return found
-    blocks, segments = ops_paged.encode_segments(k, v, fmt, seeds, tokens, frozen)
+    blocks, segments = ops_paged.encode_segments(k, v, fmt, seeds, tokens)
     _store(places, blocks)
     return segments
 

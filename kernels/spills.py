@@ -45,7 +45,7 @@ def measure(name: str, target: str) -> Spills:
     chip = TARGETS[target]
     source = SOURCES[name](NVIDIA_COLUMNS if chip.backend == "cuda" else AMD_COLUMNS)
     names = source.kernel.arg_names
-    types = {x: _type_of(x) for x in names if x not in source.constants}
+    types = {x: _type_of(x) for x in names if x not in source.constants} | source.types
     compiled = triton.compile(
         ASTSource(
             fn=source.kernel,

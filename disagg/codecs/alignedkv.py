@@ -16,6 +16,7 @@ from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.kernels.reference_aligned import Bits, read_planes
 from disagg.kernels.reference_pieces import DenseBlocks
+from disagg.kernels.sealing import SealFormat
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -66,10 +67,8 @@ class AlignedKV(Codec):
         seal_aligned(k, v, places, aligned_format(self, k.shape[2]))
         return Encoded(EMPTY)
 
-    def flush_into(
-        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
-    ) -> Encoded:
-        return self.encode_into(places, k, v, first, layer, None, 0)
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        return aligned_format(self, head_dim)
 
     def attend(
         self,

@@ -4,7 +4,8 @@ A codec is a frozen dataclass of its options; its spec string `name:option=value
 It is stateless over one layer:
 
     encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
-    flush     the same for one page sealed while decoding, where that differs
+    flush     the same for one page sealed while decoding; where a page can be sealed by itself, the
+              codec only says its `seal_format`, and the append of a decode step writes it
     attend    queries over those bytes         ->  parts of attention, to be merged
     decode    those bytes                      ->  the K' and V' that attention sees, for tests
 
@@ -23,6 +24,8 @@ from disagg.errors import ConfigError
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
+from disagg.kernels.reference_append import seal_page
+from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat
 from disagg.page import FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -147,13 +150,19 @@ class Codec(ABC):
         """
         return self.encode(k, v, first, layer)
 
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        """The page that the append of a decode step seals by itself; None: it calls `flush`."""
+        return None
+
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         """One page sealed while decoding: k, v [H, T, D].
 
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
                 `side` and `kept` as they are, with room for what this seal may set aside
         """
-        return self.encode(k, v, first, layer)
+        fmt = self.seal_format(k.shape[2])
+        assert fmt is not None, f"{self.name} says neither how an append seals nor how it does"
+        return Encoded(*seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
 
     def encode_into(
         self,
@@ -167,14 +176,6 @@ class Codec(ABC):
     ) -> Encoded:
         """As `encode_prompt`, with the blocks written to their places."""
         encoded = self.encode_prompt(k, v, first, layer, q, total)
-        store_blocks(places.arena, encoded.blocks, places.pages, places.base)
-        return encoded
-
-    def flush_into(
-        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
-    ) -> Encoded:
-        """As `flush`, with the block written to its place."""
-        encoded = self.flush(k, v, first, layer, before)
         store_blocks(places.arena, encoded.blocks, places.pages, places.base)
         return encoded
 
@@ -220,6 +221,11 @@ class Codec(ABC):
         from disagg.codecs.cache import CompressedKV
 
         return CompressedKV.from_prompt(self, k, v, layer, q)
+
+
+def seed_of(layer: int, first: int) -> int:
+    """The seed of a segment: which layer it belongs to and the position where it begins."""
+    return (layer << 20) + first // STRETCH_TOKENS
 
 
 def require(condition: bool, message: str) -> None:

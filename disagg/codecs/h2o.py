@@ -20,6 +20,7 @@ from disagg.kernels.reference_dropped import (
     weights_received,
 )
 from disagg.kernels.reference_pieces import DenseBlocks
+from disagg.kernels.sealing import SealFormat
 from disagg.page import FinalAt, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -87,9 +88,10 @@ class H2O(Codec):
         planes.plane(torch.int32, fmt.positions, (fmt.slots, 1)).copy_(places)
         return Encoded(blocks)
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
-        return Encoded(both.flatten(1).view(torch.uint8).unsqueeze(0), flush=True)
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        layout = self.flush_page_layout(head_dim)
+        assert layout is not None
+        return dropped_format(layout)
 
     def attend(
         self,

@@ -10,10 +10,12 @@ from torch import Tensor
 from disagg.codecs.base import EMPTY, Codec, Encoded, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import QuantFormat
+from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.ops import attend_quantized, decode_quantized, encode_quantized
 from disagg.kernels.ops_seal import seal_quantized
 from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
+from disagg.kernels.sealing import SealFormat
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -79,10 +81,8 @@ class Kivi(Codec):
         seal_quantized(k, v, places, quant_format(self, k.shape[2]))
         return Encoded(EMPTY)
 
-    def flush_into(
-        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
-    ) -> Encoded:
-        return self.encode_into(places, k, v, first, layer, None, 0)
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        return as_paged(quant_format(self, head_dim))
 
     def attend(
         self,

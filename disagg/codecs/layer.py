@@ -4,18 +4,20 @@ The engine runs this for B sequences and L layers, `CompressedKV` for one of eac
 bytes. Knows ids, layouts and kernels; who owns a page is the pool's business.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded
+from disagg.codecs.base import Codec, Encoded, seed_of
 from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
-from disagg.codecs.seals import flush_layout
+from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable, Seal
-from disagg.kernels.ops import append_raw, gather_raw, load_blocks, merge, store_blocks
+from disagg.kernels.ops import append, gather_raw, load_blocks, merge, store_blocks
 from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
+from disagg.kernels.sealing import Sealing
 from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import GroupState, LayerGroup
 
@@ -91,23 +93,24 @@ def write_prompt(
 def write_step(
     codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Append the step's new tokens of one layer to the tails, then seal what is full.
+    """Append the step's new tokens of one layer to the tails, and seal what is full.
 
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
     group = step.group
     raw, base = raw_format(group.raw), group.layer_offset(group.raw, layer)
     new_k, new_v = _rounded(k, group), _rounded(v, group)
-    append_raw(arena, new_k, new_v, step.pages, step.slots, raw, base)
-    for seal in step.seals:
-        tail_k, tail_v = gather_raw(arena, seal.tail, raw, base, group.heads)
+    sealing = _sealing(codec, step, layer)
+    append(arena, new_k, new_v, step.pages, step.slots, raw, base, sealing)
+    for seal in step.seals if sealing is None else ():
+        ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
+        tail_k, tail_v = gather_raw(arena, ids, raw, base, group.heads)
         before = _before(group, seal, layer, arena)
-        places = Places(arena, seal.page, group.layer_offset(flush_layout(group), layer))
-        encoded = codec.flush_into(places, tail_k[0], tail_v[0], seal.first, layer, before)
+        encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
+        _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
             layout = group.flush_segment or group.layout(Kind.SEGMENT)
-            offset = group.layer_offset(layout, layer)
-            store_blocks(arena, encoded.segments, seal.segment, offset)
+            _store(group, layout, layer, arena, encoded.segments, [seal.segment])
         _store_kept(group, layer, arena, encoded, seal.state)
 
 
@@ -174,21 +177,31 @@ def _rounded(x: Tensor, group: LayerGroup) -> Tensor:
     return x.to(dtype).clamp(limits.min, limits.max)
 
 
+def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
+    """How the append of a layer seals what its rows complete; None: it does not."""
+    group, rows = step.group, step.completed
+    fmt = None if rows is None else codec.seal_format(group.head_dim)
+    if rows is None or fmt is None:
+        return None
+    page = flush_layout(group)
+    segment = segment_layout(group, page)
+    offset = group.layer_offset(segment, layer) if segment else 0
+    return Sealing(rows, fmt, group.layer_offset(page, layer), offset, seed_of(layer, 0))
+
+
 def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:
     """What a flush may look at: the segment that its page joins, the side record, kept tokens."""
 
-    def load(layout: Layout | None, ids: Tensor | None) -> Tensor | None:
-        if layout is None or ids is None:
-            return None
-        base = group.layer_offset(layout, layer)
-        return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
+    def load(layout: Layout | None, ids: Sequence[int | None]) -> Tensor | None:
+        known = [x for x in ids if x is not None]
+        return read_blocks(group, layout, layer, arena, known) if layout and known else None
 
-    side = load(group.side, seal.side)
+    side = load(group.side, [seal.state.side])
     return Encoded(
         blocks=arena.new_zeros(0),
-        segments=None if seal.fresh else load(group.segment, seal.segment),
+        segments=None if seal.fresh else load(group.segment, [seal.segment]),
         side=None if side is None else side[0],
-        kept=load(group.raw, seal.kept),
+        kept=load(group.raw, seal.state.kept),
     )
 
 

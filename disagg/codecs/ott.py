@@ -116,9 +116,7 @@ class Ott(PagedCodec):
         group = super().layer_group(layers, heads, head_dim, model_dtype, window)
         return replace(group, kept=self.outliers, kept_limit=self.slots)
 
-    # the mask of a page is written after its codes
-    encode_into = Codec.encode_into
-    flush_into = Codec.flush_into
+    encode_into = Codec.encode_into  # the mask of a page is written after its codes
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         return self._seal(k, v, first, layer, None)

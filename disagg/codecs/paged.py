@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Codec, Encoded
+from disagg.codecs.base import EMPTY, Codec, Encoded, seed_of
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Scale, Side, Sparse
@@ -25,12 +25,11 @@ from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_segments
 from disagg.kernels.ops_seal import seal_segments
 from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
+from disagg.kernels.sealing import SealFormat, is_sealable
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
 Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
-
-SEED_TOKENS = 16  # every segment begins at a multiple of this
 
 
 @dataclass(frozen=True)
@@ -80,19 +79,15 @@ class PagedCodec(Codec):
         fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
         return Encoded(EMPTY, seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS))
 
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        fmt = self._flush_format(head_dim)
+        return fmt if is_sealable(fmt) else None
+
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         fmt, frozen = self._flush_format(k.shape[2]), _only(before.segments)
         seeds = [seed_of(layer, first)]
         found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, frozen)
         return Encoded(*found, flush=True)
-
-    def flush_into(
-        self, places: Places, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded
-    ) -> Encoded:
-        fmt, frozen = self._flush_format(k.shape[2]), _only(before.segments)
-        seeds = [seed_of(layer, first)]
-        found = seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS, frozen)
-        return Encoded(EMPTY, found, flush=True)
 
     def _format(self, head_dim: int) -> PagedFormat:
         """The format of pages of a prompt."""
@@ -144,11 +139,6 @@ class PagedCodec(Codec):
             segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
         k, v = decode_paged(encoded.blocks, segments, fmt, dtype)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
-
-
-def seed_of(layer: int, first: int) -> int:
-    """The seed of a segment: which layer it belongs to and where it begins."""
-    return (layer << 20) + first // SEED_TOKENS
 
 
 def segment_seeds(layer: int, first: int, count: int) -> list[int]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from disagg.errors import CapacityError
+from disagg.kernels.sealing import NO_PAGE, STRETCH_TOKENS, SealRows
 from disagg.page import RAW_TOKENS, Layout
 from disagg.plan import Allocator, GroupState, LayerGroup, RecordShape, Run
 
@@ -33,20 +33,19 @@ class Growth:
 class Seal:
     """T tokens of a tail become a page.
 
-    tail:    [1, T/16] int32 - the raw pages read; page: [1] int32 - the page written
+    index:   of the row that completes the page, among those of the group
+    tail:    the raw pages read; page: the page written
     first:   position of the first token sealed
-    segment: [1] int32, or None - the page's segment; `fresh`: it begins with this page
-    side:    [1] int32, or None - the side record; kept: [K] int32 - the raw pages that it names
+    segment: the page's segment, or None; fresh: it begins with this page
     """
 
     state: GroupState
-    tail: Tensor
-    page: Tensor
+    index: int
+    tail: tuple[int, ...]
+    page: int
     first: int
-    segment: Tensor | None = None
+    segment: int | None = None
     fresh: bool = False
-    side: Tensor | None = None
-    kept: Tensor | None = None
 
 
 @dataclass
@@ -131,12 +130,11 @@ def append_tokens(
     return pages, slots
 
 
-def seal_tails(
-    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh, device: torch.device
-) -> Sealed:
+def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Sealed:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
     found = Sealed()
     raws = group.page.tokens // RAW_TOKENS
+    index = 0
     for growth in growths:
         state = growth.state
         first = len(state.page_ids()) * group.page.tokens
@@ -145,19 +143,15 @@ def seal_tails(
             if group.page == group.raw:
                 _extend(state, group.raw, None, first, tail[0])
             else:
-                found.seals.append(_seal_one(group, state, tail, first, fresh, device))
+                found.seals.append(_seal_one(group, state, index, tail, first, fresh))
                 found.freed.extend(tail)
             first += group.page.tokens
+        index += growth.m
     return found
 
 
 def _seal_one(
-    group: LayerGroup,
-    state: GroupState,
-    tail: list[int],
-    first: int,
-    fresh: Fresh,
-    device: torch.device,
+    group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: Fresh
 ) -> Seal:
     begins = begun_segment(group, state) is not None
     segment = next(fresh.segments) if begins else None
@@ -167,20 +161,24 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))
     state.seals += 1
+    return Seal(state, index, tuple(tail), page, first, segment, begins)
 
-    def as_ints(values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return Seal(
-        state=state,
-        tail=as_ints([tail]),
-        page=as_ints([page]),
-        first=first,
-        segment=None if segment is None else as_ints([segment]),
-        fresh=begins,
-        side=None if state.side is None else as_ints([state.side]),
-        kept=as_ints(state.kept) if state.kept else None,
-    )
+def seal_rows(
+    group: LayerGroup, seals: Sequence[Seal], count: int, device: torch.device
+) -> SealRows:
+    """What an append of `count` rows is told of the pages that they complete."""
+    pages, segments, stretches = [NO_PAGE] * count, [0] * count, [0] * count
+    tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
+    for seal in seals:
+        pages[seal.index], tails[seal.index] = seal.page, list(seal.tail)
+        segments[seal.index] = seal.segment or 0
+        stretches[seal.index] = seal.first // STRETCH_TOKENS
+    found = [
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (pages, tails, segments, stretches)
+    ]
+    return SealRows(*found)
 
 
 def _extend(state: GroupState, layout: Layout, segment: int | None, first: int, page: int) -> None:

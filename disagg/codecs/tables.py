@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from disagg.codecs.seals import Growth, Seal, append_tokens, seal_tails, take_records
+from disagg.codecs.seals import Growth, Seal, append_tokens, seal_rows, seal_tails, take_records
+from disagg.kernels.sealing import SealRows
 from disagg.page import Layout
 from disagg.plan import Allocator, LayerGroup, Run
 
@@ -53,7 +54,7 @@ class GroupStep:
 
     rows:        [N] int64 - the step's rows (new tokens) that belong to this group, in order
     pages, slots: [N] int32 - the raw page and the slot in it that each row is written to
-    seals:       after the append
+    seals:       pages that rows complete; completed: the same as the append reads it, None: no page
     queries:     [B, M] int64 - index into `rows` of each query; padding repeats a row of the batch
     valid:       [B, M] bool - False for padding
     sealed, tail: page tables after the seals; None where no sequence has such pages
@@ -65,6 +66,7 @@ class GroupStep:
     pages: Tensor
     slots: Tensor
     seals: tuple[Seal, ...]
+    completed: SealRows | None
     queries: Tensor
     valid: Tensor
     sealed: PageTable | None
@@ -93,7 +95,7 @@ def plan_step(
     longest = max(growth.m for growth in growths)
     fresh = take_records(group, growths, allocator)
     pages, slots = append_tokens(group, growths, fresh)
-    done = seal_tails(group, growths, fresh, device)
+    done = seal_tails(group, growths, fresh)
     starts = [sum(g.m for g in growths[:i]) for i in range(len(growths))]
     queries = [
         [start + min(j, growth.m - 1) for j in range(longest)]
@@ -106,6 +108,7 @@ def plan_step(
         pages=torch.tensor(pages, dtype=torch.int32, device=device),
         slots=torch.tensor(slots, dtype=torch.int32, device=device),
         seals=tuple(done.seals),
+        completed=seal_rows(group, done.seals, len(pages), device) if done.seals else None,
         queries=torch.tensor(queries, device=device),
         valid=torch.tensor([[j < g.m for j in range(longest)] for g in growths], device=device),
         sealed=sealed,

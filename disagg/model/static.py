@@ -11,12 +11,14 @@ attention.
     group 2  │ b │                    bucket of 1
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
+from disagg.codecs.seals import seal_rows
 from disagg.codecs.tables import GroupStep, PageTable
+from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.model.attention import Batch, Decode
 
 SMALL_BUCKETS = (1, 2, 4)
@@ -39,10 +41,12 @@ def width_of(count: int) -> int:
 
 
 def is_plain(batch: Batch) -> bool:
-    """Whether a batch is one token of each sequence and seals no page."""
-    steps = [decode.step for decode in batch.decodes]
-    plain = all(step.queries.shape[1] == 1 and not step.seals for step in steps)
-    return plain and bool(steps) and not batch.chunks
+    """Whether a batch is one token of each sequence, and what it seals is sealed by the append."""
+    plain = all(
+        decode.step.queries.shape[1] == 1 and (not decode.step.seals or _seals(decode))
+        for decode in batch.decodes
+    )
+    return plain and bool(batch.decodes) and not batch.chunks
 
 
 def key_of(batch: Batch) -> Key:
@@ -69,7 +73,7 @@ class StaticStep:
         bucket, device = bucket_of(len(like.tokens)), like.arena.device
         self.tokens = torch.zeros(1, bucket, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        decodes = [Decode(x.codec, _static_step(x.step)) for x in _in_order(like)]
+        decodes = [Decode(x.codec, _static_step(x)) for x in _in_order(like)]
         self.batch = Batch((), (), (), like.arena, decodes=tuple(decodes))
 
     def fill(self, batch: Batch) -> None:
@@ -79,6 +83,12 @@ class StaticStep:
             buffer[0, : len(values)] = torch.tensor(values, dtype=torch.int64)
         for static, given in zip(self.batch.decodes, _in_order(batch), strict=True):
             _fill_step(static.step, given.step)
+
+
+def _seals(decode: Decode) -> bool:
+    """Whether the append of a step seals the pages that it completes."""
+    group = decode.step.group
+    return group.page != group.raw and decode.codec.seal_format(group.head_dim) is not None
 
 
 def _in_order(batch: Batch) -> list[Decode]:
@@ -110,8 +120,9 @@ def _shapes_of(table: PageTable | None) -> Key:
     )
 
 
-def _static_step(step: GroupStep) -> GroupStep:
+def _static_step(decode: Decode) -> GroupStep:
     """Buffers for steps like this one."""
+    step = decode.step
     rows = bucket_of(len(step.rows))
     device = step.rows.device
     return replace(
@@ -120,6 +131,7 @@ def _static_step(step: GroupStep) -> GroupStep:
         pages=torch.zeros(rows, dtype=torch.int32, device=device),
         slots=torch.zeros(rows, dtype=torch.int32, device=device),
         seals=(),
+        completed=seal_rows(step.group, (), rows, device) if _seals(decode) else None,
         queries=torch.arange(rows, device=device).unsqueeze(1),
         valid=torch.ones(rows, 1, dtype=torch.bool, device=device),
         sealed=_static_table(step.sealed, rows),
@@ -153,8 +165,20 @@ def _static_table(table: PageTable | None, rows: int) -> PageTable | None:
 def _fill_step(static: GroupStep, given: GroupStep) -> None:
     for name in ("rows", "pages", "slots"):
         _repeat_first(getattr(static, name), getattr(given, name))
+    if static.completed is not None:
+        _fill_completed(static.completed, given.completed)
     for into, table in zip(_tables_of(static), _tables_of(given), strict=True):
         _fill_table(into, table)
+
+
+def _fill_completed(static: SealRows, given: SealRows | None) -> None:
+    """Copy what rows complete; all other rows complete nothing."""
+    static.pages.fill_(NO_PAGE)
+    if given is None:
+        return
+    for field in fields(SealRows):
+        values = getattr(given, field.name)
+        getattr(static, field.name)[: len(values)] = values
 
 
 def _fill_table(static: PageTable, given: PageTable) -> None:

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from disagg.bench.synthetic import realistic
-from disagg.codecs import alignedkv, get_codec, h2o, kivi, ott, paged, raw
+from disagg.codecs import alignedkv, get_codec, h2o, kivi, layer, ott, paged, raw
 from disagg.codecs.cache import CompressedKV
 from disagg.kernels import (
+    append,
     compete,
     encode,
     encode_aligned,
@@ -71,6 +72,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def seal_quantized(k, v, places, fmt):
         encode.seal_segments(k, v, places, as_paged(fmt), [0], k.shape[1])
 
+    use(layer, "append", append.append)
     use(raw, "attend_raw", paged_exact.attend_raw)
     use(kivi, "seal_quantized", seal_quantized)
     use(kivi, "attend_quantized", paged_attention.attend_quantized)
@@ -98,6 +100,28 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
         assert relative_error(x.cpu(), y.double()) <= bound
+
+
+@pytest.mark.parametrize("spec", ["kivi:residual=0", "gear:bits=2,backbone=kivi", "h2o", "kcvt"])
+def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monkeypatch):
+    cache, _ = make_cache(spec, DEVICE)
+    use_kernels(monkeypatch)
+    k, v = (x.half().to(DEVICE) for x in realistic(1, 64, 64))
+    sealed = [cache.group.sealed(cache.num_tokens + more) for more in range(65)]
+    count = sealed.index(sealed[0] + 64) - 1  # one less than completes the next page
+    cache.append(k[:, :count], v[:, :count])
+    sealed, launched = len(cache._state.page_ids()), []
+    kind = type(reduce.merge_kernel)
+    launch = kind.__getitem__
+
+    def note(kernel, grid):
+        launched.append(kernel.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(kind, "__getitem__", note)
+    cache.append(k[:, :1], v[:, :1])
+    assert len(cache._state.page_ids()) == sealed + 1
+    assert launched == ["append_kernel"]
 
 
 @pytest.mark.parametrize("spec", LAUNCHES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import encode, ops_paged, reference_encode_paged
-from disagg.kernels.formats_paged import PagedFormat
+from disagg.kernels.formats_paged import PagedFormat, is_encodable
 from disagg.kernels.places import Places
 from disagg.kernels.reference_lowrank import low_rank
 from disagg.kernels.reference_paged import decode_paged
@@ -167,10 +167,10 @@ def test_a_frozen_rotation_is_kept():
 def test_formats_whose_sides_have_different_ranks_are_left_to_the_reference():
     fmt = make_format(rank=2)
     odd = replace(fmt, v=replace(fmt.v, low_rank=replace(fmt.v.low_rank, rank=1)))
-    assert encode.is_encodable(fmt)
-    assert encode.is_encodable(make_format(**FORMATS["fp8"]))
-    assert not encode.is_encodable(odd)
-    assert not encode.is_encodable(replace(fmt, k=replace(fmt.k, low_rank=None)))
+    assert is_encodable(fmt)
+    assert is_encodable(make_format(**FORMATS["fp8"]))
+    assert not is_encodable(odd)
+    assert not is_encodable(replace(fmt, k=replace(fmt.k, low_rank=None)))
 
 
 def test_segments_and_seeds_must_agree():

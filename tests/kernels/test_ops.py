@@ -7,7 +7,17 @@ import torch
 
 from disagg.kernels import ops
 from disagg.kernels.formats import QuantFormat
-from tests.kernels.cases import BASE, exact_attention, quant_case, quant_format, relative_error
+from disagg.kernels.formats_paged import as_paged
+from disagg.kernels.sealing import Sealing, SealRows
+from tests.kernels.cases import (
+    BASE,
+    exact_attention,
+    quant_case,
+    quant_format,
+    raw_format,
+    relative_error,
+)
+from tests.kernels.test_paged_pieces import make_format
 
 FMT = quant_format(4, 64, 32, 32)
 
@@ -76,3 +86,22 @@ def test_a_format_that_does_not_divide_is_refused(changes):
     fields = {name: getattr(FMT, name) for name in QuantFormat.__dataclass_fields__}
     with pytest.raises(ValueError, match=r"bits|multiple|divide"):
         QuantFormat(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"pages": torch.zeros(3).int()}, ValueError),
+        ({"tails": torch.zeros(2, 3).int()}, ValueError),
+        ({"stretches": torch.zeros(2).long()}, TypeError),
+        ({"fmt": make_format(valid=True)}, ValueError),
+    ],
+)
+def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
+    rows = SealRows(*(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,))))
+    fmt = changes.pop("fmt", as_paged(FMT))
+    sealing = Sealing(replace(rows, **changes), fmt, BASE)
+    arena, x, ids = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(2, 2, 64), rows.pages + 1
+    with pytest.raises(error):
+        ops.append(arena, x, x, ids, ids, raw_format("float32", 64), BASE, sealing)
+    assert not arena.any()

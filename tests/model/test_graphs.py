@@ -152,12 +152,35 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
     return spy.batches
 
 
-def test_steps_that_prefill_or_seal_are_not_recorded(runner: Runner) -> None:
-    batches = batches_of(runner, [60], 80, "kivi:bits=2,group=64,residual=0")
+@pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
+def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(
+    runner: Runner, codec: str, by_append: bool
+) -> None:
+    batches = batches_of(runner, [120], 30, codec)
     plain = [is_plain(batch) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
-    assert plain == [not (batch.chunks or seal) for batch, seal in zip(batches, seals, strict=True)]
-    assert (plain[0], sum(seals)) == (False, 2)
+    assert plain == [
+        not batch.chunks and (by_append or not seal)
+        for batch, seal in zip(batches, seals, strict=True)
+    ]
+    assert (plain[0], sum(seals)) == (False, 1)
+
+
+@pytest.mark.parametrize("codec", ["kivi:bits=2,group=64,residual=0", "gear", "alignedkv"])
+def test_a_replayed_step_seals_what_an_eager_one_seals(runner: Runner, codec: str) -> None:
+    written, recorder = [], EagerRecorder()
+    for given in (None, recorder):
+        if given is not None:
+            runner.record_steps(given)
+        engine = make_engine(runner)
+        engine.arena.zero_()
+        for n in (63, 50, 60):  # a page each, in different steps; three rows in a bucket of four
+            engine.submit(Replay(request(str(n), random_prompt(n), codec, 20)))
+        run_until_idle(engine)
+        written.append(engine.arena.clone())
+    assert recorder.replayed > recorder.recorded
+    used = (written[0] | written[1]) != 0
+    assert (written[0] == written[1])[used].float().mean() >= 1 - ANOTHER_ROUNDING
 
 
 def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner: Runner) -> None:
