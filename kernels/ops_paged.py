@@ -12,7 +12,7 @@ from torch import Tensor
 
 from disagg.kernels import cpu_paged, reference_aligned, reference_encode_paged, reference_paged
 from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.formats_paged import PagedFormat
+from disagg.kernels.formats_paged import PagedFormat, is_encodable
 from disagg.kernels.parts import Part
 from disagg.kernels.reference_aligned import Bits
 
@@ -96,7 +96,7 @@ def encode_segments(
     if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
         raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
     run = reference_encode_paged.encode_segments
-    if k.is_cuda and import_module("disagg.kernels.encode").is_encodable(fmt):
+    if k.is_cuda and is_encodable(fmt):
         run = import_module("disagg.kernels.encode").encode_segments
     return run(k, v, fmt, seeds, tokens, frozen)
 
