@@ -74,10 +74,11 @@ def append_kernel(
 
 @triton.jit
 def append_token(token, RAW: tl.constexpr):
-    """Write one side of a token: (arena, the new numbers, raw page, slot, offset in that page)."""
+    """Write one side of a token: (arena, the new numbers, raw page, slot, offset in that page);
+    nothing where there is no page."""
     arena_ptr, p_new, page, slot, offset = token
     o_d = tl.arange(0, triton.next_power_of_2(RAW.head_dim))
-    m_d = o_d < RAW.head_dim
+    m_d = o_d < tl.where(page >= 0, RAW.head_dim, 0)
     p_raw = arena_ptr + tl.multiple_of(page.to(tl.int64) * UNIT + offset, 16)
     p_raw = at(p_raw, 0, p_new.dtype.element_ty) + slot * RAW.head_dim + o_d
     tl.store(p_raw, tl.load(p_new + o_d, mask=m_d, other=0), mask=m_d)

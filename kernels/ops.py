@@ -71,17 +71,18 @@ def attend_quantized(
     return cpu_paged.attend_paged(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
 
 
-def merge(parts: list[Part]) -> Tensor:
+def merge(parts: list[Part], dtype: torch.dtype | None = None) -> Tensor:
     """The answer of all parts, over disjoint tokens: [B, M, Hq, D]; one launch on a GPU.
 
-    See parts.py and reference.merge.
+    dtype: of the answer; that of the parts unless given. See parts.py and reference.merge
     """
     if not parts:
         raise ValueError("nothing to merge; at least one part is wanted")
     pairs = [part for part in parts if not isinstance(part, UnitPartials)]
     if len(pairs) < len(parts) or pairs[0][0].is_cuda:
-        return _triton("reduce").merge(parts)
-    return pairs[0][0] if len(pairs) == 1 else reference.merge(pairs)
+        return _triton("reduce").merge(parts, dtype or torch.float32)
+    o = pairs[0][0] if len(pairs) == 1 else reference.merge(pairs)
+    return o if dtype is None else o.to(dtype)
 
 
 def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:

@@ -31,7 +31,7 @@ def merge_kernel(
     parts:          (o_ptr, lse_ptr, span_lo_ptr, span_hi_ptr, runs, slots, tile) of each, as
                     parts.py says; BATCH_PAD: at least the runs of any
     PARTS:          how many; Triton 3.6 cannot take the length of a tuple that has a None
-    o_ptr, lse_ptr: [B, rows, D] and [B, rows] fp32, lse natural
+    o_ptr, lse_ptr: [B, rows, D] of any float dtype, and [B, rows] fp32, lse natural
     """
     i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_d = i_part * COLUMNS + tl.arange(0, COLUMNS)
@@ -46,7 +46,8 @@ def merge_kernel(
     m, l, b_o = state
     i_out = i_b * rows + i_row
     p_o = o_ptr + i_out.to(tl.int64) * D + o_d
-    tl.store(p_o, b_o / tl.where(l > 0, l, 1.0), mask=o_d < D)
+    b_o = b_o / tl.where(l > 0, l, 1.0)
+    tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=o_d < D)
     if i_part == 0:
         tl.store(lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453)
 
@@ -88,13 +89,13 @@ def add_units(
     return m, l, b_o
 
 
-def merge(parts: list[Part]) -> Tensor:
-    """The answer of all parts: [B, M, Hq, D]. See reference.merge."""
-    return join(parts)[0]
+def merge(parts: list[Part], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The answer of all parts: [B, M, Hq, D] of dtype. See reference.merge."""
+    return join(parts, dtype)[0]
 
 
-def join(parts: list[Part]) -> Partial:
-    """The answer, and its log-sum-exp [B, M, Hq]."""
+def join(parts: list[Part], dtype: torch.dtype = torch.float32) -> Partial:
+    """The answer, and its log-sum-exp [B, M, Hq] fp32."""
     found = [as_units(part) for part in parts]
     o, queries, head_dim = found[0].o, found[0].queries, found[0].o.shape[2]
     for part in found:
@@ -103,7 +104,7 @@ def join(parts: list[Part]) -> Partial:
                 f"parts for {queries} and {part.queries} queries are not of one answer"
             )
     batch, rows = queries[0], o.shape[1]
-    merged = torch.empty(*queries, head_dim, device=o.device)
+    merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
     many = max(part.o.shape[0] for part in found) > 2 * FEW * batch
     pad = triton.next_power_of_2(batch * max(part.runs for part in found))

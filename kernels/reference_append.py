@@ -25,11 +25,14 @@ def append(
     """Write one token per row into raw pages, then the pages that they complete.
 
     k, v:     [N, H, D] of the raw dtype
-    pages:    [N] i32 - raw page ids; slots: [N] i32 - which of their tokens; each is one row's
+    pages:    [N] i32 - raw page ids, or NO_PAGE for a row that is not written
+    slots:    [N] i32 - which of their tokens; no two rows have one in common
     raw_base: offset of a layer's raw page inside a page
     sealing:  which rows complete a page, as sealing.py draws it; None: no row does
     """
-    append_raw(arena, k, v, pages, slots, raw, raw_base)
+    written = pages >= 0
+    there = slice(None) if bool(written.all()) else written
+    append_raw(arena, k[there], v[there], pages[there], slots[there], raw, raw_base)
     if sealing is None:
         return
     rows, heads = sealing.rows, k.shape[1]

@@ -20,7 +20,7 @@ from disagg.kernels.reference_dropped import DroppedFormat
 
 SealFormat = PagedFormat | AlignedFormat | DroppedFormat
 
-NO_PAGE = -1
+NO_PAGE = -1  # of a row that completes no page, and of one that is padding and not written
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
 
 

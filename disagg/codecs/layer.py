@@ -117,16 +117,15 @@ def write_step(
 def attend_step(
     codec: Codec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
 ) -> Tensor:
-    """Attention of the step's new tokens over everything they see: [N, Hq, D] fp32.
+    """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
     q: [N, Hq, D] - one row for each row of `step.rows`
     """
-    o = attend_tables(
-        codec, step.group, layer, arena, q.float()[step.queries], step.sealed, step.tail, scale
-    )
-    if step.valid.shape[1] == 1:
-        return o[:, 0]
-    return o[step.valid]
+    alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
+    rows = q.float().unsqueeze(1).contiguous() if alone else q.float()[step.queries]
+    sealed, tail = step.sealed, step.tail
+    o = attend_tables(codec, step.group, layer, arena, rows, sealed, tail, scale, q.dtype)
+    return o[:, 0] if alone else o[step.valid]
 
 
 def attend_tables(
@@ -138,15 +137,16 @@ def attend_tables(
     sealed: PageTable | None,
     tail: PageTable | None,
     scale: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Merge the attention over pages and over the tail: [B, M, Hq, D] fp32."""
+    """Merge the attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
     parts: list[Part] = []
     while sealed is not None:
         parts += codec.attend(q, arena, sealed, group, layer, scale)
         sealed = sealed.following
     if tail is not None:
         parts.append(attend_raw_pages(q, arena, tail, group, layer, scale))
-    return merge(parts)
+    return merge(parts, dtype)
 
 
 def read_tail(

@@ -94,15 +94,20 @@ def build_batch(
         outputs=outputs,
         arena=arena,
         chunks=tuple(chunks),
-        decodes=tuple(_decodes(shares, rows, stash, arena.device)),
+        decodes=tuple(_decodes(shares, rows, len(tokens), stash, arena.device)),
     )
 
 
 def _decodes(
-    shares: Sequence[Share], rows: Sequence[int], stash: Stash, device: torch.device
+    shares: Sequence[Share], rows: Sequence[int], total: int, stash: Stash, device: torch.device
 ) -> list[Decode]:
+    """What each layer group does of a batch of `total` rows."""
     return [
-        Decode(codec_of(group), plan_step(group, growths, stash, device))
+        Decode(
+            codec_of(group),
+            plan_step(group, growths, stash, device),
+            whole=sum(growth.m for growth in growths) == total,
+        )
         for group, growths in _buckets(shares, rows)
     ]
 

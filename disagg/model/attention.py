@@ -56,10 +56,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Decode:
-    """What one layer group's decoding rows do in a step, and the codec of its pages."""
+    """What one layer group's decoding rows do in a step, and the codec of its pages.
+
+    whole: the rows of the step are all rows of the batch, in order: nothing need be picked out
+    """
 
     codec: Codec
     step: GroupStep
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,9 @@ class BatchAttention:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
     ) -> Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        decodes, arena = self.batch.by_layer.get(layer, []), self.batch.arena
+        if len(decodes) == 1 and decodes[0].whole:
+            return _attend_decode(decodes[0], layer, arena, q, k, v, scale)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
@@ -109,14 +116,21 @@ class BatchAttention:
             out[rows] = attend_exact(q[:, rows], *exact, scale, window).transpose(0, 1)
             chunk.workspace.observe(layer, q[:, rows], chunk.before)
             chunk.sink(layer, *exact, chunk.before)
-        for decode in self.batch.by_layer.get(layer, ()):
-            rows_of_step = decode.step.rows
-            new_k, new_v = k[:, rows_of_step].transpose(0, 1), v[:, rows_of_step].transpose(0, 1)
-            arena, new_q = self.batch.arena, q[:, rows_of_step].transpose(0, 1)
-            write_step(decode.codec, decode.step, layer, arena, new_k, new_v)
-            attended = attend_step(decode.codec, decode.step, layer, arena, new_q, scale)
-            out.index_add_(0, rows_of_step, attended.to(out.dtype))  # padding adds 0, see static.py
+        for decode in decodes:
+            picked = decode.step.rows
+            some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
+            attended = _attend_decode(decode, layer, arena, some_q, some_k, some_v, scale)
+            out.index_add_(0, picked, attended)  # padding adds 0, see static.py
         return out
+
+
+def _attend_decode(
+    decode: Decode, layer: int, arena: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
+    """Write the rows of a step and attend: q [Hq, N, D], k and v [H, N, D] -> [N, Hq, D]."""
+    new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
+    write_step(decode.codec, decode.step, layer, arena, new_k, new_v)
+    return attend_step(decode.codec, decode.step, layer, arena, new_q, scale)
 
 
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -1,10 +1,9 @@
 """Decode steps in buffers that stay where they are, so that a recorded step can run on new inputs.
 
 A step is cut to a shape that many steps have: its rows and the rows of each layer group are padded
-to a bucket, page tables to a power of two. Padding is inert. A row that nobody asked for has token
-0 at position 0 and belongs to no group. A padding row of a group is the group's first row once
-more: it writes the same K and V to the same place, sees no token, and so adds 0 to that row's
-attention.
+to a bucket, page tables to a power of two. Padding is inert: a row that nobody asked for has token
+0 at position 0, and a padding row of a group is its first row once more; neither is written to any
+page or sees a token, so a padding row adds 0 to the attention of the row that it repeats.
 
     rows     │ a │ b │ c │ - │        bucket of 4
     group 1  │ a │ c │                bucket of 2
@@ -54,6 +53,7 @@ def key_of(batch: Batch) -> Key:
     groups = [
         (
             decode.step.group.fingerprint,
+            decode.whole,
             bucket_of(len(decode.step.rows)),
             _shapes_of(decode.step.sealed),
             _shapes_of(decode.step.tail),
@@ -73,7 +73,7 @@ class StaticStep:
         bucket, device = bucket_of(len(like.tokens)), like.arena.device
         self.tokens = torch.zeros(1, bucket, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        decodes = [Decode(x.codec, _static_step(x)) for x in _in_order(like)]
+        decodes = [replace(x, step=_static_step(x)) for x in _in_order(like)]
         self.batch = Batch((), (), (), like.arena, decodes=tuple(decodes))
 
     def fill(self, batch: Batch) -> None:
@@ -163,8 +163,10 @@ def _static_table(table: PageTable | None, rows: int) -> PageTable | None:
 
 
 def _fill_step(static: GroupStep, given: GroupStep) -> None:
-    for name in ("rows", "pages", "slots"):
+    for name in ("rows", "slots"):
         _repeat_first(getattr(static, name), getattr(given, name))
+    static.pages.fill_(NO_PAGE)
+    static.pages[: len(given.pages)] = given.pages
     if static.completed is not None:
         _fill_completed(static.completed, given.completed)
     for into, table in zip(_tables_of(static), _tables_of(given), strict=True):

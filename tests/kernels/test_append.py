@@ -40,16 +40,18 @@ def to_device(*tensors: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_bytes_equal_those_of_the_reference(dtype):
     fmt, heads = raw_format(dtype, 80), 3
-    rows = torch.randn(5, heads, 3 * 80).to(getattr(torch, dtype))
+    rows = torch.randn(6, heads, 3 * 80).to(getattr(torch, dtype))
     k, v = rows[..., 80:160], rows[..., 160:]  # views, as a fused projection gives them
-    pages = torch.tensor([600, 0, 300, 0, 300], dtype=torch.int32)
-    slots = torch.tensor([15, 0, 7, 1, 8], dtype=torch.int32)
+    pages = torch.tensor([600, 0, 300, NO_PAGE, 0, 300], dtype=torch.int32)
+    slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
     expected = torch.zeros(1000 * 128, dtype=torch.uint8)
     arena = expected.to(DEVICE, copy=True)
     reference_append.append(expected, k, v, pages, slots, fmt, BASE)
     append.append(arena, *to_device(k, v, pages, slots), fmt, BASE)
     assert torch.equal(arena.cpu(), expected)
-    assert expected.any()
+    item = getattr(torch, dtype).itemsize
+    assert (expected != 0).sum() > 5 * heads * 2 * 80 * (item - 1)  # five of six rows
+    assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
 
 def test_scattered_channels_are_refused():
