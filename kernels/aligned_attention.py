@@ -38,7 +38,7 @@ CLASSES = tl.constexpr(32)  # sets of tokens, one of each 32 in a row, whose lar
 PAGES = tl.constexpr(32)  # whose largest exponents are read at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def channel_levels_kernel(
     q_ptr, bytes_ptr, pages_ptr, lo_ptr, hi_ptr, levels_ptr, tops_ptr, k_bits_ptr,
     scale, base, width, FMT: tl.constexpr, SHAPE: tl.constexpr,
@@ -79,7 +79,7 @@ def channel_levels_kernel(
     tl.store(k_bits_ptr + i_row, bits.to(tl.float32) / D, mask=o_g < SHAPE.group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "width"])
 def plane_scores_kernel(
     q_ptr, bytes_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, levels_ptr,
     scores_ptr, lse_ptr, best_ptr, place_ptr, scale, base, batch, width,
@@ -140,7 +140,7 @@ def plane_scores_kernel(
     tl.store(place_ptr + p_class, place, mask=m_c[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "slots", "width"])
 def allow_drops_kernel(
     bytes_ptr, pages_ptr, span_lo_ptr, span_hi_ptr, tops_ptr, part_lse_ptr, best_ptr, place_ptr,
     lse_ptr, allowed_ptr, base, batch, slots, width,
@@ -193,7 +193,7 @@ def allow_drops_kernel(
     tl.store(allowed_ptr + i_b * SHAPE.rows + i_row, tl.min(allowed, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "width"])
 def plane_values_kernel(
     bytes_ptr, pages_ptr, span_lo_ptr, span_hi_ptr, scores_ptr, lse_ptr, allowed_ptr,
     part_lse_ptr, part_o_ptr, bits_ptr, seen_ptr, base, batch, width,

@@ -32,7 +32,7 @@ from disagg.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "width"])
 def attend_raw_kernel(
     q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, sides_ptr,
     o_ptr, lse_ptr, scale, base, side_base, batch, width,

@@ -12,7 +12,7 @@ from torch import Tensor
 SEGMENTS, PAGES = 16, 256  # of a sequence that a program takes together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "width"])
 def run_spans_kernel(
     lo_ptr, hi_ptr, owner_ptr, start_ptr, stop_ptr, segments, width,
     TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, PAGES: tl.constexpr,
