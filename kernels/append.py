@@ -20,7 +20,7 @@ from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat
 from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.lowrank import WIDTH, fit_page
-from disagg.kernels.sealing import Sealing, SealFormat
+from disagg.kernels.sealing import SealFormat, Sealing
 
 UNIT = tl.constexpr(ARENA_UNIT)
 

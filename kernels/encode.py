@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.encode_absent import store_mask, with_group_means
 from disagg.kernels.encode_tiles import (
     LARGEST,
     at,
@@ -64,20 +65,22 @@ def segment_scales_kernel(
     tl.store(at(segment, SIDE.scale.zero, tl.float16) + o_c, zero, mask=m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segment_pages"])
 def encode_side_kernel(
-    x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr,
+    x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr, absent_ptr,
     stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
-    unit, base, segment_pages,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr,
 ):  # fmt: skip
     """One side of one block.
 
     x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
-    bytes_ptr, pages_ptr, unit, base: where blocks lie, as places.py says; BLOCK: bytes of a block
-    segments_ptr: [S, H, SEGMENT] u8 with their scales; a segment has segment_pages pages
+    bytes_ptr, pages_ptr, unit, base: where blocks lie, as places.py says
+    segments_ptr: [S, H, bytes] u8 with their scales; a segment has segment_pages pages
     missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank piece is fitted to, if there is one
+    absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are there
     """
+    SIDE: tl.constexpr = FMT.v if IS_V else FMT.k
+    T: tl.constexpr = FMT.tokens
     i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.planes)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
@@ -86,9 +89,20 @@ def encode_side_kernel(
     p_x += o_r[:, None].to(tl.int64) * stride_row + o_c[None, :].to(tl.int64) * stride_column
     x = finite(tl.load(p_x, mask=there, other=0.0))
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
-    block = bytes_ptr + tl.multiple_of(page + i_head * BLOCK, 16)
+    block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
     i_segment = i_page // segment_pages
-    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * SEGMENT
+    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
+    p_absent = absent_ptr
+    if absent_ptr is not None:
+        p_absent += (i_head * tl.num_programs(0) + i_page) * T
+        if IS_V:
+            gone = tl.load(p_absent + o_c, mask=m_c, other=0)
+            x = with_group_means(x, there, gone, o_c, 1, T, FMT.k.scale.group)
+        else:
+            gone = tl.load(p_absent + o_r, mask=m_r, other=0)
+            x = with_group_means(x, there, gone, o_r, 0, T, FMT.k.scale.group)
+    if FMT.valid is not None and not IS_V:
+        store_mask(block + FMT.valid, p_absent, T)
     missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
     if SIDE.low_rank is not None:
         i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
@@ -108,6 +122,7 @@ def encode_segments(
     seeds: list[int],
     tokens: int,
     frozen: Tensor | None = None,
+    absent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Seal pages of one layer, segment by segment. As in reference_encode_paged.encode_segments.
 
@@ -116,7 +131,7 @@ def encode_segments(
     """
     count = k.shape[1] // fmt.tokens
     blocks = new_blocks(count, k.shape[0], fmt.block_bytes, written_bytes(fmt), k.device)
-    return blocks, seal_segments(k, v, in_order(blocks), fmt, seeds, tokens, frozen)
+    return blocks, seal_segments(k, v, in_order(blocks), fmt, seeds, tokens, frozen, absent)
 
 
 def seal_segments(
@@ -127,6 +142,7 @@ def seal_segments(
     seeds: list[int],
     tokens: int,
     frozen: Tensor | None = None,
+    absent: Tensor | None = None,
 ) -> Tensor | None:
     """As `encode_segments`, with blocks written where they belong; the segments, if any."""
     heads, n, _ = k.shape
@@ -141,10 +157,12 @@ def seal_segments(
     missing = torch.empty(
         2 if needed else 0, heads, n, k.shape[2], dtype=torch.float16, device=k.device
     )
+    gone = None if absent is None else absent.contiguous().view(torch.uint8)
     for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
         if side.rotation:
             x = _rotate(x, side.rotation, segments, tokens, frozen is None)
-        _encode_side(x, side, fmt, places, segments, missing[i] if needed else x, tokens, i == 1)
+        left = missing[i] if needed else x
+        _encode_side(x, i == 1, fmt, places, segments, left, gone, tokens)
     if needed:
         encode_low_rank(missing, places, segments, fmt, seeds, tokens)
     return segments if fmt.segment_bytes else None
@@ -152,15 +170,16 @@ def seal_segments(
 
 def _encode_side(
     x: Tensor,
-    side: Side,
+    is_v: bool,
     fmt: PagedFormat,
     places: Places,
     segments: Tensor,
     missing: Tensor,
+    absent: Tensor | None,
     tokens: int,
-    is_v: bool,
 ) -> None:
     """K [H, n, D] of all pages, or V."""
+    side = fmt.v if is_v else fmt.k
     heads, n, head_dim = x.shape
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:
@@ -171,10 +190,9 @@ def _encode_side(
     strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
     dense = (1, head_dim) if is_v else (head_dim, 1)
     encode_side_kernel[(n // fmt.tokens, heads)](
-        x, places.arena, places.pages, segments, missing,
+        x, places.arena, places.pages, segments, missing, absent,
         stride_head, *strides, fmt.tokens * stride_token, *dense,
-        places.unit, places.base, max(1, tokens // fmt.tokens),
-        side, fmt.block_bytes, fmt.segment_bytes,
+        places.unit, places.base, max(1, tokens // fmt.tokens), fmt, is_v,
         num_warps=encode_warps(side), enable_fp_fusion=False,
     )  # fmt: skip
 

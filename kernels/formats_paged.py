@@ -153,15 +153,16 @@ def as_paged(fmt: QuantFormat) -> PagedFormat:
 def is_encodable(fmt: PagedFormat) -> bool:
     """Whether kernels seal pages of this format; the reference seals any."""
     k, v = fmt.k.low_rank, fmt.v.low_rank
+    if (k or v or fmt.valid is not None) and fmt.tokens & (fmt.tokens - 1):
+        return False
     if k is None or v is None:
         return k is v
-    fits = k.rank == v.rank <= 16 and fmt.head_dim <= 256
-    return fits and not fmt.tokens & (fmt.tokens - 1)
+    return k.rank == v.rank <= 16 and fmt.head_dim <= 256
 
 
 def written_bytes(fmt: PagedFormat) -> int:
-    """Bytes of a block that encode kernels write: all planes but the mask of who is there."""
-    total = 0
+    """Bytes of the planes of a block: where they are fewer than its own, planes leave gaps."""
+    total = 0 if fmt.valid is None else fmt.tokens // 8
     for side in (fmt.k, fmt.v):
         total += side.rows * side.columns * side.bits // 8
         if not side.scale.shared:

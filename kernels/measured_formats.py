@@ -62,3 +62,15 @@ def piece_format(kind: str, bits: int) -> PagedFormat:
             end += 3 * columns * slots[i]
         sides.append(side)
     return PagedFormat(64, HEAD_DIM, end, segment, sides[0], sides[1])
+
+
+def masked_format() -> PagedFormat:
+    """A page of 128 tokens at 2 bits, groups of 128, with a mask of the tokens that are there."""
+    codes, plane = 128 * HEAD_DIM // 4, 2 * 128
+    end = 2 * codes + 4 * plane
+    sides = []
+    for i in range(2):
+        scale = 2 * (codes + i * plane)
+        by_column = Scale("column", 128, scale, scale + plane)
+        sides.append(Side(128, HEAD_DIM, 2, i * codes, by_column))
+    return PagedFormat(128, HEAD_DIM, end + 16, 0, sides[0], sides[1], valid=end)

@@ -22,13 +22,13 @@ from disagg.kernels.formats import RawFormat
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.lowrank import low_rank_kernel
-from disagg.kernels.measured_formats import HEAD_DIM, exact_format, piece_format
+from disagg.kernels.measured_formats import HEAD_DIM, exact_format, masked_format, piece_format
 from disagg.kernels.measured_formats import PIECES as PAGES_OF_PIECES
 from disagg.kernels.paged_aligned import aligned_warps
 from disagg.kernels.raw_attention import attend_raw_kernel
 from disagg.kernels.reduce import COLUMNS, FEW, MANY, merge_kernel
-from disagg.kernels.sealing import SealFormat
 from disagg.kernels.runs import PAGES, SEGMENTS, run_spans_kernel
+from disagg.kernels.sealing import SealFormat
 from disagg.kernels.shape import NVIDIA_COLUMNS, compile_options, pipeline_stages, raw_shape
 
 # types of arguments by name; of others, those that end in _ptr are int32 and the rest whole numbers
@@ -78,7 +78,7 @@ class Source:
 def _encode(kind: str, bits: int, is_v: bool, columns: int) -> Source:
     fmt = piece_format(kind, bits)
     side = fmt.v if is_v else fmt.k
-    constants = {"SIDE": side, "BLOCK": fmt.block_bytes, "SEGMENT": fmt.segment_bytes}
+    constants = {"FMT": fmt, "IS_V": is_v, "absent_ptr": None}
     along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
     constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
     return Source(encode_side_kernel, constants, encode_warps(side))
@@ -112,6 +112,14 @@ def _aligned_format() -> AlignedFormat:
     sizes = (whole, half, half, whole, half, half, HEAD_DIM, HEAD_DIM)
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     return AlignedFormat(64, HEAD_DIM, sum(sizes), *offsets)
+
+
+def _encode_masked(is_v: bool, columns: int) -> Source:
+    fmt = masked_format()
+    constants = {"FMT": fmt, "IS_V": is_v}
+    constants |= {f"{name}_{'row' if is_v else 'column'}": 1 for name in ("stride", "missing")}
+    warps = encode_warps(fmt.v if is_v else fmt.k)
+    return Source(encode_side_kernel, constants, warps, types={"absent_ptr": "*u8"})
 
 
 def _append(kind: str | None, bits: int, columns: int) -> Source:
@@ -158,6 +166,8 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     },
     "encode-planes-k": partial(_planes, False),
     "encode-planes-v": partial(_planes, True),
+    "encode-masked-k": partial(_encode_masked, False),
+    "encode-masked-v": partial(_encode_masked, True),
     "append": partial(_append, None, 0),
     "append-planes": partial(_append, "planes", 16),
     **{f"append-{name}": partial(_append, kind, bits) for name, kind, bits in PIECES},

@@ -87,18 +87,20 @@ def encode_segments(
     seeds: list[int],
     tokens: int,
     frozen: Tensor | None = None,
+    absent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Seal consecutive segments: blocks [P, H, bytes], segments [S, H, bytes] or None.
 
     See reference_encode_paged.encode_segments.
     """
     _check_encode(k, v, fmt.head_dim, fmt.tokens)
+    check_absent(absent, k, fmt)
     if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
         raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
     run = reference_encode_paged.encode_segments
     if k.is_cuda and is_encodable(fmt):
         run = import_module("disagg.kernels.encode").encode_segments
-    return run(k, v, fmt, seeds, tokens, frozen)
+    return run(k, v, fmt, seeds, tokens, frozen, absent)
 
 
 def decode_paged(
@@ -118,6 +120,16 @@ def encode_aligned(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:
     if k.is_cuda:
         return import_module("disagg.kernels.encode_aligned").encode_aligned(k, v, fmt)
     return reference_aligned.encode_aligned(k, v, fmt)
+
+
+def check_absent(absent: Tensor | None, k: Tensor, fmt: PagedFormat) -> None:
+    """Refuse tokens left out of pages that cannot say so, and what is not a bool for each."""
+    if absent is None:
+        return
+    if absent.dtype != torch.bool or absent.shape != k.shape[:2] or absent.device != k.device:
+        raise ValueError(f"absent is {tuple(absent.shape)} {absent.dtype}; a bool for each token")
+    if fmt.valid is None or fmt.k.scale.by != "column" or fmt.k.scale.shared:
+        raise ValueError("pages without a mask, or without groups of tokens, leave no token out")
 
 
 def _check_attend(

@@ -35,17 +35,19 @@ def seal_segments(
     fmt: PagedFormat,
     seeds: list[int],
     tokens: int,
+    absent: Tensor | None = None,
 ) -> Tensor | None:
     """As `ops_paged.encode_segments`; the segments [S, H, bytes], which are small, or None."""
     _check(k, v, places, fmt.tokens, fmt.head_dim)
+    ops_paged.check_absent(absent, k, fmt)
     if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
         raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
     if k.is_cuda and is_encodable(fmt):
         found: Tensor | None = import_module("disagg.kernels.encode").seal_segments(
-            k, v, places, fmt, seeds, tokens
+            k, v, places, fmt, seeds, tokens, absent=absent
         )
         return found
-    blocks, segments = ops_paged.encode_segments(k, v, fmt, seeds, tokens)
+    blocks, segments = ops_paged.encode_segments(k, v, fmt, seeds, tokens, absent=absent)
     _store(places, blocks)
     return segments
 

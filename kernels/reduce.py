@@ -12,6 +12,7 @@ from torch import Tensor
 
 from disagg.kernels.parts import Part, UnitPartials
 from disagg.kernels.reference import Partial
+from disagg.kernels.shape import pad_batch
 from disagg.kernels.tiles import EMPTY
 from disagg.kernels.units import find_cut, pick
 
@@ -107,7 +108,7 @@ def join(parts: list[Part], dtype: torch.dtype = torch.float32) -> Partial:
     merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
     many = max(part.o.shape[0] for part in found) > 2 * FEW * batch
-    pad = triton.next_power_of_2(batch * max(part.runs for part in found))
+    pad = pad_batch(batch * max(part.runs for part in found))
     merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
         tuple((x.o, x.lse, *x.spans, x.runs, x.o.shape[0], x.tile) for x in found), merged, lse,
         rows, len(found), head_dim, pad, MANY if many else FEW, COLUMNS,

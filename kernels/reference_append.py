@@ -9,7 +9,7 @@ from disagg.kernels.formats_paged import PagedFormat
 from disagg.kernels.reference_aligned import encode_aligned, to_fp16
 from disagg.kernels.reference_encode_paged import encode_segments
 from disagg.kernels.reference_pages import append_raw, gather_raw, store_blocks
-from disagg.kernels.sealing import Sealing, SealFormat
+from disagg.kernels.sealing import SealFormat, Sealing
 
 
 def append(

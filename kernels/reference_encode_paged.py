@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats_paged import LowRank, PagedFormat, Rotation, Side
+from disagg.kernels.reference_absent import pack_mask, with_group_means
 from disagg.kernels.reference_encode import CHUNK_ELEMENTS, LARGEST
 from disagg.kernels.reference_lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference_outliers import choose_outliers, with_means
@@ -63,18 +64,37 @@ def encode_segments(
     seeds: list[int],
     tokens: int,
     frozen: Tensor | None = None,
+    absent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Seal the pages of consecutive segments, of one layer.
 
     seeds:   one for each segment; tokens: of each, but for the last, which may have fewer
+    absent:  [H, n] bool - tokens that the mask of their page leaves out; the mean of their group of
+             K's scales takes their place, in K and in V. None: all are there
     returns: blocks as `encode_paged`; segments [S, H, segment_bytes] u8 if any
     """
-    if not fmt.segment_bytes:
-        return encode_paged(k, v, fmt)
-    parts = zip(k.split(tokens, 1), v.split(tokens, 1), seeds, strict=True)
+    if absent is None:
+        absent = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+    else:
+        k, v = (with_group_means(finite(x), absent, fmt.k.scale.group) for x in (k, v))
+    parts, segments = [(k, v, 0)], []
+    if fmt.segment_bytes:
+        parts = list(zip(k.split(tokens, 1), v.split(tokens, 1), seeds, strict=True))
     found = [encode_paged(a, b, fmt, seed, frozen) for a, b, seed in parts]
+    blocks = torch.cat([blocks for blocks, _ in found])
+    if fmt.valid is not None:
+        mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
+        mask.squeeze(-2).copy_(pack_mask(absent, fmt.tokens))
     segments = [segment for _, segment in found if segment is not None]
-    return torch.cat([blocks for blocks, _ in found]), torch.stack(segments)
+    return blocks, torch.stack(segments) if segments else None
+
+
+def finite(x: Tensor) -> Tensor:
+    """x in fp32; NaN becomes 0, what fp16 cannot hold saturates."""
+    x = x.float()
+    if not bool((x.abs().amax() <= LARGEST).all()):  # also where one is NaN
+        x = torch.nan_to_num(x, nan=0.0).clamp(-LARGEST, LARGEST)
+    return x
 
 
 def _encode(
@@ -87,9 +107,7 @@ def _encode(
     fresh: bool = True,
 ) -> None:
     """Write one side of x [H, n, D] into its pages and its segment."""
-    x = x.float()
-    if not bool((x.abs().amax() <= LARGEST).all()):  # also where one is NaN
-        x = torch.nan_to_num(x, nan=0.0).clamp(-LARGEST, LARGEST)
+    x = finite(x)
     if side.rotation and shared is not None:
         x = _rotate(x, side.rotation, shared, fresh)
     values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)

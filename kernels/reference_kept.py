@@ -121,14 +121,6 @@ def keep(kept: Kept, won: Tensor, scores: Tensor, k: Tensor, v: Tensor, first: i
     kept.v[head, slot] = v[head, token]
 
 
-def with_group_means(x: Tensor, absent: Tensor, group: int) -> Tensor:
-    """x [H, n, D] fp32 with the mean of the others of its group in the place of absent tokens."""
-    groups = x.unflatten(1, (-1, group))
-    there = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
-    mean = (groups * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
-    return torch.where(there, groups, mean).flatten(1, 2)
-
-
 def attend_kept(
     q: Tensor,
     arena: Tensor,

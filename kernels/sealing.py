@@ -1,10 +1,10 @@
 """Pages that an append completes: what it is told of them. Knows no codec by name.
 
     row of the step     0     1    2    3
-    pages              -1    96   -1   -1     row 1 fills a tail, whose first T tokens become page 96
-    tails               ·   8 ids  ·    ·     the raw pages that they are in now
-    segments            ·   112    ·    ·     its segment, where the format has segments
-    stretches           ·    40    ·    ·     first position / 16: where power iterations start
+    pages              -1    96   -1   -1   row 1 fills a tail, whose first T tokens become page 96
+    tails               ·   8 ids  ·    ·   the raw pages that they are in now
+    segments            ·   112    ·    ·   its segment, where the format has segments
+    stretches           ·    40    ·    ·   first position / 16: where power iterations start
 
 There is a row for every new token, so that the shapes stay the same from step to step and a CUDA
 graph can repeat them. The last token of a page may be the row's own; it is never another row's.

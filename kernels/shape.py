@@ -21,7 +21,7 @@ class Shape:
     columns:   C, queries times heads of one program
     copies:    how often each column is repeated in the product with K, to fill the tensor core
     groups:    V groups that lie side by side in the product with V, likewise
-    batch_pad: B, rounded up to a power of two
+    batch_pad: at least B, see pad_batch
     """
 
     queries: int
@@ -52,7 +52,18 @@ def piece_shape(
     narrow = pairs and m * query_heads // heads <= tensor_columns // 2
     columns, copies = (tensor_columns // 2, 2) if narrow else (tensor_columns, 1)
     shape = _shape(queries, heads, columns, copies, copies)
-    return replace(shape, batch_pad=1 << (runs - 1).bit_length())
+    return replace(shape, batch_pad=pad_batch(runs))
+
+
+def pad_batch(count: int) -> int:
+    """A size for `count` sequences or runs: 32, a lane each, or four times as many, and so on.
+
+    It is known when a kernel is compiled: few sizes mean few kernels while a batch grows.
+    """
+    size = 32
+    while size < count:
+        size *= 4
+    return size
 
 
 def tile_tokens(fmt: AnyFormat) -> int:
@@ -102,5 +113,5 @@ def _shape(
     queries: tuple[int, int, int], heads: int, columns: int, copies: int, groups: int
 ) -> Shape:
     batch, m, query_heads = queries
-    batch_pad = 1 << (batch - 1).bit_length()
-    return Shape(m, query_heads // heads, m * query_heads, columns, copies, groups, batch_pad)
+    group, rows = query_heads // heads, m * query_heads
+    return Shape(m, group, rows, columns, copies, groups, pad_batch(batch))

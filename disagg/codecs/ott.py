@@ -7,21 +7,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.base import EMPTY, Encoded, require, seed_of
+from disagg.codecs.paged import PagedCodec, Planes, code_planes, segment_seeds
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
 from disagg.kernels.ops_kept import attend_kept, keep_outliers
+from disagg.kernels.ops_paged import encode_segments
+from disagg.kernels.ops_seal import seal_segments
 from disagg.kernels.parts import Part
-from disagg.kernels.reference_kept import (
-    FREE,
-    KeptFormat,
-    raw_of,
-    view_kept,
-    with_group_means,
+from disagg.kernels.places import Places
+from disagg.kernels.reference_kept import FREE, KeptFormat, raw_of, view_kept
+from disagg.page import (
+    RAW_TOKENS,
+    SEGMENT_TOKENS,
+    FinalAt,
+    Kind,
+    Layout,
+    make_layout,
+    make_raw_layout,
 )
-from disagg.page import RAW_TOKENS, FinalAt, Kind, Layout, make_layout, make_raw_layout
 from disagg.plan import LayerGroup
 
 
@@ -116,39 +121,44 @@ class Ott(PagedCodec):
         group = super().layer_group(layers, heads, head_dim, model_dtype, window)
         return replace(group, kept=self.outliers, kept_limit=self.slots)
 
-    encode_into = Codec.encode_into  # the mask of a page is written after its codes
-
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        return self._seal(k, v, first, layer, None)
+        won, side, kept = self._compete(k, v, first, layer, None)
+        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won), side, kept)
+
+    def encode_into(
+        self,
+        places: Places,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int,
+        q: Tensor | None,
+        total: int,
+    ) -> Encoded:
+        won, side, kept = self._compete(k, v, first, layer, None)
+        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        segments = seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS, won)
+        return Encoded(EMPTY, segments, side, kept)
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        return self._seal(k, v, first, layer, before)
+        won, side, kept = self._compete(k, v, first, layer, before)
+        fmt, seeds = self._flush_format(k.shape[2]), [seed_of(layer, first)]
+        found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won)
+        return Encoded(*found, side, kept, flush=True)
 
-    def _seal(
+    def _compete(
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded | None
-    ) -> Encoded:
-        """Let tokens compete, put means in the place of the winners, quantise, note who left."""
-        won = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The winners [H, n] bool, who leave their page; the side record and raw pages then."""
         side, blocks = self._kept_before(k, before)
-        if side is not None and blocks is not None and layer >= self.skip_layers:
-            raw = _raw_of_dtype(k)
-            layout = self.side_layout(k.shape[2])
-            assert layout is not None
-            kept = view_kept(side, blocks, kept_format(layout), raw)
-            won = keep_outliers(kept, k, v, self.outliers, first)
-            blocks = raw_of(kept, raw)
-        full_k, full_v = (with_group_means(x.float(), won, self.group) for x in (k, v))
-        if before is None:
-            encoded = super().encode(full_k, full_v, first, layer)
-        else:
-            encoded = super().flush(full_k, full_v, first, layer, before)
-        page = self.page_layout(k.shape[2])
-        valid = page.plane("valid")
-        bits = (~won).unflatten(1, (-1, page.tokens // 8, 8)).transpose(0, 1)
-        weights = 1 << torch.arange(8, device=k.device)
-        packed = (bits * weights).sum(-1).to(torch.uint8)
-        encoded.blocks[..., valid.offset : valid.offset + valid.nbytes] = packed
-        return replace(encoded, side=side, kept=blocks)
+        layout = self.side_layout(k.shape[2])
+        if side is None or blocks is None or layout is None or layer < self.skip_layers:
+            return None, side, blocks
+        raw = _raw_of_dtype(k)
+        kept = view_kept(side, blocks, kept_format(layout), raw)
+        won = keep_outliers(kept, k, v, self.outliers, first)
+        return won, side, raw_of(kept, raw)
 
     def _kept_before(
         self, k: Tensor, before: Encoded | None

@@ -76,8 +76,13 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     use(raw, "attend_raw", paged_exact.attend_raw)
     use(kivi, "seal_quantized", seal_quantized)
     use(kivi, "attend_quantized", paged_attention.attend_quantized)
-    use(paged, "seal_segments", encode.seal_segments)
-    use(paged, "encode_segments", encode.encode_segments)
+
+    def seal_segments(k, v, places, fmt, seeds, tokens, absent=None):
+        return encode.seal_segments(k, v, places, fmt, seeds, tokens, absent=absent)
+
+    for module in (paged, ott):
+        use(module, "seal_segments", seal_segments)
+        use(module, "encode_segments", encode.encode_segments)
     use(paged, "attend_paged", paged_pieces.attend_paged)
     use(ott, "keep_outliers", compete.keep_outliers)
     use(ott, "attend_kept", paged_exact.attend_kept)

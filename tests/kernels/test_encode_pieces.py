@@ -53,6 +53,50 @@ def test_codes_and_scales_are_those_of_the_reference(name, dtype):
     assert found[0].any()
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_tokens_that_leave_their_page_are_masked_and_a_mean_stands_for_them(rank):
+    fmt = make_format(group=32, valid=True, bits=4, rank=rank)
+    k, v = (whole_numbers((2, 128, 64), torch.float16), whole_numbers((2, 128, 64), torch.float16))
+    absent = torch.zeros(2, 128, dtype=torch.bool)
+    absent[0, [0, 9, 33, 34, 127]] = True
+    absent[1, 64:96] = True  # a group of which nobody is left
+    k[absent] = 500.0
+    arguments = fmt, [0], 128, None
+    found, segments = encode.encode_segments(
+        k.to(DEVICE), v.to(DEVICE), *arguments, absent.to(DEVICE)
+    )
+    expected, wanted = reference_encode_paged.encode_segments(k, v, *arguments, absent)
+    mask = found[..., fmt.valid : fmt.valid + T // 8].cpu()
+    bits = (mask.unsqueeze(3) >> torch.arange(8)) & 1
+    assert torch.equal(bits.flatten(2).transpose(0, 1).flatten(1), (~absent).to(torch.uint8))
+    owner = torch.tensor([0, 0])
+    pairs = [(found.cpu(), segments), (expected, wanted)]
+    decoded = [decode_paged(x, s if s is None else s.cpu()[owner], fmt) for x, s in pairs]
+    for x, y in zip(*decoded, strict=True):
+        assert relative_error(x, y.double()) <= 1e-3
+    assert decoded[0][0].abs().max() < 10  # nothing of the 500s widens a range
+
+
+def test_a_mask_is_whole_where_nobody_leaves():
+    fmt = make_format(**FORMATS["ott"])
+    k, v = (x[0].half() for x in random_kv([T], 1, fmt.head_dim, T))
+    for blocks in encode_both(fmt, k, v, [0], T):
+        assert (blocks[0][..., fmt.valid : fmt.valid + T // 8] == 255).all()
+
+
+def test_tokens_leave_only_pages_that_can_say_so():
+    for name in ("kcvt", "int8"):
+        fmt = make_format(**FORMATS[name])
+        k = torch.zeros(1, T, fmt.head_dim)
+        absent = torch.zeros(1, T, dtype=torch.bool)
+        with pytest.raises(ValueError, match="mask"):
+            ops_paged.encode_segments(k, k, fmt, [0], T, None, absent)
+    fmt = make_format(**FORMATS["ott"])
+    k = torch.zeros(1, T, fmt.head_dim)
+    with pytest.raises(ValueError, match="each token"):
+        ops_paged.encode_segments(k, k, fmt, [0], T, None, absent[:, 1:])
+
+
 def test_numbers_that_hurt_encode_alike():
     for name in ("int8", "fp8", "kcvt", "pertoken"):
         fmt = make_format(**FORMATS[name])
