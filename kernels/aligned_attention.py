@@ -193,7 +193,7 @@ def allow_drops_kernel(
     tl.store(allowed_ptr + i_b * SHAPE.rows + i_row, tl.min(allowed, 0))
 
 
-@triton.jit(do_not_specialize=["batch", "width"])
+@triton.jit(do_not_specialize=["batch", "width"], do_not_specialize_on_alignment=["seen_ptr"])
 def plane_values_kernel(
     bytes_ptr, pages_ptr, span_lo_ptr, span_hi_ptr, scores_ptr, lse_ptr, allowed_ptr,
     part_lse_ptr, part_o_ptr, bits_ptr, seen_ptr, base, batch, width,

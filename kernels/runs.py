@@ -46,7 +46,9 @@ def run_spans(
     if not owner.is_contiguous() or owner.dtype != torch.int32:
         raise ValueError("owners are wanted in int32, contiguous in memory")
     batch, width = owner.shape
-    start, stop = torch.empty(2, batch * segments, dtype=torch.int32, device=owner.device)
+    # each for itself: Triton makes other kernels for addresses that are no multiples of 16
+    start = torch.empty(batch * segments, dtype=torch.int32, device=owner.device)
+    stop = torch.empty_like(start)
     run_spans_kernel[(batch, triton.cdiv(segments, SEGMENTS))](
         lo, hi, owner, start, stop, segments, width, tokens, SEGMENTS, PAGES, num_warps=4
     )

@@ -1,0 +1,239 @@
+"""Launches of Triton kernels up to the machine code of a chip that need not be there.
+
+    python -m tests.kernels.launches '{"spec": "kivi:bits=4"}' '{"spec": "ott", "sequences": 3}'
+
+Tensors are torch's fake ones on a CUDA device: shapes, strides and addresses without numbers. So
+the code takes the ways it takes on a GPU, Triton binds and specialises the very arguments of every
+launch and compiles that for sm_90, and whatever asks for a number raises. In place of the launch
+the arguments are held against the parameters of the compiled kernel. Prints a line of JSON for
+each scenario: what was launched, what was compiled anew for it, and the error that ended it, or "".
+Wants a process of its own, without TRITON_INTERPRET.
+"""
+
+import ctypes
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from disagg.codecs import get_codec
+from disagg.codecs.base import Codec
+from disagg.codecs.cache import GrowingArena
+from disagg.codecs.layer import attend_step, attend_tables, write_prompt, write_step
+from disagg.codecs.tables import GroupStep, Growth, plan_step
+from disagg.kernels import selftest
+from disagg.plan import LayerGroup, allocate_group
+
+DEVICE = torch.device("cuda:0")
+ADDRESS = 1 << 40  # of every storage: aligned, as those of torch are
+SHARED_BYTES = 227 << 10  # that a program on sm_90 can have
+GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # programs at most
+LAYERS, LAYER = (0, 3), 3  # the second of two, which no codec skips
+CUDA, META, DEVICE_TYPES = 1, 14, 21  # of c10::DeviceType
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Prompts of one layer, and steps of so many tokens each; the first seals pages."""
+
+    spec: str
+    sequences: int = 1
+    prompt: int = 300
+    heads: int = 2
+    per_head: int = 3
+    head_dim: int = 64
+    dtype: str = "float16"
+    steps: tuple[int, ...] = (1, 1)
+
+
+class FakeLauncher:
+    """In place of Triton's launcher: holds arguments against the parameters of the kernel."""
+
+    launched: ClassVar[list[str]] = []
+    compiled: ClassVar[list[str]] = []
+
+    def __init__(self, source: Any, metadata: Any):
+        self.name, self.types = metadata.name, tuple(source.signature.values())
+        self.compiled.append(self.name)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any) -> None:
+        _packed, _metadata, _enter, _leave, *arguments = rest
+        given = list(flatten(self.types, tuple(arguments)))
+        head = ptx[ptx.index(".entry") :]
+        wanted = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
+        bits = ["64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in given]
+        scratch = ["64", "64"]
+        assert bits + scratch == wanted, f"{self.name} takes {wanted}, is given {given}"
+        for kind, value in given:
+            assert fits(kind, value), f"{self.name}: {value} is no {kind}"
+        grid = x, y, z
+        assert all(0 < n <= most for n, most in zip(grid, GRID, strict=True)), (self.name, grid)
+        self.launched.append(self.name)
+
+
+class FakeDriver:
+    """In place of Triton's driver."""
+
+    launcher_cls = FakeLauncher
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES}
+
+    def load_binary(self, name: str, cubin: bytes, *_: int) -> tuple[str, None, int, int, int]:
+        """(module, function, registers, spilled, threads at most)."""
+        assert cubin.startswith(b"\x7fELF"), f"{name} is no machine code"
+        return name, None, 0, 0, 1024
+
+    def unload_module(self, module: str) -> None:
+        pass
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot repeat: tables that come from the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in (*args, found):
+            if isinstance(x, Tensor) and x.dim() and x.device != DEVICE:
+                raise RuntimeError(f"{func} of a tensor on {x.device}, which no graph can hold")
+        return found
+
+
+def flatten(types: tuple, values: tuple) -> Iterator[tuple[str, Any]]:
+    """(type, value) of the parameters of a kernel, as the launchers of Triton find them."""
+    assert len(types) == len(values), f"{values} for {types}"
+    for kind, value in zip(types, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from flatten(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def fits(kind: str, value: Any) -> bool:
+    """Whether a launcher can make this a parameter of this type."""
+    if kind[0] == "*":
+        return isinstance(value, Tensor) and value.device == DEVICE
+    if kind[0] == "i":
+        return isinstance(value, int) and abs(value) < 1 << (int(kind[1:]) - 1)
+    return isinstance(value, float)
+
+
+def pretend() -> None:
+    """From here on there is a GPU that computes nothing."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = "_ZN3c104impl26device_guard_impl_registryE"
+    guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(library, registry)
+    if not guards[CUDA]:  # a torch for CPUs; the guard of meta tensors, which does nothing, will do
+        guards[CUDA] = guards[META]
+    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda _=None: (9, 0)
+    FakeTensor.data_ptr = lambda self: ADDRESS + self.storage_offset() * self.element_size()
+    triton.runtime.driver.set_active(FakeDriver())
+    load, ask = CompiledKernel._init_handles, selftest.takes_subnormals
+
+    def load_text(kernel: CompiledKernel) -> None:
+        load(kernel)
+        kernel.function = kernel.asm["ptx"]
+
+    def ask_and_agree(device: torch.device, spelling: str) -> bool:
+        try:
+            return ask(device, spelling)
+        except DataDependentOutputException:  # the one question, asked before anything is recorded
+            return True
+
+    CompiledKernel._init_handles = load_text
+    selftest.takes_subnormals = ask_and_agree
+
+
+def follow(scenario: Scenario) -> None:
+    """Launch what one layer launches."""
+    codec, heads, head_dim = get_codec(scenario.spec), scenario.heads, scenario.head_dim
+    group = codec.layer_group(LAYERS, heads, head_dim, scenario.dtype)
+    arena, dtype = GrowingArena(DEVICE), getattr(torch, scenario.dtype)
+
+    def tokens(count: int, rows: int) -> Tensor:
+        return torch.empty(count, rows, head_dim, dtype=dtype, device=DEVICE)
+
+    states, lengths, rows = [], [], heads * scenario.per_head
+    for i in range(scenario.sequences):
+        n = full_tail(group, scenario.prompt * (i + 1))
+        k, v, q = (tokens(n, x).transpose(0, 1) for x in (heads, heads, rows))
+        if i == 0:
+            whole = slice(group.sealed(n))
+            codec.encode_prompt(k[:, whole], v[:, whole], 0, LAYER, q[:, -8:], n)
+        states.append(allocate_group(group, n, arena))
+        write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, q[:, -8:])
+        lengths.append(n)
+    for m in scenario.steps:
+        growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
+        step = plan_step(group, growths, arena, DEVICE)
+        new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
+        recorded = m == 1 and (not step.seals or codec.seal_format(head_dim) is not None)
+        with NoHost() if recorded else nullcontext():
+            take_step(codec, step, arena.bytes, *new)
+        lengths = [n + m for n in lengths]
+
+
+def take_step(
+    codec: Codec, step: GroupStep, arena: Tensor, k: Tensor, v: Tensor, q: Tensor
+) -> None:
+    """Write new tokens and attend to all."""
+    write_step(codec, step, LAYER, arena, k, v)
+    if step.queries.shape[1] == 1:
+        attend_step(codec, step, LAYER, arena, q, 0.1)
+    else:  # attend_step would ask the host which queries are padding
+        q = q.float()[step.queries]
+        attend_tables(codec, step.group, LAYER, arena, q, step.sealed, step.tail, 0.1)
+
+
+def full_tail(group: LayerGroup, n: int) -> int:
+    """The least number of tokens from n on with which the next one seals a page."""
+    while group.sealed(n + 1) == group.sealed(n):
+        n += 1
+    return n
+
+
+def main(asked: list[str]) -> None:
+    pretend()
+    for text in asked:
+        FakeLauncher.launched.clear()
+        FakeLauncher.compiled.clear()
+        error = ""
+        try:
+            with FakeTensorMode():
+                follow(Scenario(**json.loads(text)))
+        except Exception as raised:  # whatever it is, the next scenario says more
+            error = f"{type(raised).__name__}: {raised}"
+        found = {"launched": FakeLauncher.launched, "compiled": FakeLauncher.compiled}
+        print(json.dumps(found | {"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""What Triton makes of the launches of whole codecs for a GPU, short of running them.
+
+Interpreted, a kernel takes any argument. Here the arguments are bound, specialised and compiled for
+sm_90, on the ways that the code takes for CUDA tensors; see launches.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)  # a compiler is at work
+KERNELS = {
+    name
+    for file in (ROOT / "disagg" / "kernels").glob("*.py")
+    for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text(), re.MULTILINE)
+}
+FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
+    "kivi": {"spec": "kivi:bits=4", "sequences": 3},
+    "ott": {"spec": "ott", "sequences": 3},
+    "h2o": {"spec": "h2o", "sequences": 3},
+    "alignedkv": {"spec": "alignedkv", "sequences": 3},
+    "kcvt": {"spec": "kcvt", "sequences": 3},
+    "gear-l, its prompt": {"spec": "gear-l:bits=2", "steps": []},
+    "raw": {"spec": "raw", "sequences": 3},
+    "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
+    "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
+}
+WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100, "steps": [1, 1, 4]}
+MANY: dict[str, dict[str, Any]] = {
+    **{
+        spec: {"spec": spec} | WIDE
+        for spec in (
+            "raw",
+            "kivi",
+            "gear-l:bits=2,backbone=kivi,group=64",
+            "gear:bits=2,backbone=kivi,group=64",
+            "gear:bits=4",
+            "int8",
+            "fp8",
+            "pertoken",
+            "decoquant",
+            "ott:rank=4,outliers=20",
+            "h2o:keep=0.25",
+        )
+    },
+    **{
+        f"{spec} of {dtype}": {"spec": spec, "dtype": dtype, "sequences": 2, "head_dim": 80}
+        for spec in ("raw", "int8", "alignedkv")
+        for dtype in ("bfloat16", "float32")
+    },
+}
+
+
+def launch(scenarios: dict[str, dict[str, Any]], cache: Path) -> dict[str, dict[str, Any]]:
+    """What launches.py says of each."""
+    chosen = {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | chosen
+    asked = [json.dumps(scenario) for scenario in scenarios.values()]
+    command = [sys.executable, "-m", "tests.kernels.launches", *asked]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(scenarios, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return launch(FEW, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_every_launch_of_a_codec_binds_compiles_and_gets_its_parameters(name, found):
+    assert not found[name]["error"]
+    assert found[name]["launched"]
+
+
+def test_no_kernel_is_left_out(found):
+    assert {name for one in found.values() for name in one["launched"]} == KERNELS
+
+
+def test_longer_page_tables_and_other_batches_need_no_compiler(found):
+    assert not found["raw, longer"]["compiled"]
+    assert not found["alignedkv, longer"]["compiled"]
+
+
+@pytest.mark.slow
+def test_every_launch_of_every_codec_binds_and_compiles(tmp_path):
+    wrong = {name: one["error"] for name, one in launch(MANY, tmp_path).items() if one["error"]}
+    assert not wrong
