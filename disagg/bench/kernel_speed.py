@@ -30,6 +30,9 @@ SPECS = (
     "kcvt",
     "pertoken",
     "decoquant",
+    "ott",
+    "h2o",
+    "alignedkv",
     "raw:dtype=fp16",
 )
 CPU_SHAPES = (Shape(1, 4096), Shape(8, 2048))
@@ -50,7 +53,8 @@ Timer = Callable[[Sequence[Call], int], list[float]]
 class Speed:
     """One codec at one shape, medians.
 
-    gb_per_s: compressed bytes read in a second; of_copy: share of a measured copy's
+    gb_per_s: compressed bytes in a second, read or (alignedkv) left out; of_copy: share of a
+              measured copy's
     captured: whether it ran as a CUDA graph
     ratio:    how many times faster than the fastest baseline
     error:    relative, against fp64 attention on what the pages stand for

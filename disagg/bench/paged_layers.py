@@ -1,7 +1,8 @@
 """Attention inputs of any size for benchmarks: realistic tokens, encoded once and repeated.
 
 The pages of a stretch are stored again and again at addresses of their own, in shuffled order, so
-that reading is as scattered as in a service and encoding costs nothing.
+that reading is as scattered as in a service and encoding costs nothing. What a sequence has once,
+its side record and the tokens kept exact, it has once here too.
 """
 
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from torch import Tensor
 from disagg.bench.kvgen import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec, Encoded
-from disagg.codecs.kivi import Kivi
+from disagg.codecs.ott import kept_format
 from disagg.codecs.paged import PagedCodec
-from disagg.codecs.raw import Raw
+from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.ops import merge, store_blocks
 from disagg.kernels.ops_paged import runs_on_gpu
-from disagg.page import ARENA_UNIT, SEGMENT_TOKENS, Layout
+from disagg.kernels.reference_kept import FREE, view_kept
+from disagg.page import ARENA_UNIT, SEGMENT_TOKENS
 from disagg.plan import LayerGroup
+
+LAYER = 2  # of the model: some codecs treat the first two as others
+LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class Shape:
 class PagedLayer:
     """One codec's pages of a shape.
 
-    q: [B, 1, Hq, D] fp32; nbytes: of pages and segments that a step reads
-    k, v: [H, stretch, D] fp32 - what the pages of a stretch stand for
+    q:      [B, 1, Hq, D] fp32; nbytes: of pages, segments and side records that a step reads
+    k, v:   [H, stretch, D] fp32 - what the pages of a stretch stand for
+    counts: [H, stretch] - how often a sequence shows each of these tokens; 0 where it is dropped
     """
 
     codec: Codec
@@ -57,32 +63,31 @@ class PagedLayer:
     q: Tensor
     k: Tensor
     v: Tensor
+    counts: Tensor
     nbytes: int
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        shape = self.shape
-        parts = self.codec.attend(self.q, self.arena, self.table, self.group, 0, shape.scale)
+        scale = self.shape.scale
+        parts = self.codec.attend(self.q, self.arena, self.table, self.group, LAYER, scale)
         return merge(parts)
 
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
-        if isinstance(self.codec, PagedCodec):
-            group = self.group
-            fmt = self.codec.format_of(group.page, group.segment, group.head_dim)
-            return runs_on_gpu(fmt, self.q.device)
-        return isinstance(self.codec, Kivi | Raw)
+        if not self.q.is_cuda or not isinstance(self.codec, PagedCodec):
+            return self.q.is_cuda
+        group = self.group
+        fmt = self.codec.format_of(group.page, group.segment, group.head_dim)
+        return runs_on_gpu(fmt, self.q.device)
 
     def exact(self) -> Tensor:
-        """What `attend` should give, in fp64: [B, 1, Hq, D].
-
-        All sequences hold the same stretch, so often that repeating it changes no average.
-        """
+        """What `attend` should give, in fp64: [B, 1, Hq, D]; all sequences are alike."""
         k, v = self.k.double(), self.v.double()
         q = self.q[:, 0].double().unflatten(1, (self.shape.heads, -1))
         scores = torch.einsum("bhgd,hnd->bhgn", q, k) * self.shape.scale
-        return torch.einsum("bhgn,hnd->bhgd", scores.softmax(-1), v).flatten(1, 2).unsqueeze(1)
+        p = (scores + self.counts.double().log().unsqueeze(1)).softmax(-1)
+        return torch.einsum("bhgn,hnd->bhgd", p, v).flatten(1, 2).unsqueeze(1)
 
 
 def make_layer(spec: str, shape: Shape, device: torch.device) -> PagedLayer:
@@ -90,59 +95,113 @@ def make_layer(spec: str, shape: Shape, device: torch.device) -> PagedLayer:
     stretch = min(SEGMENT_TOKENS, shape.tokens)
     assert shape.tokens % stretch == 0
     codec = get_codec(spec)
-    group = codec.layer_group((0,), shape.heads, shape.head_dim, "float16")
-    made = generate(0, Knobs(kv_heads=shape.heads, group=1, n=stretch, head_dim=shape.head_dim))
-    encoded = codec.encode(made.k, made.v, 0)
+    group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
+    made = generate(
+        0,
+        Knobs(
+            kv_heads=shape.heads,
+            group=shape.per_head,
+            n=stretch,
+            head_dim=shape.head_dim,
+            num_queries=min(LAST_QUERIES, stretch),
+        ),
+    )
+    encoded = codec.encode_prompt(made.k, made.v, 0, LAYER, made.q, stretch)
     k, v = codec.decode(encoded, group)
-    copies = shape.batch * shape.tokens // stretch
-    arena, pages, segments = _store(encoded, group, copies, device)
-    width = pages.numel() // shape.batch
-    owner = None
-    if segments is not None:
-        segments = segments.view(shape.batch, -1)
-        own = torch.arange(width, device=device) // (SEGMENT_TOKENS // group.page.tokens)
-        owner = own.int().expand(shape.batch, width).contiguous()
+    counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
+    arena, ids, nbytes = _store(encoded, group, shape, device)
     source = torch.Generator().manual_seed(1)
     rows = shape.heads * shape.per_head
-    q = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(device)
-    lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
-    table = PageTable(
-        pages=pages.view(shape.batch, width),
-        lo=lo,
-        hi=lo + shape.tokens,
-        layout=group.page,
-        segments=segments,
-        owner=owner,
+    q = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source)
+    return PagedLayer(
+        codec=codec,
+        group=group,
+        shape=shape,
+        arena=arena,
+        table=_table(ids, group, shape),
+        q=q.to(device),
+        k=k.to(device),
+        v=v.to(device),
+        counts=counts.to(device),
+        nbytes=nbytes,
     )
-    nbytes = pages.numel() * group.layer_bytes(group.page)
-    if segments is not None and group.segment is not None:
-        nbytes += segments.numel() * group.layer_bytes(group.segment)
-    k, v = k.to(device), v.to(device)
-    return PagedLayer(codec, group, shape, arena, table, q, k, v, nbytes)
+
+
+def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int) -> Tensor:
+    """How often a sequence of so many stretches shows each token: [H, stretch] int64.
+
+    A token kept exact is in the side record, once, and in none of the pages.
+    """
+    counts = repeats * codec.present(encoded, group).long()
+    if encoded.side is not None and encoded.kept is not None and group.side is not None:
+        side, raw = kept_format(group.side), raw_format(group.raw)
+        kept = view_kept(encoded.side, encoded.kept, side, raw)
+        head, slot = (kept.states != FREE).nonzero(as_tuple=True)
+        counts[head, kept.positions[head, slot].long()] = 1
+    return counts
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Page ids of what was stored, [B, ...] int32 each; None where the codec has no such thing."""
+
+    pages: Tensor
+    segments: Tensor | None
+    kept: Tensor | None
+    sides: Tensor | None
 
 
 def _store(
-    encoded: Encoded, group: LayerGroup, copies: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(arena, page ids in token order, segment ids) of so many copies of a stretch."""
-
-    def units(layout: Layout) -> int:
-        return -(-group.layer_bytes(layout) // ARENA_UNIT)
-
+    encoded: Encoded, group: LayerGroup, shape: Shape, device: torch.device
+) -> tuple[Tensor, _Ids, int]:
+    """An arena with all sequences, where everything is in it, and the bytes of that."""
+    repeats = shape.tokens // (encoded.blocks.shape[0] * group.page.tokens)
+    side = None if encoded.side is None else encoded.side.unsqueeze(0)
+    kinds = [  # and how often a sequence has it
+        (group.page, encoded.blocks, repeats),
+        (group.segment, encoded.segments, repeats),
+        (group.raw, encoded.kept, 1),
+        (group.side, side, 1),
+    ]
     source = torch.Generator().manual_seed(0)
-    count = encoded.blocks.shape[0]
-    stride = units(group.page)
-    pages = (torch.randperm(copies * count, generator=source) * stride).int().to(device)
-    end = copies * count * stride
-    segments = None
-    if encoded.segments is not None and group.segment is not None:
-        stride = units(group.segment)
-        segments = (torch.arange(copies) * stride + end).int().to(device)
-        end += copies * stride
+    found: list[Tensor | None] = []
+    end = nbytes = 0
+    for layout, blocks, copies in kinds:
+        if layout is None or blocks is None or not blocks.numel():
+            found.append(None)
+            continue
+        stride = -(-group.layer_bytes(layout) // ARENA_UNIT)
+        count = shape.batch * copies * blocks.shape[0]
+        places = torch.randperm(count, generator=source) * stride + end
+        found.append(places.int().view(shape.batch, -1).to(device))
+        end += count * stride
+        nbytes += count * group.layer_bytes(layout)
     arena = torch.zeros(end * ARENA_UNIT, dtype=torch.uint8, device=device)
-    blocks = encoded.blocks.to(device)
-    for copy in range(copies):
-        store_blocks(arena, blocks, pages[copy * count : (copy + 1) * count], 0)
-        if segments is not None and encoded.segments is not None:
-            store_blocks(arena, encoded.segments.to(device), segments[copy : copy + 1], 0)
-    return arena, pages, segments
+    for (_, blocks, _), ids in zip(kinds, found, strict=True):
+        if blocks is not None and ids is not None:
+            there = blocks.to(device)
+            for row in ids.view(-1, blocks.shape[0]):
+                store_blocks(arena, there, row, 0)
+    pages, segments, kept, sides = found
+    assert pages is not None
+    return arena, _Ids(pages, segments, kept, None if sides is None else sides.view(-1)), nbytes
+
+
+def _table(ids: _Ids, group: LayerGroup, shape: Shape) -> PageTable:
+    """The page table of sequences that see all of their tokens."""
+    width, device = ids.pages.shape[1], ids.pages.device
+    owner = None
+    if ids.segments is not None:
+        own = torch.arange(width, device=device) // (SEGMENT_TOKENS // group.page.tokens)
+        owner = own.int().expand(shape.batch, width).contiguous()
+    lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
+    return PageTable(
+        pages=ids.pages,
+        lo=lo,
+        hi=lo + shape.tokens,
+        layout=group.page,
+        segments=ids.segments,
+        owner=owner,
+        kept=ids.kept,
+        sides=ids.sides,
+    )

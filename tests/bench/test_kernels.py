@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from disagg.bench.kernel_encode import measure_encode
 from disagg.bench.kernel_speed import CUDA_SHAPES, SPECS, relative_error
 from disagg.bench.machine_code import Failed
 from disagg.bench.paged_layers import Shape, make_layer
+from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -20,9 +22,49 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("spec", SPECS)
 def test_repeated_pages_are_attended_as_the_tokens_they_stand_for(spec):
     layer = make_layer(spec, Shape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
-    assert relative_error(layer) < 1e-5
+    assert relative_error(layer) < layer.codec.attend_error
     wrong = layer.exact().roll(1, 2)
     assert relative_error(layer) < float((wrong - layer.exact()).norm() / wrong.norm())
+
+
+def test_every_codec_is_measured():
+    assert {spec.partition(":")[0] for spec in SPECS} == set(codec_names())
+
+
+def test_kept_tokens_are_in_the_side_record_of_a_sequence_and_in_no_page():
+    spec = "ott:outliers=20,group=64"
+    layer = make_layer(spec, Shape(3, 4096, heads=2, per_head=2, head_dim=64), CPU)
+    assert (layer.counts == 1).sum(1).tolist() == [20, 20]
+    assert (layer.counts == 2).sum(1).tolist() == [2028, 2028]
+    assert layer.table.sides is not None
+    assert layer.table.kept is not None
+    assert layer.table.kept.shape == (3, 2)
+    without = replace(layer, table=replace(layer.table, kept=None, sides=None))
+    assert relative_error(layer) < 1e-5 < 1e-3 < relative_error(without)
+
+
+def test_a_codec_that_drops_tokens_is_held_against_those_it_keeps():
+    layer = make_layer("h2o:keep=0.25", Shape(2, 4096, heads=2, per_head=2, head_dim=64), CPU)
+    assert (layer.counts == 2).sum(1).tolist() == [512, 512]
+    assert (layer.counts == 0).sum(1).tolist() == [1536, 1536]
+    everything = replace(layer, counts=torch.ones_like(layer.counts))
+    assert relative_error(layer) < 1e-5 < 0.1 < relative_error(everything)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
+    shape = Shape(3, 4096, heads=2, per_head=1, head_dim=64)
+    layer = make_layer(spec, shape, CPU)
+    group = layer.group
+    held = group.inventory(shape.tokens + group.residual)
+    tail = -(-held.tail_len // 16)
+    expected = group.layer_bytes(group.page) * held.pages
+    expected += group.layer_bytes(group.raw) * (held.raws - tail)
+    if group.segment is not None:
+        expected += group.layer_bytes(group.segment) * held.segments
+    if group.side is not None:
+        expected += group.layer_bytes(group.side)
+    assert layer.nbytes == 3 * expected
 
 
 def test_a_row_of_the_cpu_says_what_it_was_compared_with(tmp_path):
