@@ -1,4 +1,4 @@
-"""Which records a sequence is made of: layer groups, the plan of a model, the state of a sequence.
+"""Which records a sequence is made of: layer groups and the plan of a model.
 
 A sequence of n tokens in one layer group is `sealed(n) = T * floor(max(0, n - R) / T)` tokens in
 pages, then R .. R+T-1 tokens in raw pages: the tail.
@@ -10,12 +10,11 @@ pages, then R .. R+T-1 tokens in raw pages: the tail.
 Everywhere: append, then seal, then attend. Pure arithmetic over ids; the bytes are page.py's.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
-from disagg.errors import DisaggError, LayoutError
+from disagg.errors import LayoutError
 from disagg.page import (
     ARENA_UNIT,
     RAW_TOKENS,
@@ -165,86 +164,3 @@ class Plan:
                 if count := inventory.count(kind):
                     total += count * group.record(group.layout(kind)).nbytes
         return total
-
-
-class Allocator(Protocol):
-    """Who hands out records: the pool, or the private store of a one-layer cache."""
-
-    def allocate(self, shape: RecordShape, count: int) -> list[int]:
-        """`count` page ids, each owned once; CapacityError and nothing taken if no room."""
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Give up one ownership of each page."""
-
-
-@dataclass
-class Run:
-    """Pages in token order under one layout and one segment. A kernel never crosses one."""
-
-    layout: Layout
-    segment: int | None
-    first: int
-    pages: list[int] = field(default_factory=list)
-
-
-@dataclass
-class GroupState:
-    """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed."""
-
-    runs: list[Run] = field(default_factory=list)
-    tail: list[int] = field(default_factory=list)
-    side: int | None = None
-    kept: list[int] = field(default_factory=list)
-    seals: int = 0
-
-    def page_ids(self) -> list[int]:
-        """The pages of all runs, in token order."""
-        return [page for run in self.runs for page in run.pages]
-
-    def ids(self) -> Iterator[int]:
-        """Every record owned, each once."""
-        yield from self.page_ids()
-        yield from dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
-        yield from (*self.tail, *self.kept)
-        if self.side is not None:
-            yield self.side
-
-
-def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupState:
-    """The records that n tokens need, ready to be written; CapacityError and nothing taken if not.
-
-    Pages of one segment form one run; a codec without segments has a single run.
-    """
-    inventory = group.inventory(n)
-    ids: dict[Kind, list[int]] = {}
-    try:
-        for kind in Kind:
-            if count := inventory.count(kind):
-                ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
-    except DisaggError:
-        for taken in ids.values():
-            allocator.release(taken)
-        raise
-    pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
-    step = SEGMENT_TOKENS // group.page.tokens if segments else max(1, len(pages))
-    runs = [
-        Run(group.page, s if segments else None, i * group.page.tokens, pages[i : i + step])
-        for i, s in zip(range(0, len(pages), step), segments or [0], strict=False)
-    ]
-    side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
-    raws, split = ids.get(Kind.RAW, []), -(-inventory.tail_len // RAW_TOKENS)
-    return GroupState(runs, raws[:split], side, raws[split:], 1 if pages else 0)
-
-
-def record_id(state: GroupState, kind: Kind, index: int) -> int:
-    """The page id of one record of a prompt; LayoutError where the state has no such record."""
-    if kind is Kind.PAGE:
-        found = state.page_ids()
-    elif kind is Kind.RAW:
-        found = state.tail + state.kept
-    else:
-        ids = {Kind.SEGMENT: [run.segment for run in state.runs]}.get(kind, [state.side])
-        found = [page for page in ids if page is not None]
-    if not 0 <= index < len(found):
-        raise LayoutError(f"no {kind} record {index}; the sequence has {len(found)}")
-    return found[index]

@@ -4,7 +4,8 @@ import pytest
 
 from disagg.errors import CapacityError, LayoutError
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
-from disagg.plan import GroupState, LayerGroup, Plan, RecordShape, allocate_group, record_id
+from disagg.plan import LayerGroup, Plan, RecordShape
+from disagg.state import GroupState, allocate_group, record_id
 
 PAGE = make_layout("x", Kind.PAGE, 64, [("codes", "uint8", (64, 10))])
 SEGMENT = make_layout("x", Kind.SEGMENT, 2048, [("scale", "float16", (10,))])

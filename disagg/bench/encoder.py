@@ -15,8 +15,9 @@ from disagg.bench.source import Prompt, Sent, Source
 from disagg.bench.synthetic import realistic
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of
-from disagg.plan import Plan, allocate_group
+from disagg.plan import Plan
 from disagg.pool import HostArena, Pool
+from disagg.state import allocate_group
 from disagg.transfer.items import Checklist
 from disagg.transfer.pace import Pace
 from disagg.transfer.sender import Sender

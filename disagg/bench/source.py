@@ -17,8 +17,9 @@ import numpy as np
 from disagg.bench.child import cpu_seconds
 from disagg.bench.sink import EPOCH, MODEL
 from disagg.bench.stream import CONGESTION, push_stream
-from disagg.plan import GroupState, Plan, allocate_group
+from disagg.plan import Plan
 from disagg.pool import Arena, HostArena, Pool
+from disagg.state import GroupState, allocate_group
 from disagg.transfer.channel import Link, connect, tune_malloc
 from disagg.transfer.items import KIND_ORDER, ArenaSource, Checklist
 from disagg.transfer.messages import Request

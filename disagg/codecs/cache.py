@@ -16,7 +16,8 @@ from disagg.codecs.tables import Growth, PageTable, block_size, build_tables, pl
 from disagg.errors import RequestError
 from disagg.kernels.reference_aligned import Bits
 from disagg.page import ARENA_UNIT
-from disagg.plan import GroupState, LayerGroup, RecordShape, allocate_group
+from disagg.plan import LayerGroup, RecordShape
+from disagg.state import GroupState, allocate_group
 
 
 class GrowingArena:
@@ -124,7 +125,7 @@ class CompressedKV:
     def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
         group, arena = self.group, self._arena.bytes
-        tokens = len(self._state.page_ids()) * group.page.tokens
+        tokens = self._state.num_pages * group.page.tokens
         k, v = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
         k, v = k.to(dtype), v.to(dtype)
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
@@ -161,7 +162,7 @@ class CompressedKV:
         """The sealed bytes, run by run in token order."""
         group, arena, found = self.group, self._arena.bytes, []
         for run in self._state.runs:
-            blocks = read_blocks(group, run.layout, self.layer, arena, run.pages)
+            blocks = read_blocks(group, run.layout, self.layer, arena, run.pages.tolist())
             flushed = run.layout == group.flush_page
             segments = None
             if run.segment is not None:

@@ -19,7 +19,8 @@ from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
 from disagg.kernels.sealing import Sealing
 from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
-from disagg.plan import GroupState, LayerGroup
+from disagg.plan import LayerGroup
+from disagg.state import GroupState
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from disagg.errors import CapacityError
 from disagg.kernels.sealing import NO_PAGE, STRETCH_TOKENS, SealRows
 from disagg.page import RAW_TOKENS, Layout
-from disagg.plan import Allocator, GroupState, LayerGroup, RecordShape, Run
+from disagg.plan import LayerGroup, RecordShape
+from disagg.state import Allocator, GroupState, Run
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
     raws = pages = segments = 0
     segment = group.flush_segment or group.segment
     for growth in growths:
-        sealed = len(growth.state.page_ids()) * group.page.tokens
+        sealed = growth.state.num_pages * group.page.tokens
         raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
         if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
             pages += 1
@@ -121,7 +122,7 @@ def append_tokens(
     pages, slots = [], []
     for growth in growths:
         tail = growth.state.tail
-        sealed = len(growth.state.page_ids()) * group.page.tokens
+        sealed = growth.state.num_pages * group.page.tokens
         while len(tail) * RAW_TOKENS < growth.n + growth.m - sealed:
             tail.append(next(fresh.raws))
         for position in range(growth.n - sealed, growth.n - sealed + growth.m):
@@ -137,7 +138,7 @@ def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Se
     index = 0
     for growth in growths:
         state = growth.state
-        first = len(state.page_ids()) * group.page.tokens
+        first = state.num_pages * group.page.tokens
         while group.sealed(growth.n + growth.m) > first:
             tail, state.tail[:raws] = state.tail[:raws], []
             if group.page == group.raw:

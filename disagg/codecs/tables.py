@@ -10,18 +10,25 @@ the last layer is done. Layers only follow it; no bookkeeping happens between th
     sealed, tail          page tables after the seals, and which of their tokens each query sees
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.codecs.seals import Growth, Seal, append_tokens, seal_rows, seal_tails, take_records
 from disagg.kernels.sealing import SealRows
 from disagg.page import Layout
-from disagg.plan import Allocator, LayerGroup, Run
+from disagg.plan import LayerGroup
+from disagg.state import Allocator, GroupState, Run
 
 __all__ = ["Growth", "GroupStep", "PageTable", "Seal", "block_size", "build_tables", "plan_step"]
+
+Ints = NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,10 @@ def plan_step(
     fresh = take_records(group, growths, allocator)
     pages, slots = append_tokens(group, growths, fresh)
     done = seal_tails(group, growths, fresh)
-    starts = [sum(g.m for g in growths[:i]) for i in range(len(growths))]
+    ends = accumulate(growth.m for growth in growths)
     queries = [
-        [start + min(j, growth.m - 1) for j in range(longest)]
-        for start, growth in zip(starts, growths, strict=True)
+        [end - max(growth.m - j, 1) for j in range(longest)]
+        for end, growth in zip(ends, growths, strict=True)
     ]
     sealed, tail = build_tables(group, growths, longest, device)
     return GroupStep(
@@ -124,81 +131,99 @@ def build_tables(
 
     The raw codec's pages and tail are the same kind, so they form one table, the tail's.
     """
-    tails = [_tail_run(group, growth) for growth in growths]
-    tail = _table(group, group.raw, [[run] for run in tails], growths, longest, device)
+    seen = _Seen(group, growths, longest, device)
+    tails = [[_tail_run(group, growth.state)] for growth in growths]
     if group.page == group.raw:
-        return None, tail
+        runs = [[*g.state.runs, *tail] for g, tail in zip(growths, tails, strict=True)]
+        return None, seen.table(group.raw, runs)
+    tail = seen.table(group.raw, tails)
     sealed = None
     for layout in (group.flush_page, group.page):  # the last one built comes first
         if layout is None:
             continue
         runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
-        sealed = _table(group, layout, runs, growths, longest, device, sealed) or sealed
+        sealed = seen.table(layout, runs, sealed) or sealed
     if sealed is not None and any(growth.state.kept for growth in growths):
-        ids = [_rectangle([growth.state.kept for growth in growths])]
-        ids += [[[growth.state.side or 0 for growth in growths]]]
-        kept, sides = (torch.tensor(x, dtype=torch.int32, device=device) for x in ids)
-        sealed = replace(sealed, kept=kept, sides=sides[0])
+        kept = _rectangle([[array("i", growth.state.kept)] for growth in growths])
+        sides = np.array([growth.state.side or 0 for growth in growths], dtype=np.int32)
+        sealed = replace(sealed, kept=_on_device(kept, device), sides=_on_device(sides, device))
     return sealed, tail
 
 
-def _tail_run(group: LayerGroup, growth: Growth) -> Run:
+@dataclass(frozen=True)
+class _Seen:
+    """The sequences of a step, and what each of `longest` queries of each sees."""
+
+    group: LayerGroup
+    growths: Sequence[Growth]
+    longest: int
+    device: torch.device
+
+    def table(
+        self, layout: Layout, runs: list[list[Run]], following: PageTable | None = None
+    ) -> PageTable | None:
+        """The table of consecutive runs of each sequence; None where nobody has a page."""
+        if not any(run.pages for row in runs for run in row):
+            return None
+        pages = _rectangle([[run.pages for run in row] for row in runs])
+        segments, owner = _segments(runs, pages.shape[1])
+        first = np.array([row[0].first if row else 0 for row in runs])[:, None]
+        count = np.array([sum(len(run.pages) for run in row) for row in runs])[:, None]
+        n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
+        positions = n + np.minimum(np.arange(self.longest), m - 1)
+        end = np.minimum(first + count * layout.tokens, positions + 1)
+        start = positions + 1 - self.group.window if self.group.window else first
+        found = [pages, np.maximum(start - first, 0), np.maximum(end - first, 0)]
+        ids, lo, hi = (_on_device(x, self.device) for x in found)
+        return PageTable(
+            pages=ids,
+            lo=lo.expand(hi.shape).contiguous(),
+            hi=hi,
+            layout=layout,
+            segments=None if segments is None else _on_device(segments, self.device),
+            owner=None if owner is None else _on_device(owner, self.device),
+            following=following,
+        )
+
+
+def _tail_run(group: LayerGroup, state: GroupState) -> Run:
     """The exact tokens of a sequence as a run."""
-    pages = growth.state.page_ids()
-    if group.page == group.raw:
-        return Run(group.raw, None, 0, pages + growth.state.tail)
-    return Run(group.raw, None, len(pages) * group.page.tokens, growth.state.tail)
+    return Run(group.raw, None, state.num_pages * group.page.tokens, array("i", state.tail))
 
 
-def _table(
-    group: LayerGroup,
-    layout: Layout,
-    runs: list[list[Run]],
-    growths: Sequence[Growth],
-    longest: int,
-    device: torch.device,
-    following: PageTable | None = None,
-) -> PageTable | None:
-    """The table of consecutive runs of each sequence; None where nobody has a page."""
-    pages = [[page for run in row for page in run.pages] for row in runs]
-    if not any(pages):
-        return None
-    owners = [[run.segment for run in row for _ in run.pages] for row in runs]
-    segments = [[s for s in dict.fromkeys(row) if s is not None] for row in owners]
-    places = [
-        [0 if s is None else own.index(s) for s in row]
-        for own, row in zip(segments, owners, strict=True)
-    ]
-    lo, hi = [], []
-    for row, own, growth in zip(runs, pages, growths, strict=True):
-        start = row[0].first if row else 0
-        end = min(start + len(own) * layout.tokens, growth.n + growth.m)
-        positions = [growth.n + min(j, growth.m - 1) for j in range(longest)]
-        hi.append([max(0, min(end, position + 1) - start) for position in positions])
-        window = group.window
-        lo.append([max(0, p + 1 - window - start) if window else 0 for p in positions])
-
-    def as_ints(values: list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    shared = any(segments)
-    return PageTable(
-        pages=as_ints(_rectangle(pages)),
-        lo=as_ints(lo),
-        hi=as_ints(hi),
-        layout=layout,
-        segments=as_ints(_rectangle(segments)) if shared else None,
-        owner=as_ints(_rectangle(places, 0)) if shared else None,
-        following=following,
-    )
+def _segments(runs: list[list[Run]], width: int) -> tuple[Ints | None, Ints | None]:
+    """The segments of each sequence, in order, and the index of each page's: [B, S], [B, P]."""
+    owner = np.zeros((len(runs), width), dtype=np.int32)
+    found: list[list[array[int]]] = []
+    for row, own in zip(runs, owner, strict=True):
+        indices: dict[int, int] = {}
+        at = 0
+        for run in row:
+            if run.segment is not None:
+                own[at : at + len(run.pages)] = indices.setdefault(run.segment, len(indices))
+            at += len(run.pages)
+        found.append([array("i", indices)])
+    if not any(ids for (ids,) in found):
+        return None, None
+    return _rectangle(found), owner
 
 
-def _rectangle(rows: list[list[int]], padding: int | None = None) -> list[list[int]]:
-    """Rows of equal length: padded with their first entry, or some other row's: always finite."""
-    width = max(map(len, rows))
-    other = next(row[0] for row in rows if row)
-    filled = []
-    for row in rows:
-        first = row[0] if row else other
-        filled.append(row + [first if padding is None else padding] * (width - len(row)))
+def _rectangle(rows: list[list["array[int]"]]) -> Ints:
+    """Parts joined to rows of equal length, padded with the first number of the row, or of some
+    other row: what is there can be read."""
+    widths = [sum(map(len, row)) for row in rows]
+    other = next(part[0] for row in rows for part in row if part)
+    filled = np.full((len(rows), max(widths)), other, dtype=np.int32)
+    for into, row, width in zip(filled, rows, widths, strict=True):
+        at = 0
+        for part in row:
+            into[at : at + len(part)] = np.frombuffer(part, dtype=np.int32)
+            at += len(part)
+        if width:
+            into[width:] = into[0]
     return filled
+
+
+def _on_device(values: Ints, device: torch.device) -> Tensor:
+    """As int32 on a device."""
+    return torch.from_numpy(values.astype(np.int32, copy=False)).to(device)

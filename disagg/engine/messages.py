@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from disagg.engine.sequence import Handoff, KVUsage, Request
 from disagg.errors import DisaggError
 from disagg.metrics import Status
-from disagg.plan import GroupState
+from disagg.state import GroupState
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from disagg.codecs.tables import block_size
 from disagg.engine.sequence import Sequence
 from disagg.errors import CapacityError
 from disagg.metrics import Status
-from disagg.plan import GroupState, allocate_group
 from disagg.pool import Pool
+from disagg.state import GroupState, allocate_group
 
 
 @dataclass(frozen=True)

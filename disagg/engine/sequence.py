@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from disagg.errors import RequestError
 from disagg.metrics import Life
-from disagg.plan import GroupState, Plan
+from disagg.plan import Plan
+from disagg.state import GroupState
 from disagg.wire import Item
 
 if TYPE_CHECKING:

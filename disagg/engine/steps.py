@@ -16,7 +16,8 @@ from disagg.codecs.tables import plan_step
 from disagg.engine.scheduler import Share
 from disagg.errors import CapacityError
 from disagg.model.attention import Batch, Chunk, Decode
-from disagg.plan import Allocator, LayerGroup, RecordShape
+from disagg.plan import LayerGroup, RecordShape
+from disagg.state import Allocator
 
 
 @dataclass

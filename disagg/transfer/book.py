@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from disagg.errors import ReservationError
-from disagg.plan import Allocator
+from disagg.state import Allocator
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import Checklist
 from disagg.transfer.messages import Admission, Request, State

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from disagg.errors import CorruptFrameError, LayoutError, ReservationError
 from disagg.page import Kind
-from disagg.plan import GroupState
+from disagg.state import GroupState
 from disagg.transfer.items import Checklist, Records, ids_by_kind
 from disagg.transfer.messages import Ack, Placement, Request, State, Write
 from disagg.transfer.shares import Place, Shares

@@ -9,8 +9,9 @@ from functools import cached_property
 
 from disagg.errors import LayoutError
 from disagg.page import ARENA_UNIT, Kind
-from disagg.plan import GroupState, Plan
+from disagg.plan import Plan
 from disagg.pool import Arena
+from disagg.state import GroupState
 from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first

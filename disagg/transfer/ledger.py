@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from disagg.errors import CapacityError, ReservationError
-from disagg.plan import Allocator
+from disagg.state import Allocator
 from disagg.transfer.book import Book
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.messages import (

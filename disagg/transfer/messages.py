@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from disagg.errors import DisaggError
-from disagg.plan import GroupState
+from disagg.state import GroupState
 from disagg.wire import Buffer, Commit, Item
 
 

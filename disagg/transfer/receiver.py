@@ -16,9 +16,9 @@ from typing import Self
 import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError
-from disagg.plan import Allocator
 from disagg.pool import Arena
 from disagg.protos.v1 import kv_transfer_pb2 as pb
+from disagg.state import Allocator
 from disagg.transfer import convert
 from disagg.transfer.client import PUSH, SERVICE
 from disagg.transfer.intake import Intake

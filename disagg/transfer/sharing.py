@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from disagg.errors import CapacityError, CorruptFrameError, DisaggError, PromptTooLongError
 from disagg.page import Kind
-from disagg.plan import Allocator, GroupState, Plan, RecordShape, allocate_group
+from disagg.plan import Plan, RecordShape
 from disagg.pool import Pool
+from disagg.state import Allocator, GroupState, allocate_group
 from disagg.transfer.handoff import Handoff
 from disagg.transfer.items import ids_by_kind
 from disagg.transfer.keeping import KeepingPool, Kept

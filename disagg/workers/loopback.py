@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Admit, Prefilled, Release
 from disagg.engine.sequence import Request
-from disagg.plan import GroupState, Plan
+from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as pb
+from disagg.state import GroupState
 from disagg.transfer import convert
 from disagg.transfer.intake import Intake
 from disagg.transfer.items import ArenaSource, Checklist

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from disagg.engine.messages import Prefilled
-from disagg.plan import GroupState, Plan
+from disagg.plan import Plan
 from disagg.pool import Arena
+from disagg.state import GroupState
 from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.sender import Sender
 from disagg.transfer.sending import Receipt

@@ -10,7 +10,7 @@ from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.page import FinalAt, Kind
-from disagg.plan import allocate_group, record_id
+from disagg.state import allocate_group, record_id
 
 CODECS = [
     "raw",

@@ -14,7 +14,7 @@ from disagg.model.attention import Batch
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 from disagg.page import Kind
-from disagg.plan import record_id
+from disagg.state import record_id
 from tests.engine.serving import make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 

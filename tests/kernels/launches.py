@@ -35,7 +35,8 @@ from disagg.codecs.cache import GrowingArena
 from disagg.codecs.layer import attend_step, attend_tables, write_prompt, write_step
 from disagg.codecs.tables import GroupStep, Growth, plan_step
 from disagg.kernels import selftest
-from disagg.plan import LayerGroup, allocate_group
+from disagg.plan import LayerGroup
+from disagg.state import allocate_group
 
 DEVICE = torch.device("cuda:0")
 ADDRESS = 1 << 40  # of every storage: aligned, as those of torch are

@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass, replace
 
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
-from disagg.plan import GroupState, LayerGroup, Plan, allocate_group
+from disagg.plan import LayerGroup, Plan
 from disagg.pool import HostArena
+from disagg.state import GroupState, allocate_group
 from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.keeping import KeepingPool
 from disagg.transfer.messages import Request
