@@ -32,7 +32,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
 }
-WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100, "steps": [1, 1, 4]}
+WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
     **{
         spec: {"spec": spec} | WIDE
@@ -50,6 +50,7 @@ MANY: dict[str, dict[str, Any]] = {
             "h2o:keep=0.25",
         )
     },
+    "kivi, more tokens at once": {"spec": "kivi", "sequences": 2, "steps": [1, 4]} | WIDE,
     **{
         f"{spec} of {dtype}": {"spec": spec, "dtype": dtype, "sequences": 2, "head_dim": 80}
         for spec in ("raw", "int8", "alignedkv")
