@@ -59,6 +59,28 @@ def kernels(
 
 
 @app.command()
+def decode(
+    device: str = "cpu",
+    model: str = "small",
+    codec: Codecs = None,
+    size: Annotated[list[str] | None, typer.Option(help="4x2048; may be repeated.")] = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Steps of a whole model of random weights, by codec."""
+    from disagg.bench.decode import CODECS, Options, run
+    from disagg.bench.kernels import table, write
+
+    result = run(Options(device, model, codec or CODECS, size or ()))
+    if out is not None:
+        write(result, out)
+    if as_json:
+        print_json(result)
+    else:
+        print(table(result["rows"]))
+
+
+@app.command()
 def transfer(
     codec: Codecs = None,
     tokens: Lengths = None,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from xxhash import xxh3_128
 
@@ -55,6 +55,17 @@ class Runner:
         with torch.inference_mode():
             check_attention(model, info)
         return cls(model, info, fingerprint_model(info.path))
+
+    @classmethod
+    def random(cls, folder: str, dtype: str = "auto", device: str = "cpu") -> "Runner":
+        """A model of random weights, of the sizes that a folder's config.json says: for timing."""
+        info = describe_model(folder, dtype, device)
+        config = AutoConfig.from_pretrained(info.path, local_files_only=True)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, info.dtype), attn_implementation=IMPLEMENTATION
+            )
+        return cls(model.eval().requires_grad_(False), info, "random")
 
     def record_steps(self, recorder: Recorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay those that are alike."""

@@ -1,0 +1,51 @@
+"""The decode benchmark, at sizes that say nothing of speed: what it runs and refuses."""
+
+import json
+
+import pytest
+
+from disagg.bench.decode import MODELS, Options, measure, run
+from disagg.bench.decoding import Decoding
+from disagg.codecs import codec_names
+from disagg.errors import ConfigError
+from disagg.model.runner import Runner
+
+LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory) -> Runner:
+    folder = tmp_path_factory.mktemp("little")
+    (folder / "config.json").write_text(json.dumps(MODELS["small"] | LITTLE))
+    return Runner.random(str(folder), "float32")
+
+
+@pytest.mark.parametrize("spec", codec_names())
+def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
+    decoding = Decoding(runner, spec, 3, 250, 20)
+    for _ in range(20):
+        decoding.step()
+    assert len(decoding.times) == 20
+    assert all(0 < planned < total for planned, total in decoding.times)
+    (group,) = decoding.plan.groups
+    for (state,) in decoding._states:
+        assert state.num_pages == group.sealed(270) // group.page.tokens
+        assert len(state.tail) == -(-(270 - group.sealed(270)) // 16)
+    decoding._pool.check_integrity()
+
+
+def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
+    monkeypatch.setitem(MODELS, "little", MODELS["small"] | LITTLE)
+    options = Options(model="little", codecs=["kivi"], sizes=["2x100"], steps=2, rounds=1)
+    raw, kivi = run(options)["rows"]
+    assert (raw["codec"], raw["ratio"], raw["size"]) == ("raw:dtype=fp32", 1.0, "2x100")
+    assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
+    assert kivi["tokens_per_s"] == pytest.approx(2000 / kivi["step_ms"])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": "9b"}, {"device": "tpu"}, {"sizes": ["2y4"]}, {"sizes": ["0x8"]}]
+)
+def test_what_is_unknown_is_refused(changes):
+    with pytest.raises(ConfigError, match=r"9b|tpu|2y4|0x8"):
+        measure(Options(**changes))
