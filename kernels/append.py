@@ -57,10 +57,12 @@ def append_kernel(
                 segment = arena_ptr + tl.multiple_of(segment + i_head * FMT.segment_bytes, 16)
                 start = (seed + tl.load(stretches_ptr + i_row)).to(tl.int64)
                 start = (start * tl.num_programs(1) + i_head) * 2 + i_side
+                K_SIDE: tl.constexpr = FMT.k  # Triton 3.6 does not take an attribute as an argument
+                V_SIDE: tl.constexpr = FMT.v
                 if i_side == 0:
-                    seal_pieces(k, p_tail, block, segment, start, 1, FMT.k, RAW)
+                    seal_pieces(k, p_tail, block, segment, start, 1, K_SIDE, RAW)
                 else:
-                    seal_pieces(v, p_tail, block, segment, start, 0, FMT.v, RAW)
+                    seal_pieces(v, p_tail, block, segment, start, 0, V_SIDE, RAW)
             elif MADE_OF == "planes":
                 if i_side == 0:
                     seal_planes(k, p_tail, block, 0, FMT, RAW)
