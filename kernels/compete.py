@@ -142,16 +142,17 @@ def keep_outliers(kept: Kept, k: Tensor, v: Tensor, count: int, first: int) -> T
     won = torch.empty(heads, n, dtype=torch.uint8, device=device)
     source = torch.full((heads, slots), -1, dtype=torch.int32, device=device)
     key_norms_kernel[(heads, triton.cdiv(n, 64))](
-        k, norms, *k.stride(), n, head_dim, 64, num_warps=4
+        k, norms, *k.stride(), n, head_dim, 64, num_warps=4, enable_fp_fusion=False
     )
     compete_kernel[(heads,)](
         norms, kept.scores, kept.states, won, source,
-        kept.scores.stride(0), kept.states.stride(0), n, count, slots, BLOCK, num_warps=4,
+        kept.scores.stride(0), kept.states.stride(0), n, count, slots, BLOCK,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     keep_kernel[(heads, slots)](
         source, norms, k, v, kept.positions, kept.scores, kept.states, kept.k, kept.v,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kept.positions.stride(0), kept.scores.stride(0), kept.states.stride(0),
-        kept.k.stride(0), n, first, head_dim, num_warps=1,
+        kept.k.stride(0), n, first, head_dim, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return won.view(torch.bool)

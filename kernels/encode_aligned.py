@@ -85,7 +85,7 @@ def seal_aligned(k: Tensor, v: Tensor, places: Places, fmt: AlignedFormat) -> No
         encode_planes_kernel[(n // fmt.tokens, heads)](
             x, places.arena, places.pages, x.stride(0), x.stride(axes[0]), x.stride(axes[1]),
             fmt.tokens * x.stride(1), places.unit, places.base,
-            rows, columns, fmt.block_bytes, *planes, num_warps=4,
+            rows, columns, fmt.block_bytes, *planes, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def score_tokens(
     bits = torch.empty(batch, queries, query_heads, device=device)
     channel_levels_kernel[(batch, queries, heads)](
         q, work.arena, work.pages, lo, hi, levels, tops, bits,
-        scale, work.base, width, fmt, shape, num_warps=4,
+        scale, work.base, width, fmt, shape, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     scores = torch.empty(batch, shape.rows, width * fmt.tokens, device=device)
     part_lse = torch.empty(slots, shape.rows, device=device)
@@ -104,7 +104,8 @@ def score_tokens(
     place = torch.empty_like(best, dtype=torch.int32)
     plane_scores_kernel[work.grid](
         q, work.arena, work.pages, lo, hi, *work.spans, levels, scores, part_lse, best, place,
-        scale, work.base, batch, width, fmt, shape, num_warps=aligned_warps(head_dim),
+        scale, work.base, batch, width, fmt, shape,
+        num_warps=aligned_warps(head_dim), enable_fp_fusion=False,
     )  # fmt: skip
     return Scores(scores, part_lse, best, place, tops), bits
 
@@ -118,13 +119,15 @@ def sum_values(work: Work, found: Scores) -> tuple[Tensor, Tensor]:
     allowed = torch.empty_like(lse, dtype=torch.int32)
     allow_drops_kernel[(shape.rows, batch)](
         work.arena, work.pages, *work.spans, found.tops, found.part_lse, found.best, found.place,
-        lse, allowed, work.base, batch, slots, width, fmt, shape, num_warps=1,
+        lse, allowed, work.base, batch, slots, width, fmt, shape,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     part_o = torch.empty(slots, shape.rows, fmt.head_dim, device=device)
     bits, seen = torch.zeros(2, batch, shape.rows, dtype=torch.int32, device=device)
     plane_values_kernel[work.grid](
         work.arena, work.pages, *work.spans, found.scores, lse, allowed, found.part_lse, part_o,
-        bits, seen, work.base, batch, width, fmt, shape, num_warps=aligned_warps(fmt.head_dim),
+        bits, seen, work.base, batch, width, fmt, shape,
+        num_warps=aligned_warps(fmt.head_dim), enable_fp_fusion=False,
     )  # fmt: skip
     return part_o, bits / seen.clamp_min(1)
 

@@ -112,7 +112,7 @@ def join(parts: list[Part], dtype: torch.dtype = torch.float32) -> Partial:
     merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
         tuple((x.o, x.lse, *x.spans, x.runs, x.o.shape[0], x.tile) for x in found), merged, lse,
         rows, len(found), head_dim, pad, MANY if many else FEW, COLUMNS,
-        num_warps=4 if many else 1,
+        num_warps=4 if many else 1, enable_fp_fusion=False,
     )  # fmt: skip
     return merged, lse
 
