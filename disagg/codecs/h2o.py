@@ -89,9 +89,7 @@ class H2O(Codec):
         return Encoded(blocks)
 
     def seal_format(self, head_dim: int) -> SealFormat | None:
-        layout = self.flush_page_layout(head_dim)
-        assert layout is not None
-        return dropped_format(layout)
+        return flush_format(self, head_dim)
 
     def attend(
         self,
@@ -145,6 +143,14 @@ class H2O(Codec):
             return place.expand(heads, -1)
         plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
         return plane.transpose(0, 1).flatten(1).long()
+
+
+@lru_cache
+def flush_format(codec: H2O, head_dim: int) -> DroppedFormat:
+    """What a kernel needs to know of a page sealed while decoding, where nothing is dropped."""
+    layout = codec.flush_page_layout(head_dim)
+    assert layout is not None
+    return dropped_format(layout)
 
 
 @lru_cache

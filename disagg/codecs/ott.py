@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import EMPTY, Encoded, require, seed_of
-from disagg.codecs.paged import PagedCodec, Planes, code_planes, segment_seeds
+from disagg.codecs.paged import (
+    PagedCodec,
+    Planes,
+    code_planes,
+    flush_format,
+    prompt_format,
+    segment_seeds,
+)
 from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
 from disagg.kernels.formats import RawFormat
@@ -123,7 +130,7 @@ class Ott(PagedCodec):
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)
-        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
         return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won), side, kept)
 
     def encode_into(
@@ -137,13 +144,13 @@ class Ott(PagedCodec):
         total: int,
     ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)
-        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
         segments = seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS, won)
         return Encoded(EMPTY, segments, side, kept)
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, before)
-        fmt, seeds = self._flush_format(k.shape[2]), [seed_of(layer, first)]
+        fmt, seeds = flush_format(self, k.shape[2]), [seed_of(layer, first)]
         found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won)
         return Encoded(*found, side, kept, flush=True)
 

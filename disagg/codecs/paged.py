@@ -63,7 +63,7 @@ class PagedCodec(Codec):
         return paged_format(page, segment, head_dim, self.k_by, self.v_by)
 
     def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
         return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS))
 
     def encode_into(
@@ -76,29 +76,18 @@ class PagedCodec(Codec):
         q: Tensor | None,
         total: int,
     ) -> Encoded:
-        fmt, seeds = self._format(k.shape[2]), segment_seeds(layer, first, k.shape[1])
+        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
         return Encoded(EMPTY, seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS))
 
     def seal_format(self, head_dim: int) -> SealFormat | None:
-        fmt = self._flush_format(head_dim)
+        fmt = flush_format(self, head_dim)
         return fmt if is_sealable(fmt) else None
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        fmt, frozen = self._flush_format(k.shape[2]), _only(before.segments)
+        fmt, frozen = flush_format(self, k.shape[2]), _only(before.segments)
         seeds = [seed_of(layer, first)]
         found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, frozen)
         return Encoded(*found, flush=True)
-
-    def _format(self, head_dim: int) -> PagedFormat:
-        """The format of pages of a prompt."""
-        page, segment = self.page_layout(head_dim), self.segment_layout(head_dim)
-        return self.format_of(page, segment, head_dim)
-
-    def _flush_format(self, head_dim: int) -> PagedFormat:
-        """The format of a page sealed while decoding."""
-        page = self.flush_page_layout(head_dim) or self.page_layout(head_dim)
-        segment = self.flush_segment_layout(head_dim) or self.segment_layout(head_dim)
-        return self.format_of(page, segment, head_dim)
 
     def attend(
         self,
@@ -139,6 +128,21 @@ class PagedCodec(Codec):
             segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
         k, v = decode_paged(encoded.blocks, segments, fmt, dtype)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+
+
+@lru_cache
+def prompt_format(codec: PagedCodec, head_dim: int) -> PagedFormat:
+    """The format of pages of a prompt."""
+    page, segment = codec.page_layout(head_dim), codec.segment_layout(head_dim)
+    return codec.format_of(page, segment, head_dim)
+
+
+@lru_cache
+def flush_format(codec: PagedCodec, head_dim: int) -> PagedFormat:
+    """The format of a page sealed while decoding."""
+    page = codec.flush_page_layout(head_dim) or codec.page_layout(head_dim)
+    segment = codec.flush_segment_layout(head_dim) or codec.segment_layout(head_dim)
+    return codec.format_of(page, segment, head_dim)
 
 
 def segment_seeds(layer: int, first: int, count: int) -> list[int]:

@@ -4,8 +4,8 @@ A decode step of a small batch is hundreds of short kernels that take longer to 
 CUDA graph starts all of them at once. It can only repeat what it recorded, at the same addresses:
 static.py has the buffers and says which steps are alike.
 
-Not recorded are steps with chunks of prompts or replayed blocks, seals of codecs that ask the host
-who is sealed with whom, and shapes whose recording failed, because something in them asks the host.
+Not recorded are steps with chunks of prompts or replayed blocks, steps that seal a page which an
+append cannot seal by itself, and shapes whose recording failed: something in them asks the host.
 """
 
 import logging
