@@ -10,10 +10,14 @@ from disagg.kernels.tiles import as_bytes, as_scales, below, first_of, load_tile
 
 
 @triton.jit
-def load_codes(block, SIDE: tl.constexpr):
-    """The code words of a side: int16 [rows/planes, columns/halves], or the bytes of floats."""
+def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
+    """Part j of the code words of a side: int16 [rows/planes, columns/halves/PARTS].
+
+    Of floats the bytes.
+    """
     R: tl.constexpr = SIDE.rows // SIDE.planes
-    H: tl.constexpr = SIDE.columns // SIDE.halves
+    S: tl.constexpr = SIDE.columns // SIDE.halves
+    H: tl.constexpr = S // PARTS
     R_PAD: tl.constexpr = triton.next_power_of_2(R)
     H_PAD: tl.constexpr = triton.next_power_of_2(H)
     o_r, o_h = tl.arange(0, R_PAD)[:, None], tl.arange(0, H_PAD)[None, :]
@@ -21,9 +25,9 @@ def load_codes(block, SIDE: tl.constexpr):
     mask = (o_r < R) & (o_h < H)
     if SIDE.floating:
         p = (block + SIDE.codes // 2).to(tl.pointer_type(tl.int8), bitcast=True)
-        return load_tile(p + o_r * H + o_h, mask, WHOLE)
+        return load_tile(p + o_r * S + j * H + o_h, mask, WHOLE)
     else:
-        return load_tile(block + SIDE.codes // 2 + o_r * H + o_h, mask, WHOLE)
+        return load_tile(block + SIDE.codes // 2 + o_r * S + j * H + o_h, mask, WHOLE)
 
 
 @triton.jit
@@ -66,18 +70,22 @@ def piece_scores(
     """
     q, folded, low, sums = query
     SIDE: tl.constexpr = FMT.k
-    b_words = load_codes(block, SIDE)
+    b_words = load_codes(block, 0, len(q) // SIDE.halves, SIDE)
     if SIDE.scale.by == "column":
-        s = column_scores(block, b_words, q, folded, COPIES, SIDE, SPELLING)
+        s = column_scores(block, b_words, q, folded, low, COPIES, SIDE, SPELLING)
     else:
         s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
+        if SIDE.low_rank is not None:
+            s += first_of(tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]), COPIES)
     o_t = tl.arange(0, FMT.tokens)
-    if SIDE.low_rank is not None:
-        b_low = tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]) * low[1][None, :]
-        s += first_of(b_low, COPIES)
     if SIDE.sparse is not None:
-        b_parts = sparse_sums(block, q, places[0], places[2], COPIES, COPIES, SIDE, SPELLING)
-        s += stack(b_parts, COPIES)
+        if COPIES == 1:
+            s = sparse_sums(block, q, (s,), places[0], places[2], 1, 1, SIDE, SPELLING)[0]
+        else:
+            b_parts = sparse_sums(
+                block, q, (), places[0], places[2], COPIES, COPIES, SIDE, SPELLING
+            )
+            s += stack(b_parts, COPIES)
     if FMT.valid is not None:
         b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
         s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))
@@ -86,13 +94,23 @@ def piece_scores(
 
 @triton.jit
 def column_scores(
-    block, words, q, folded, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
-):
-    """Codes with scales by column: these are in q already, or go into it here."""
+    block, words, q, folded, low,
+    COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr,
+):  # fmt: skip
+    """Codes with scales by column: these are in q already, or go into it here. And low rank.
+
+    Low rank is added by a product that continues from s. That costs nothing more, and because it
+    comes last, p reaches the tensor core as the codes of V do: behind a `join` the compiler would
+    take four items of a row at a time, which fits neither ldmatrix nor the zeros (Triton 3.9).
+    """
+    PARTS: tl.constexpr = len(q)
     HALVES: tl.constexpr = SIDE.halves
     PLANES: tl.constexpr = SIDE.planes
     GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
     tl.static_assert(SIDE.planes % GROUPS == 0, "a group of rows is whole planes")
+    parts = (words,)
+    if HALVES < PARTS:
+        parts = (words, load_codes(block, 1, PARTS, SIDE))
     groups = ()
     for g in tl.static_range(GROUPS):
         if SIDE.scale.shared:
@@ -103,10 +121,15 @@ def column_scores(
     for f in tl.static_range(PLANES):
         b_q, b_bias = groups[f * GROUPS // SIDE.planes]
         b_s = tl.zeros(b_bias.shape, tl.float32)
-        for j in tl.static_range(HALVES):
-            b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q[j], b_s)
-        s = s + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING) + first_of(b_bias, COPIES),)
-    return stack(s, SIDE.planes)
+        for j in tl.static_range(PARTS):
+            b_codes = codes_of(parts[j % len(parts)], f, j % HALVES, SIDE, SPELLING)
+            b_s = tl.dot(b_codes, b_q[j], b_s)
+        b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
+        s = s + (b_s if SIDE.low_rank is not None else first_of(b_s, COPIES),)
+    s = stack(s, SIDE.planes)
+    if SIDE.low_rank is not None:
+        s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
+    return s
 
 
 @triton.jit

@@ -54,22 +54,23 @@ def count_up(lo_ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def sparse_sums(
-    block, x, rows, copy,
+    block, x, sums, rows, copy,
     PARTS: tl.constexpr, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr,
 ):  # fmt: skip
     """What the sparse slots of a side add to its rows: [W, C] fp32 for each of its parts.
 
     x:    fp16 for each half of the columns: what they are contracted with, [U, C * COPIES]
+    sums: what they are added to, [W, C * COPIES] fp32 for every COPIES parts; () for 0
     rows: row numbers of a part; copy: as `sparse_places` has it
     The rows of the slots of a column differ.
     """
-    HALVES: tl.constexpr = SIDE.halves
+    HALVES: tl.constexpr = len(x)
     W: tl.constexpr = SIDE.rows // PARTS
     SLOTS: tl.constexpr = SIDE.sparse.slots
     tl.static_assert(PARTS % COPIES == 0, "each copy takes as many parts")
-    sums = ()
-    for _ in tl.static_range(0, PARTS, COPIES):
-        sums = sums + (tl.zeros([W, x[0].shape[1]], tl.float32),)
+    if len(sums) == 0:
+        for _ in tl.static_range(0, PARTS, COPIES):
+            sums = sums + (tl.zeros([W, x[0].shape[1]], tl.float32),)
     deltas, pairs = load_deltas(block, SIDE), load_pairs(block, SIDE)
     for j in tl.static_range(HALVES):
         for slot in tl.static_range(SLOTS):

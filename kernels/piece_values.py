@@ -3,7 +3,8 @@
 The sums are a tuple of tuples, empty where a format has no such piece:
 
     o  four planes of channels (two, one) [W, C * X] fp32, in code units
-    z  sums over zeros [16, C * X], one for every X groups of channels
+    z  sums over zeros [16, C * X], one for every X groups of channels; of its rows, those count
+       that `zero_rows` gives to the group
     y  (A^T p [16, C * X],), all X copies of a column equal
 """
 
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from disagg.kernels.piece_scores import codes_of, load_codes, load_factor, weight_of
 from disagg.kernels.piece_sparse import sparse_sums
+from disagg.kernels.piece_weights import groups_in_rows, weigh, zero_rows
 from disagg.kernels.tiles import P_BIAS, as_scales, first_of, in_halves, load_tile, settle
 
 
@@ -97,12 +99,18 @@ def add_values(
     else:
         for f in tl.static_range(PLANES):
             o_new = o_new + (o[f] * decay,)
-    b_words = load_codes(block, SIDE)
+    b_words = load_codes(block, 0, 1, SIDE)
     if SIDE.scale.by == "block":
         weighted = (in_halves((p * load_block_scale(block, SIDE)).to(tl.float16), SIDE.halves),)
     else:
+        Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         for g in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
-            b_p, b_z = weigh(block, g, copies, z[g // X] * decay, X, SIDE)
+            b_z = z[g // X] * decay
+            b_p = weigh(block, g, copies, X, SIDE)
+            if g % Y == 0:
+                b_rows = zero_rows(block, g, C * X, Y, SIDE)
+            for j in tl.static_range(HALVES):
+                b_z = tl.dot(b_rows[j], b_p[j], b_z)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
     o_new = add_planes(b_words, weighted, o_new, X, SIDE, SPELLING)
     if SIDE.low_rank is not None and SIDE.sparse is None:
@@ -127,7 +135,7 @@ def add_sparse(
     """The planes o, decayed, plus what sparse slots add to the columns of their groups."""
     W: tl.constexpr = SIDE.rows // SIDE.planes
     GROUP: tl.constexpr = SIDE.scale.group if SIDE.scale.by == "column" else SIDE.rows
-    sparse = sparse_sums(block, x, places[1], places[2], SIDE.planes, X, SIDE, SPELLING)
+    sparse = sparse_sums(block, x, (), places[1], places[2], SIDE.planes, X, SIDE, SPELLING)
     added = ()
     for f in tl.static_range(len(o)):
         b_o = o[f] * decay
@@ -143,34 +151,6 @@ def add_sparse(
             b_o = tl.reshape(tl.join(even, odd), b_o.shape)
         added = added + (b_o,)
     return added
-
-
-@triton.jit
-def weigh(block, g, p, z, X: tl.constexpr, SIDE: tl.constexpr):
-    """Weights with the scales of V groups g .. g+X-1 folded in, and z plus what their zeros add.
-
-    p:       [U, C * X] fp16 for each half of the tokens, all X copies of a column equal
-    z:       [16, C * X] fp32; rows 16/X * x and after belong to group g + x
-    returns: [U, C * X] fp16 for each half of the tokens; z
-    """
-    HALVES: tl.constexpr = SIDE.halves
-    U: tl.constexpr = SIDE.columns // SIDE.halves
-    C: tl.constexpr = p[0].shape[1] // X
-    o_t, o_x = tl.arange(0, SIDE.columns)[:, None], tl.arange(0, X)[None, :]
-    o_group = (g + o_x) * SIDE.columns
-    b_scale = in_halves(tl.load(as_scales(block, SIDE.scale.scale) + o_group + o_t), HALVES)
-    if SIDE.scale.zero is None:
-        b_zero = in_halves(tl.full([SIDE.columns, X], SIDE.scale.center, tl.float16), HALVES)
-    else:
-        b_zero = in_halves(tl.load(as_scales(block, SIDE.scale.zero) + o_group + o_t), HALVES)
-    weighted = ()
-    for j in tl.static_range(HALVES):
-        b_x = tl.broadcast_to(b_scale[j][:, None, :], [U, C, X])
-        b_p = p[j] * tl.reshape(b_x, [U, C * X])
-        b_rows = tl.broadcast_to(tl.trans(b_zero[j])[:, None, :], [X, 16 // X, U])
-        z = tl.dot(tl.reshape(b_rows, [16, U]), b_p, z)
-        weighted = weighted + (b_p,)
-    return weighted, z
 
 
 @triton.jit
@@ -214,9 +194,10 @@ def plane_values(
     b_o = tl.reshape(o[f], [o[f].shape[0], C, X])
     b_o = tl.sum(tl.where(o_x == FIRST % X, b_o, 0.0), 2) * weight_of(f, SIDE, SPELLING)
     if SIDE.scale.by == "column":
+        Y: tl.constexpr = groups_in_rows(X, C, SIDE)
         o_row = tl.arange(0, 16)[:, None, None]
         for g in tl.static_range(FIRST, LAST + 1):
-            own = (o_row == g % X * (16 // X)) & (o_x == g % X)
+            own = (o_row == g % Y * (16 // Y)) & (o_x == g % X)
             b_z = tl.sum(tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0)
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
     if SIDE.low_rank is not None:

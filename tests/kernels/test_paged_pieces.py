@@ -186,3 +186,23 @@ def test_queries_and_factors_that_overflow_fp16_together_do_not():
     more = segments.to(DEVICE), owner.to(DEVICE), SEGMENT_BASE
     o = reduce.merge([paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.2, *more)])
     assert relative_error(o.cpu(), exact_attention(case, 0.2)[0]) <= 5e-3
+
+
+def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
+    fmt = make_format(rank=2, head_dim=128)
+    case, segments, owner = make_case(fmt, [200], 1, 2, 4)
+    large, low = 2.0**14, fmt.k.low_rank
+    at = int(segments[0, 0]) * 128 + SEGMENT_BASE + low.b
+    b = case.arena[at : at + 4 * 128].view(torch.float16)
+    b *= large
+    for page in set(case.pages[0].tolist()):
+        at = page * 128 + BASE + low.a
+        case.arena[at : at + 4 * T].view(torch.float16).mul_(1 / large)
+    signs = b.view(128, 2)[:, 0].float().sign()
+    assert b.isfinite().all()
+    assert signs @ b.view(128, 2)[:, 0].float() > 65504
+    case = replace(case, q=signs.expand_as(case.q).contiguous())
+    tensors = [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)]
+    more = segments.to(DEVICE), owner.to(DEVICE), SEGMENT_BASE
+    o = reduce.merge([paged_pieces.attend_paged(*tensors, fmt, BASE, 1, 0.05, *more)])
+    assert relative_error(o.cpu(), exact_attention(case, 0.05)[0]) <= 5e-3
