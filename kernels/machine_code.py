@@ -56,6 +56,7 @@ KERNELS = tuple(
         "lowrank-2bit",
         "lowrank-4bit",
         "sparse-2bit",
+        "sparse-4bit",
         "rows-8bit",
         "float-8bit",
     )

@@ -24,7 +24,7 @@ from disagg.kernels.tiles import (
 from disagg.kernels.units import find_unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "runs", "width"])
 def attend_pieces_kernel(
     q_ptr, words_ptr, pages_ptr, lo_ptr, hi_ptr, span_lo_ptr, span_hi_ptr, segments_ptr,
     o_ptr, lse_ptr, scale, base, segment_base, batch, runs, width,

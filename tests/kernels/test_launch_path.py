@@ -31,6 +31,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "raw": {"spec": "raw", "sequences": 3},
     "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
+    "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
 }
 WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
@@ -88,6 +89,7 @@ def test_no_kernel_is_left_out(found):
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     assert not found["raw, longer"]["compiled"]
     assert not found["alignedkv, longer"]["compiled"]
+    assert not {"attend_pieces_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
 
 
 @pytest.mark.slow
