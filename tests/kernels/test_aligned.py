@@ -53,6 +53,20 @@ def check(fmt: AlignedFormat, case: Case, heads: int):
     return bits
 
 
+@pytest.mark.parametrize("at_once", [1, 2 * 4 * T * 48])
+def test_sequences_and_heads_attend_alone_as_they_do_together(at_once, monkeypatch):
+    fmt = make_format(48)
+    case = make_case(fmt, [250, 3, 130], heads=3, width=2, m=2)
+    inputs = case.q, case.arena, case.pages, case.lo, case.hi, fmt, BASE, 3, 0.2
+    (o, lse), bits = reference_aligned.attend_aligned(*inputs)
+    monkeypatch.setattr(reference_aligned, "CHUNK_ELEMENTS", at_once)
+    (o_alone, lse_alone), bits_alone = reference_aligned.attend_aligned(*inputs)
+    assert torch.allclose(o_alone, o, atol=1e-5)
+    assert torch.allclose(lse_alone, lse, atol=1e-5)
+    assert torch.equal(bits_alone.k, bits.k)
+    assert torch.allclose(bits_alone.v, bits.v, atol=0.01)
+
+
 @pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_planes_are_those_of_the_reference(head_dim, dtype):
