@@ -13,6 +13,7 @@ from tests.bench.test_child import wait_until_gone
 PARENT = """
 import signal
 from disagg.bench.netns import Namespaces
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
 with Namespaces() as namespaces:
     print(*(holder.pid for holder in namespaces._holders), flush=True)
     signal.pause()
