@@ -39,10 +39,10 @@ def seal_segments(
 ) -> Tensor | None:
     """As `ops_paged.encode_segments`; the segments [S, H, bytes], which are small, or None."""
     _check(k, v, places, fmt.tokens, fmt.head_dim)
-    ops_paged.check_absent(absent, k, fmt)
     if fmt.segment_bytes and len(seeds) != max(1, -(-k.shape[1] // tokens)):
         raise ValueError(f"{len(seeds)} seeds for {k.shape[1]} tokens in segments of {tokens}")
     if k.is_cuda and is_encodable(fmt):
+        ops_paged.check_absent(absent, k, fmt)
         found: Tensor | None = import_module("disagg.kernels.encode").seal_segments(
             k, v, places, fmt, seeds, tokens, absent=absent
         )

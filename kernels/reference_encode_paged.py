@@ -73,18 +73,19 @@ def encode_segments(
              K's scales takes their place, in K and in V. None: all are there
     returns: blocks as `encode_paged`; segments [S, H, segment_bytes] u8 if any
     """
-    if absent is None:
-        absent = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
-    else:
+    if absent is not None:
         k, v = (with_group_means(finite(x), absent, fmt.k.scale.group) for x in (k, v))
-    parts, segments = [(k, v, 0)], []
     if fmt.segment_bytes:
-        parts = list(zip(k.split(tokens, 1), v.split(tokens, 1), seeds, strict=True))
-    found = [encode_paged(a, b, fmt, seed, frozen) for a, b, seed in parts]
+        parts = zip(k.split(tokens, 1), v.split(tokens, 1), seeds, strict=True)
+        found = [encode_paged(a, b, fmt, seed, frozen) for a, b, seed in parts]
+    else:
+        found = [encode_paged(k, v, fmt)]
     blocks = torch.cat([blocks for blocks, _ in found])
     if fmt.valid is not None:
         mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
-        mask.squeeze(-2).copy_(pack_mask(absent, fmt.tokens))
+        mask.fill_(255)
+        if absent is not None:
+            mask.squeeze(-2).copy_(pack_mask(absent, fmt.tokens))
     segments = [segment for _, segment in found if segment is not None]
     return blocks, torch.stack(segments) if segments else None
 

@@ -50,17 +50,7 @@ def run_spans(
     start = torch.empty(batch * segments, dtype=torch.int32, device=owner.device)
     stop = torch.empty_like(start)
     run_spans_kernel[(batch, triton.cdiv(segments, SEGMENTS))](
-        lo,
-        hi,
-        owner,
-        start,
-        stop,
-        segments,
-        width,
-        tokens,
-        SEGMENTS,
-        PAGES,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        lo, hi, owner, start, stop, segments, width, tokens, SEGMENTS, PAGES,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return start, stop

@@ -1,13 +1,13 @@
 """Sequences of one codec that decode step by step, their contexts made up: what decode.py times."""
 
 import time
-from collections import Counter
 from functools import lru_cache
 
 import torch
 
 from disagg.bench.kvgen import Knobs, generate
 from disagg.bench.kvgen import Layer as Context
+from disagg.bench.shape import slabs_for
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
@@ -15,11 +15,11 @@ from disagg.codecs.tables import plan_step
 from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.model.attention import Batch, Decode
 from disagg.model.runner import Runner
-from disagg.page import RAW_TOKENS, Kind, Layout
 from disagg.plan import Plan
 from disagg.state import GroupState, allocate_group
 
 LAST_QUERIES = 32
+SPARE_RECORDS = 10  # of every layout: a page of 128 raw tokens is 8, and what is begun
 
 
 class Decoding:
@@ -30,8 +30,8 @@ class Decoding:
         self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
         self._runner, self._n = runner, tokens
         slab = slab_bytes_for(*_sizes(runner))
-        total = _arena_bytes(self.plan, tokens + steps, count, slab)
-        self._pool, self._arena = make_pool(total, slab, runner.device)
+        slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
+        self._pool, self._arena = make_pool(slabs * slab, slab, runner.device)
         self._states = [
             [allocate_group(group, tokens, self._pool) for group in self.plan.groups]
             for _ in range(count)
@@ -82,21 +82,6 @@ def make_context(tokens: int, heads: int, head_dim: int) -> Context:
     return generate(
         0, Knobs(kv_heads=heads, group=2, n=tokens, head_dim=head_dim, num_queries=queries)
     )
-
-
-def _arena_bytes(plan: Plan, tokens: int, count: int, slab: int) -> int:
-    """Bytes of a pool for so many sequences, each record in slabs of its layout."""
-    total = 0
-    for group in plan.groups:
-        inventory, more = group.inventory(tokens), group.page.tokens // RAW_TOKENS + 2
-        held: Counter[Layout] = Counter()
-        for kind in Kind:
-            if records := inventory.count(kind):
-                held[group.layout(kind)] += records
-        for layout in group.layouts():
-            records = count * (held[layout] + more)
-            total += slab * -(-records // (slab // group.record(layout).nbytes))
-    return total
 
 
 def _sizes(runner: Runner) -> tuple[int, int, int]:

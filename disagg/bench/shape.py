@@ -1,5 +1,6 @@
 """The shape of the KV cache that is sent, and what its prompts need of a pool."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from disagg.codecs.planning import KVShape, parse_plan
@@ -28,15 +29,23 @@ class Shape:
         return 2 * 2 * tokens * self.layers * self.heads * self.head_dim
 
 
-def slabs_for(plan: Plan, tokens: int) -> int:
-    """How many slabs one prompt takes; PromptTooLongError where a record does not fit any."""
+def slabs_for(
+    plan: Plan, tokens: int, slab_bytes: int = SLAB_BYTES, sequences: int = 1, spare: int = 0
+) -> int:
+    """How many slabs prompts take; PromptTooLongError where a record does not fit any.
+
+    spare: records of every layout that each sequence has besides, to grow into
+    """
     total = 0
     for group in plan.groups:
         inventory = group.inventory(tokens)
+        counts = Counter(dict.fromkeys(group.layouts(), spare))
         for kind in Kind:
             if count := inventory.count(kind):
-                nbytes = group.record(group.layout(kind)).nbytes
-                if nbytes > SLAB_BYTES:
-                    raise PromptTooLongError(f"a record of {nbytes} bytes; slabs: {SLAB_BYTES}")
-                total += -(-count // (SLAB_BYTES // nbytes))
+                counts[group.layout(kind)] += count
+        for layout, count in (+counts).items():  # those of which there are any
+            nbytes = group.record(layout).nbytes
+            if nbytes > slab_bytes:
+                raise PromptTooLongError(f"a record of {nbytes} bytes; slabs: {slab_bytes}")
+            total += -(-sequences * count // (slab_bytes // nbytes))
     return total

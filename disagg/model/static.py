@@ -87,8 +87,7 @@ class StaticStep:
 
 def _seals(decode: Decode) -> bool:
     """Whether the append of a step seals the pages that it completes."""
-    group = decode.step.group
-    return group.page != group.raw and decode.codec.seal_format(group.head_dim) is not None
+    return decode.codec.seal_format(decode.step.group.head_dim) is not None
 
 
 def _in_order(batch: Batch) -> list[Decode]:
