@@ -9,8 +9,10 @@ import asyncio
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -35,10 +37,15 @@ DEFAULT_NAME = "default"
 
 
 class Service:
-    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`."""
+    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`.
 
-    def __init__(self, config: Config):
+    say: is told what goes on while the service starts, in words
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
         self.config = config
+        self.name = served_name(config)
+        self._say = say
         self.stopped = threading.Event()
         self.secret = secrets.token_hex(16)
         self._stack = ExitStack()
@@ -62,10 +69,13 @@ class Service:
             # here, not above: Ray reads its environment when it is imported
             from disagg.workers.launch import Cluster, connected
 
+            self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
             folder = session.folder if session else None
             stack.enter_context(connected(cluster.address, folder))
             workers = Cluster(self.config, token)
             stack.callback(workers.close)
+            count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
+            self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)
             self.links = workers.links
@@ -100,10 +110,17 @@ class Service:
         from disagg.server.completions import Completions, Served
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
-        name = config.model.name or DEFAULT_NAME
-        served = Served(name, info.context_length, info.vocab_size, config.codec)
-        self._router = Router(config.router)
         tokenizer = Tokenizer.load(config.model.name)
+        served = Served(
+            self.name,
+            info.context_length,
+            info.vocab_size,
+            config.codec,
+            tokenizer.longest_token,
+            alias=config.model.name,
+            max_body_bytes=config.server.max_body_bytes,
+        )
+        self._router = Router(config.router)
         completions = Completions(served, tokenizer, self._router)
         app = create_app(completions, self.secret, self.stopped.set)
         options = uvicorn.Config(
@@ -144,6 +161,14 @@ class Service:
             _, server = self._serving.result()
             server.should_exit = True
         self._thread.join()
+
+
+def served_name(config: Config) -> str:
+    """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
+    name = config.server.served_model_name or config.model.name or DEFAULT_NAME
+    folder = Path(name).expanduser()
+    is_folder = name == config.model.name and folder.is_dir()
+    return folder.resolve().name if is_folder else name
 
 
 def bind(host: str, port: int) -> socket.socket:
