@@ -27,12 +27,13 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table; columns that begin with ">" are aligned to the right."""
+    """A title and a table; columns that begin with ">" are aligned to the right."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=SIMPLE, title_justify="left", pad_edge=False)
+    print(title)  # not the table's: it would be wrapped at the table's width
+    table = Table(box=SIMPLE, pad_edge=False)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
@@ -61,8 +62,8 @@ def _print_bytes(kv: Mapping[str, Any]) -> None:
     fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
     if kv["tokens"] < SHORT_TOKENS and min(wire, kv["resident_bytes"]) >= fp16:
         print(
-            f"KV of {kv['tokens']} tokens: too few to save anything, sent as they are "
-            f"({wire:,} bytes, {fp16:,} of them as fp16)"
+            f"KV of {kv['tokens']} tokens: too few to save anything; {wire:,} bytes sent, "
+            f"{fp16:,} as fp16"
         )
         return
     rows = [("as fp16", fp16), ("as fp8", fp8), ("on the wire", wire)]

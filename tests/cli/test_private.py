@@ -100,7 +100,8 @@ def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
     answer = json.loads(out)
     assert answer["completion_tokens"] == 16
     assert answer["kv"]["wire_bytes"] > answer["kv"]["resident_bytes"] > 0
-    assert err.splitlines() == ["starting 1 prefill and 1 decode worker on a private Ray ..."]
+    stages = [line.partition(" s  ")[2].partition(" ")[0] for line in err.splitlines()]
+    assert stages == ["starting", "loading"]  # and nothing that a library has to say
     assert home.left() == []
 
 
@@ -159,7 +160,7 @@ def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
     assert answer.completion_tokens == 100
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
-    assert "gRPC over TLS" in err.splitlines()[0]
+    assert "gRPC over TLS" in next(line for line in err.splitlines() if "link to" in line)
     assert err.splitlines()[-1] == "stopped"
 
 

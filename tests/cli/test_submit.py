@@ -49,8 +49,7 @@ SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
         ({}, "5 prompt tokens"),
         (
             SHORT,
-            "KV of 5 tokens: too few to save anything, sent as they are "
-            "(50,780 bytes, 4,000 of them as fp16)",
+            "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n",
         ),
         ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
         (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
