@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.paged import PagedCodec
 from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged

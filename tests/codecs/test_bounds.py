@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import realistic
+from tests.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.codecs.paged import PagedCodec
 from disagg.kernels.ops_paged import decode_paged, encode_paged

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import relative_error
+from tests.synthetic import relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.kivi import Kivi, quant_format
 from disagg.codecs.paged import PagedCodec

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import realistic
+from tests.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.errors import RequestError
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import realistic
+from tests.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.page import make_raw_layout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena

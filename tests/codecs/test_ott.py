@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
+from tests.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.ott import Ott, kept_format

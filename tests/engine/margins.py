@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.model.attention import Batch
-from disagg.model.reference import Reference
+from tests.model.reference import Reference
 from disagg.model.runner import Runner
 from tests.engine.serving import make_engine, serve
 

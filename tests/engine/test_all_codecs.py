@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from disagg.bench.synthetic import relative_error
+from tests.synthetic import relative_error
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
 from disagg.model.runner import Runner

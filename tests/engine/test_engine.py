@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.bench.synthetic import relative_error
+from tests.synthetic import relative_error
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Release, Replay, StepOutput
 from disagg.engine.sequence import KVUsage
-from disagg.model.reference import ReferenceModel
+from tests.model.reference import ReferenceModel
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Inventory

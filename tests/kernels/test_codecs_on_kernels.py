@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import realistic
+from tests.synthetic import realistic
 from disagg.codecs import alignedkv, get_codec, h2o, kivi, layer, ott, paged, raw
 from disagg.codecs.cache import CompressedKV
 from disagg.kernels import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import relative_error
+from tests.synthetic import relative_error
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
 from disagg.kernels.sealing import NO_PAGE

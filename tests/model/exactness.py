@@ -1,6 +1,6 @@
 """Does the whole path give, token for token, what transformers gives? With exact KV it must.
 
-    python -m disagg.bench.exactness --json --out benchmarks/results/exactness.json
+    python -m tests.model.exactness --json --out benchmarks/results/exactness.json
 
 Greedy continuations of prompts of 5 to 1500 tokens, one by one and all in one ragged batch, under
 the `raw` codec in the model's dtype, against unbatched `generate` of transformers in fp32.
@@ -24,7 +24,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.describe import describe_model
-from disagg.model.reference import Reference, ReferenceModel
+from tests.model.reference import Reference, ReferenceModel
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
-    record = result_of("disagg.bench.exactness", [result], "greedy, fp32, against generate")
+    record = result_of("tests.model.exactness", [result], "greedy, fp32, against generate")
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.json:

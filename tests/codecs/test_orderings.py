@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from disagg.bench.kvgen import Knobs, generate
-from disagg.bench.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
-from disagg.bench.synthetic import relative_error
+from tests.codecs.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
+from tests.synthetic import relative_error
 from disagg.codecs import get_codec
 from disagg.kernels.formats_paged import Scale, Side
 from disagg.kernels.reference_aligned import FEWER_AT, exponents, k_drops, v_drops
