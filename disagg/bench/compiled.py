@@ -1,7 +1,9 @@
-"""What the compiler makes of the attention kernels on chips that need not be there.
+"""What the compiler makes of the kernels on chips that need not be there.
 
-Each kernel is compiled in a process of its own, because some configurations abort the compiler and
-the process with it. The figures are explained in kernels/machine_code.py.
+The attention kernels are measured, each compiled in a process of its own, because some
+configurations abort the compiler and the process with it; of all others it is asked whether they
+compile and spill, as many to a process as it survives. The figures are explained in
+kernels/machine_code.py.
 """
 
 import json
@@ -14,13 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
+from disagg.bench.result import tell
 from disagg.kernels.machine_code import KERNELS, TARGETS, Row
+from disagg.kernels.measured_kernels import SOURCES
+from disagg.kernels.spills import Spills
 
 COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Failed:
+class NotCompiled:
     """A kernel that did not compile, with what the compiler said first."""
 
     kernel: str
@@ -30,29 +35,61 @@ class Failed:
 
 def compile_all(
     kernels: Iterable[str] = KERNELS, targets: Iterable[str] = tuple(TARGETS)
-) -> list[Row | Failed]:
-    """One row for each kernel and target."""
-    pairs = list(product(kernels, targets))
+) -> list[Row | NotCompiled]:
+    """The figures of the attention kernels: one row for each kernel and target."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda pair: compile_one(*pair), pairs))
+        jobs = [(pair, pool.submit(compile_one, *pair)) for pair in product(kernels, targets)]
+        return [job.result() for _, job in tell(jobs, lambda job: " on ".join(job[0]))]
 
 
-def compile_one(kernel: str, target: str) -> Row | Failed:
-    """Compile in a fresh process, which the interpreter of a test run does not reach."""
+def compile_one(kernel: str, target: str) -> Row | NotCompiled:
+    """The figures of one kernel."""
+    lines, reason = _compile("disagg.kernels.machine_code", kernel, target)
+    if reason:
+        return NotCompiled(kernel, target, reason)
+    return Row(**json.loads(lines[-1]))
+
+
+def compile_others(
+    targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(SOURCES)
+) -> list[Spills | NotCompiled]:
+    """What all other kernels spill: one row for each kernel and target."""
+    names = tuple(kernels)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [(target, pool.submit(_compile_rest, target, names)) for target in targets]
+        done = [job.result() for _, job in tell(jobs, lambda job: f"all others on {job[0]}")]
+    return [row for rows in done for row in rows]
+
+
+def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Spills | NotCompiled]:
+    """The rows of one target; where a kernel ends the process, the next one begins behind it."""
+    rows: list[Spills | NotCompiled] = []
+    while len(rows) < len(kernels):
+        rest = kernels[len(rows) :]
+        lines, reason = _compile("disagg.kernels.spills", target, *rest)
+        rows += [Spills(**json.loads(line)) for line in lines]
+        if len(lines) < len(rest):
+            rows.append(NotCompiled(rest[len(lines)], target, reason))
+    return rows
+
+
+def _compile(module: str, *arguments: str) -> tuple[list[str], str]:
+    """What a process without the interpreter of a test printed, and why it failed, if it did."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "disagg.kernels.machine_code", kernel, target]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS
-        )
+        out, said = process.communicate(timeout=COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
-        return Failed(kernel, target, f"not done after {COMPILE_SECONDS:.0f} s")
-    if done.returncode != 0:
-        return Failed(kernel, target, cause(done.stderr) or f"exit code {done.returncode}")
-    return Row(**json.loads(done.stdout.splitlines()[-1]))
+        process.kill()
+        out, _ = process.communicate()
+        said = f"not done after {COMPILE_SECONDS:.0f} s"
+    failed = process.returncode != 0
+    return out.splitlines(), (_cause(said) or f"exit code {process.returncode}") if failed else ""
 
 
-def cause(said: str) -> str:
+def _cause(said: str) -> str:
     """The first error of a traceback, from which the others follow; else the last line."""
     lines = said.strip().splitlines()
     errors = (line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line))

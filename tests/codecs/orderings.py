@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from disagg.bench.kvgen import Knobs, generate
-from tests.synthetic import relative_error
+from disagg.bench.inputs import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.model.attention import Batch, Chunk
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.synthetic import relative_error
 
 LAYER = 2  # the first layer that OTT does not treat specially
 TAIL_AND_PAGE = 192  # no codec keeps more than a tail and an unfinished page

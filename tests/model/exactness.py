@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.provenance import result_of
+from disagg.bench.result import result_of
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.describe import describe_model
-from tests.model.reference import Reference, ReferenceModel
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.model.reference import Reference, ReferenceModel
 
 TIE = 1e-4  # logits
 SHORTEST, LONGEST = 5, 1500  # tokens of a prompt
@@ -144,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
-    record = result_of("tests.model.exactness", [result], "greedy, fp32, against generate")
+    record = result_of([result], "greedy, fp32, against generate")
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.json:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from disagg.errors import ModelError
-from tests.model.reference import ReferenceModel
 from disagg.model.runner import Runner
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 
 SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma3_text", "afmoe"]
