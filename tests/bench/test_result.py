@@ -33,7 +33,6 @@ def test_a_written_result_is_read_back_with_what_it_was_measured_with(tmp_path):
     assert json.loads((tmp_path / "new" / "pairs.json").read_text()) == found
     assert found["rows"] == [{"name": "a", "ms": 1.5}]
     assert found["gpu"] == "none"
-    assert found["command"].startswith("python -m pytest") or "pytest" in found["command"]
     assert found["versions"]["torch"] != "none"
     assert found["machine"]["cores"] > 0
 
