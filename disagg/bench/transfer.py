@@ -126,7 +126,7 @@ def _prepare(bench: _Bench, tokens: int) -> dict[str, Plan]:
     plans = {spec: parse_plan(spec, shape) for spec in bench.options.codecs}
     slabs = {spec: slabs_for(plan, tokens) for spec, plan in plans.items()}
     bench.source.ask("generate", shape.heads, tokens, shape.head_dim, bench.options.threads)
-    for spec, plan in plans.items():
+    for spec, plan in tell(plans.items(), lambda case: f"{tokens} tokens, encode {case[0]}"):
         bench.source.ask("encode", spec, plan, tokens, slabs[spec], SLAB_BYTES)
     bench.sink.ask("open", plans, max(slabs.values()), SLAB_BYTES)
     address = bench.sink.ask("listen", HOSTS[1] if bench.namespaces else LOOPBACK, None)

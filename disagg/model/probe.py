@@ -92,6 +92,8 @@ def _logits(model: PreTrainedModel, name: str, **inputs: Any) -> Tensor:
     """[N, V] of one row; ModelError where the model wants what we do not give, such as a cache."""
     try:
         return model(**inputs).logits[0]
+    except torch.OutOfMemoryError:
+        raise
     except FOREIGN_ERRORS as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelError(f"{name} does not run on pages ({what}): not supported") from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.result import result_of
+from disagg.bench.result import result_of, tell
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
@@ -65,11 +65,13 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     codec = "raw:dtype=model"
     inputs = make_prompts(ref, text, prompts)
     reference = ReferenceModel(ref)
-    expected = [reference.generate(prompt, max_tokens) for prompt in inputs]
+    asked = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
+    expected = [reference.generate(prompt, max_tokens) for prompt in asked]
     engine = Engine(Runner.load(ref), EngineConfig(arena_bytes=1 << 30))
 
     started = time.perf_counter()
-    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in inputs]
+    asked = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
+    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in asked]
     middle = time.perf_counter()
     together = serve(engine, inputs, codec, max_tokens)
     ended = time.perf_counter()
