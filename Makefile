@@ -20,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/disagg submit --temperature 0.8 --seed 1 @docs/story.txt
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,8 +1,55 @@
-"""Shared by all tests: without a GPU, Triton runs in its interpreter."""
+"""Shared by all tests: what runs beside what, one torch thread, and Triton without a GPU."""
 
 import os
 import shutil
+from typing import Any
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the suite shares its cores
+
+SERIAL = {  # never beside each other: what starts Ray, makes namespaces or builds in the checkout
+    "tests/bench/test_link.py",
+    "tests/cli/test_cluster.py",
+    "tests/cli/test_private.py",
+    "tests/test_packaging.py",
+    "tests/test_readme.py",
+}
+LONG = {  # begun early, so that no process is left alone with one at the end
+    "tests/bench/test_compiled.py",
+    "tests/engine/test_all_codecs.py",
+    "tests/engine/test_engine.py",
+    "tests/kernels/test_launch_path.py",
+}
+
+
+def scope_of(nodeid: str) -> str:
+    """A file is one process's, with its fixtures and caches; all of SERIAL is one process's too."""
+    file = nodeid.partition("::")[0]
+    return "serial" if file in SERIAL else file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("ray") and scope_of(item.nodeid) != "serial":
+            raise pytest.UsageError(f"{item.nodeid} needs Ray; name its file in SERIAL")
+    items.sort(key=lambda item: (scope := scope_of(item.nodeid)) != "serial" and scope not in LONG)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`. Marks of xdist_group are lost with pytest 9.2 and xdist 3.8 (2026-11)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)

@@ -1,4 +1,4 @@
-"""The map of the house: imports point down, packages stay in their rooms, files stay small.
+"""The map of the house: imports point down, packages stay in their rooms, rooms in their budget.
 
 A module imports only from floors below its own; lazy imports count too.
 """
@@ -6,6 +6,7 @@ A module imports only from floors below its own; lazy imports count too.
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,40 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "matplotlib": ["disagg/report/"],
     "typer": ["disagg/cli"],
 }
-MAX_FILE, MAX_FUNCTION = 250, 60  # lines; a docstring does not count against a function
+MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
+BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
+    "bench": 2650,
+    "cli": 970,
+    "codecs": 2660,
+    "engine": 1140,
+    "files": 1570,  # disagg/*.py
+    "kernels": 7710,
+    "model": 1165,
+    "report": 120,
+    "server": 715,
+    "transfer": 5015,
+    "workers": 2390,
+    "tests": 17500,
+    "training": 615,
+}
+PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
+PACKAGE_BUDGET = 15720  # of all these rooms together
+TWICE = {  # names of classes that two files have; none may be added
+    "Abort",
+    "Admit",
+    "Answer",
+    "Client",
+    "Completion",
+    "Decoder",
+    "Handoff",
+    "Intake",
+    "Kept",
+    "Release",
+    "Request",
+    "Source",
+    "State",
+    "Work",
+}
 TORCH_FREE = {
     "errors",
     "config",
@@ -134,16 +168,67 @@ def test_the_kernels_folder_never_hides_the_package_of_that_name(
     subprocess.run([sys.executable, "-c", path + code], cwd=cwd, check=True)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sources() if not path.stem.endswith(("_pb2", "_pb2_grpc"))],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_files_and_functions_fit_a_screen_or_two(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
-    for node in ast.walk(ast.parse(text)):
+def written(*folders: str) -> list[Path]:
+    """Every *.py of these folders that a person wrote."""
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in found if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Every function, and its lines without its docstring."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
             docstring = ast.get_docstring(node, clean=False) or ""
-            assert length - len(docstring.splitlines()) <= MAX_FUNCTION, node.name
+            length = (node.end_lineno or 0) - node.lineno + 1
+            yield node.name, length - len(docstring.splitlines())
+
+
+def test_files_and_functions_fit_a_screen_or_two() -> None:
+    every = [*sources(), *written("training")]
+    wrong = [f"{path.relative_to(ROOT)}: {lines(path)}" for path in every if lines(path) > MAX_FILE]
+    wrong += [
+        f"{path.relative_to(ROOT)}, {name}: {length}"
+        for path in every
+        for name, length in functions(path)
+        if length > MAX_FUNCTION
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def sizes() -> Counter[str]:
+    """Lines of each room."""
+    found: Counter[str] = Counter()
+    for path in set(sources()) & set(written("disagg", "kernels")):
+        found["files" if path.parent == ROOT / "disagg" else room(path)] += lines(path)
+    for name in ("tests", "training"):
+        found[name] = sum(map(lines, written(name)))
+    return found
+
+
+def test_every_room_keeps_its_budget_of_lines() -> None:
+    wrong = [
+        f"{name}: {size} lines; its budget: {BUDGETS.get(name, 0)}"
+        for name, size in sizes().items()
+        if size > BUDGETS.get(name, 0)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_without_codecs_and_kernels_keeps_its_budget() -> None:
+    assert sum(size for name, size in sizes().items() if name in PACKAGE) <= PACKAGE_BUDGET
+
+
+def test_no_class_has_a_name_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    wrong = [f"{name}: {', '.join(twice[name])}" for name in sorted(set(twice) - TWICE)]
+    wrong += [f"{name} is there once now; strike it from TWICE" for name in TWICE - set(twice)]
+    assert not wrong, "\n".join(wrong)

@@ -8,7 +8,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
-from disagg.model.reference import ReferenceModel
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt, save_tiny
 
 KIVI = "kivi:bits=2,group=64,residual=64"

@@ -1,17 +1,14 @@
 """`disagg bench decode`: how long does a step of a whole model take on pages of each codec?
 
-    python -m disagg.bench.decode --device cpu
-    python -m disagg.bench.decode --device cuda --model 8b --size 32x8192 --json
-
 The model has random weights and a real shape. Contexts are not computed by it: made-up K and V are
 encoded and written to pages as a prompt is, which is faster and costs a step the same. Codecs run
 by turns in one process, so that a busy machine is busy for all.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,11 +17,18 @@ from typing import Any
 
 import torch
 
-from disagg.bench.decoding import Decoding
-from disagg.bench.kernels import table, write
-from disagg.bench.provenance import result_of
+from disagg.bench.inputs import make_prompt, slabs_for
+from disagg.bench.result import result_of, table, tell
+from disagg.codecs.layer import write_prompt
+from disagg.codecs.planning import codec_of, parse_plan
+from disagg.codecs.seals import Growth
+from disagg.codecs.tables import plan_step
+from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.errors import ConfigError
+from disagg.model.attention import Batch, Decode
 from disagg.model.runner import Runner
+from disagg.plan import Plan
+from disagg.state import GroupState, allocate_group
 
 LLAMA = {
     "model_type": "llama",
@@ -46,11 +50,12 @@ RAW = "raw"
 CODECS = (RAW, "int8", "kivi:bits=4", "kivi:bits=2", "gear-l:bits=2,backbone=kivi")
 SIZES = {"cpu": ("1x2048", "4x2048"), "cuda": ("1x32768", "32x8192", "64x4096")}
 WARM_UP = 4  # steps before the first that counts: kernels are compiled, graphs recorded
+SPARE_RECORDS = 10  # of every layout: a page of 128 raw tokens is 8, and what is begun
 NOTES = "medians by turns; a step is plan, forward pass and greedy choice, for all sequences"
 
 
 @dataclass(frozen=True)
-class Options:
+class DecodeOptions:
     """sizes: "sequences x tokens"; steps: of each codec in a round"""
 
     device: str = "cpu"
@@ -62,7 +67,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepSpeed:
     """One codec at one size.
 
     kv_bytes: of a token, pages and tail · plan_ms: of a step, on the host
@@ -79,43 +84,51 @@ class Speed:
     ratio: float
 
 
-def measure(options: Options) -> list[Speed]:
-    """Every codec at every size; ConfigError for a model or size that is none."""
+def run(options: DecodeOptions) -> dict[str, Any]:
+    """Every codec at every size; ConfigError for a model, device or size that is none."""
     if options.model not in MODELS:
         raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
     if options.device not in SIZES:
         raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(SIZES)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
+    on_gpu = options.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here; --device cpu measures without one")
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
-    codecs = (RAW, *(spec for spec in options.codecs if spec != RAW))
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[options.model]))
-        dtype = "float32" if options.device == "cpu" else "bfloat16"
-        runner = Runner.random(folder, dtype, options.device)
-    return [x for size in sizes for x in _measure_size(runner, options, codecs, *size)]
+        runner = Runner.random(folder, "bfloat16" if on_gpu else "float32", options.device)
+    rows = [row for size in sizes for row in _measure(runner, options, *size)]
+    return result_of(rows, NOTES, **({"gpu": torch.cuda.get_device_name()} if on_gpu else {}))
 
 
-def _measure_size(
-    runner: Runner, options: Options, codecs: Sequence[str], count: int, tokens: int
-) -> list[Speed]:
+def draw(result: dict[str, Any]) -> str:
+    """For people: one line a codec and size."""
+    return table(result["rows"])
+
+
+def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[StepSpeed]:
+    """Every codec at one size."""
+    size = f"{count}x{tokens}"
     steps = WARM_UP + options.steps * options.rounds
-    found = [Decoding(runner, spec, count, tokens, steps) for spec in codecs]
-    for decoding in found:
+    codecs = [RAW, *(spec for spec in options.codecs if spec != RAW)]
+    found = []
+    for spec in tell(codecs, lambda spec: f"{size}, contexts of {spec}"):
+        decoding = Decoding(runner, spec, count, tokens, steps)
         for _ in range(WARM_UP):
             decoding.step()
         decoding.times.clear()
-    for _ in range(options.rounds):
+        found.append(decoding)
+    for _ in tell(range(options.rounds), lambda number: f"{size}, steps of round {number + 1}"):
         for decoding in found:
             for _ in range(options.steps):
                 decoding.step()
-    rows: list[Speed] = []
+    rows: list[StepSpeed] = []
     for decoding in found:
         plan_ms, step_ms = (1e3 * statistics.median(x) for x in zip(*decoding.times, strict=True))
-        speed = Speed(
+        speed = StepSpeed(
             codec=decoding.plan.spec,
             model=options.model,
-            size=f"{count}x{tokens}",
+            size=size,
             step_ms=step_ms,
             plan_ms=plan_ms,
             tokens_per_s=1e3 * count / step_ms,
@@ -135,28 +148,58 @@ def _size(text: str) -> tuple[int, int]:
     raise ConfigError(f"size {text!r} is none; sequences x tokens is wanted, such as 4x2048")
 
 
-def run(options: Options) -> dict[str, Any]:
-    """The result as a JSON object."""
-    result = result_of("disagg.bench.decode", measure(options), NOTES)
-    if options.device == "cuda":
-        result["gpu"] = torch.cuda.get_device_name()
-    return result
+class Decoding:
+    """Sequences of one codec that decode step by step."""
+
+    def __init__(self, runner: Runner, spec: str, count: int, tokens: int, steps: int) -> None:
+        self.plan = parse_plan(spec, runner.shape)
+        self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
+        self._runner, self._n = runner, tokens
+        slab = slab_bytes_for(*_sizes(runner))
+        slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
+        self._pool, self._arena = make_pool(slabs * slab, slab, runner.device)
+        self._states = [
+            [allocate_group(group, tokens, self._pool) for group in self.plan.groups]
+            for _ in range(count)
+        ]
+        self._tokens = list(range(count))
+        for states in self._states:
+            _write_context(runner, self.plan, states, self._arena, tokens)
+
+    def step(self) -> None:
+        """One more token of every sequence."""
+        began = time.perf_counter()
+        device, freed = self._arena.device, list[int]()
+        decodes = []
+        for index, group in enumerate(self.plan.groups):
+            growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
+            step = plan_step(group, growths, self._pool, device)
+            decodes.append(Decode(codec_of(group), step, whole=True))
+            freed += step.freed
+        count = len(self._tokens)
+        batch = Batch(
+            self._tokens, [self._n] * count, range(count), self._arena, decodes=tuple(decodes)
+        )
+        planned = time.perf_counter()
+        self._tokens = self._runner.forward(batch).argmax(1).tolist()
+        self._pool.release(freed)
+        self._n += 1
+        self.times.append((planned - began, time.perf_counter() - began))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
-    parser.add_argument("--model", choices=tuple(MODELS), default="small")
-    parser.add_argument("--codec", action="append", help="may be repeated")
-    parser.add_argument("--size", action="append", default=[], help="sequences x tokens: 4x2048")
-    parser.add_argument("--out", type=Path, help="also write the result to this file")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    result = run(Options(asked.device, asked.model, asked.codec or CODECS, asked.size))
-    if asked.out:
-        write(result, asked.out)
-    print(json.dumps(result) if asked.json else table(result["rows"]))
+def _write_context(
+    runner: Runner, plan: Plan, states: list[GroupState], arena: torch.Tensor, tokens: int
+) -> None:
+    """Made-up K and V of a prompt, the same in every layer, encoded into the pages of a state."""
+    _, heads, head_dim = _sizes(runner)
+    made = make_prompt(tokens, heads, head_dim, 2)
+    k, v, q = (
+        x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
+    )
+    for group, state in zip(plan.groups, states, strict=True):
+        for layer in group.layers:
+            write_prompt(codec_of(group), group, state, layer, arena, k, v, 0, tokens, q)
 
 
-if __name__ == "__main__":
-    main()
+def _sizes(runner: Runner) -> tuple[int, int, int]:
+    return runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim

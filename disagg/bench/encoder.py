@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from disagg.bench.inputs import make_prompt
 from disagg.bench.source import Prompt, Sent, Source
-from disagg.bench.synthetic import realistic
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of
 from disagg.plan import Plan
@@ -36,8 +36,8 @@ class Encoder(Source):
         """Make up K and V of one layer, fp16; forget the prompts and links of before."""
         await self._stack.aclose()
         torch.set_num_threads(threads)
-        k, v = await asyncio.to_thread(realistic, heads, tokens, head_dim)
-        self._layer = k.half(), v.half()
+        made = await asyncio.to_thread(make_prompt, tokens, heads, head_dim)
+        self._layer = made.k, made.v
         self._prompts.clear()
         self._arenas.clear()
 

@@ -1,78 +1,143 @@
-"""`disagg bench kernels`: what attention kernels cost, from machine code, on a CPU or on a GPU.
+"""`disagg bench kernels`: what attention and encoding cost, on a CPU or a GPU, or on paper.
 
-    python -m disagg.bench.kernels --machine-code --json
-    python -m disagg.bench.kernels --device cpu --json
-    python -m disagg.bench.kernels --device cuda --json
-
-Machine code needs no GPU. On a CUDA device everything runs in one call: first what must be right,
-then decode of every codec and shape against fp16, then encode against a copy.
+Attention is a decode step of one layer on codes, beside fp16 in the same process; encoding is that
+of one layer, beside a copy. Everything is measured by turns, so that a busy machine is busy for
+all. On a GPU each call of attention is a CUDA graph that begins with a cold L2 cache, after a check
+of what must be right; on a CPU the code runs that runs in service. Machine code needs no GPU.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from disagg.bench.kernel_encode import measure_encode
-from disagg.bench.kernel_speed import CPU_SHAPES, CUDA_SHAPES, SPECS, measure_shape
-from disagg.bench.machine_code import compile_all
-from disagg.bench.paged_layers import Shape
-from disagg.bench.provenance import result_of
-from disagg.bench.spills import compile_others
+from disagg.bench.compiled import compile_all, compile_others
+from disagg.bench.inputs import make_prompt
+from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
+from disagg.bench.result import result_of, table, tell
+from disagg.codecs import get_codec
 from disagg.errors import ConfigError
 
+SPECS = (
+    "kivi:bits=4,group=64",
+    "kivi:bits=2,group=64",
+    "gear-l:bits=4,backbone=kivi,group=64",
+    "gear-l:bits=2,backbone=kivi,group=64",
+    "gear:bits=2,backbone=kivi,group=64",
+    "int8",
+    "fp8",
+    "kcvt",
+    "pertoken",
+    "decoquant",
+    "ott",
+    "h2o",
+    "alignedkv",
+    "raw:dtype=fp16",
+)
+SHAPES = {
+    "cpu": (StepShape(1, 4096), StepShape(8, 2048)),
+    "cuda": (
+        StepShape(1, 4096),
+        StepShape(1, 131072),
+        StepShape(32, 8192),
+        StepShape(64, 4096),
+        StepShape(8, 32768),
+    ),
+}
+ENCODE_HEADS, ENCODE_TOKENS = 8, {"cpu": 2048, "cuda": 8192}
+COLD_BYTES = 256 << 20  # more than any L2 cache
 SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
-DEVICES = ("cpu", "cuda")
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
     "cpu": "what a service runs on a CPU, against torch SDPA, one thread, medians by turns",
     "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
 }
 
+Call = Callable[[], object]
+Timer = Callable[[Sequence[Call], int], list[float]]
+
 
 @dataclass(frozen=True)
-class Options:
-    """What is asked for; runs: medians are of this many."""
+class KernelOptions:
+    """What is asked for; runs: medians are of this many; empty: all that the device is given."""
 
     machine_code: bool = False
     device: str = "cpu"
     runs: int = 15
     specs: Sequence[str] = SPECS
-    shapes: Sequence[Shape] = ()
+    shapes: Sequence[StepShape] = ()
     targets: Sequence[str] = ()
 
 
-def measure(options: Options) -> dict[str, Any]:
+@dataclass(frozen=True)
+class AttendSpeed:
+    """One codec at one shape, medians.
+
+    gb_per_s: compressed bytes in a second, read or (alignedkv) left out; of_copy: share of a
+              measured copy's
+    captured: whether it ran as a CUDA graph
+    ratio:    how many times faster than the fastest baseline
+    error:    relative, against fp64 attention on what the pages stand for
+    """
+
+    codec: str
+    shape: str
+    microseconds: float
+    gb_per_s: float
+    of_copy: float
+    captured: bool
+    baseline: str
+    baseline_microseconds: float
+    ratio: float
+    error: float
+
+
+@dataclass(frozen=True)
+class EncodeSpeed:
+    """One codec: milliseconds for a layer, GB of fp16 input in a second, copies in that time."""
+
+    codec: str
+    tokens: int
+    milliseconds: float
+    gb_per_s: float
+    copies: float
+
+
+def run(options: KernelOptions) -> dict[str, Any]:
     """The result as a JSON object; ConfigError for a device that is unknown or not there."""
-    if options.device not in DEVICES:
-        raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
+    if options.device not in SHAPES:
+        raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(SHAPES)}")
     if options.machine_code:
         targets = {"targets": options.targets} if options.targets else {}
-        result = result_of("disagg.bench.kernels", compile_all(**targets), NOTES["machine-code"])
-        return result | {"others": [asdict(row) for row in compile_others(**targets)]}
+        others = [asdict(row) for row in compile_others(**targets)]
+        return result_of(compile_all(**targets), NOTES["machine-code"], others=others)
     device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here; --machine-code needs none")
-    on_gpu = device.type == "cuda"
-    if not on_gpu:
+    more: dict[str, Any] = {}
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("there is no CUDA device here; --machine-code needs none")
+        more["gpu"], more["checks"] = torch.cuda.get_device_name(device), check_spellings(device)
+    else:
         torch.set_num_threads(1)  # as in a worker; and a second core is not always there
-    checks = check_spellings(device) if on_gpu else []
-    shapes = options.shapes or (CUDA_SHAPES if on_gpu else CPU_SHAPES)
-    decode = [
-        speed
-        for shape in shapes
-        for speed in measure_shape(shape, options.specs, device, options.runs)
-    ]
-    encode = measure_encode(device, options.runs) if on_gpu else []
-    result = result_of("disagg.bench.kernels", decode, NOTES[device.type])
-    if on_gpu:
-        result["gpu"] = torch.cuda.get_device_name(device)
-    return result | {"checks": checks, "encode": [asdict(speed) for speed in encode]}
+    shapes = options.shapes or SHAPES[device.type]
+    copied = copy_speed(device, options.runs)
+    cases = tell(
+        [(spec, shape) for shape in shapes for spec in options.specs],
+        lambda case: f"attention, {case[0]}, {case[1].name}",
+    )
+    attend = [measure_attend(*case, device, options.runs, copied) for case in cases]
+    encode = measure_encode(options.specs, device, options.runs, ENCODE_TOKENS[device.type])
+    return result_of(attend, NOTES[device.type], **more, encode=[asdict(x) for x in encode])
 
 
 def check_spellings(device: torch.device) -> list[dict[str, Any]]:
@@ -81,58 +146,185 @@ def check_spellings(device: torch.device) -> list[dict[str, Any]]:
     return [asdict(check) for check in found]
 
 
-def draw(result: dict[str, Any]) -> None:
+def draw(result: dict[str, Any]) -> str:
     """For people: a table of each section."""
-    for rows in filter(None, (result.get(name) for name in SECTIONS)):
-        print(table(rows), end="\n\n")
+    return "\n\n".join(table(result[name]) for name in SECTIONS if result.get(name))
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Text on the left, numbers on the right, a column for every key that some row has."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[key.replace("_", " ") for key in keys]]
-    for row in rows:
-        lines.append([_cell(row.get(key, "")) for key in keys])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(line, widths, texts, strict=True)
-        ).rstrip()
-        for line in lines
+def measure_attend(
+    spec: str, shape: StepShape, device: torch.device, runs: int, copied: float
+) -> AttendSpeed:
+    """One codec at one shape, with the baselines of the device; copied: GB/s of a large copy."""
+    on_gpu = device.type == "cuda"
+    layer = make_layer(spec, shape, device)
+    error = layer.error()
+    baselines = make_baselines(layer)
+    attend: Call = layer.attend
+    captured = on_gpu and layer.captured
+    if captured:
+        attend, captured = _try_capture(attend)
+    others = [_try_capture(x)[0] if on_gpu else x for x in baselines.values()]
+    ours, *times = (time_cuda if on_gpu else time_cpu)([attend, *others], runs)
+    fastest = min(times)
+    return AttendSpeed(
+        codec=layer.codec.spec,
+        shape=shape.name,
+        microseconds=ours,
+        gb_per_s=layer.nbytes / ours / 1e3,
+        of_copy=layer.nbytes / ours / 1e3 / copied,
+        captured=captured,
+        baseline=list(baselines)[times.index(fastest)],
+        baseline_microseconds=fastest,
+        ratio=fastest / ours,
+        error=error,
     )
 
 
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def measure_encode(
+    specs: Sequence[str], device: torch.device, runs: int, tokens: int
+) -> list[EncodeSpeed]:
+    """Encode one layer with every codec, and copy it, by turns."""
+    layer = make_prompt(tokens, ENCODE_HEADS, 128)
+    q, k, v = (x.to(device) for x in (layer.q, layer.k, layer.v))
+    targets = torch.empty_like(k), torch.empty_like(v)
+
+    def copy() -> None:
+        for target, x in zip(targets, (k, v), strict=True):
+            target.copy_(x)
+
+    rows = []
+    for spec in tell(specs, lambda spec: f"encode, {spec}"):
+        codec = get_codec(spec)
+        encode = partial(codec.encode_prompt, k, v, 0, LAYER, q, tokens)
+        copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
+        nbytes = 2 * k.numel() * k.element_size()
+        rows.append(EncodeSpeed(codec.spec, tokens, us / 1e3, nbytes / us / 1e3, us / copied))
+    return rows
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """As JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+def _finish(call: Call, device: torch.device) -> None:
+    """Call and wait for what it started."""
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--machine-code", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--target", action="append", default=[], help="of the machine code: sm_90")
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="also write the result to this file")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    result = measure(Options(asked.machine_code, asked.device, asked.runs, targets=asked.target))
-    if asked.out:
-        write(result, asked.out)
-    if asked.json:
-        print(json.dumps(result))
-    else:
-        draw(result)
+def make_baselines(layer: PagedLayer) -> dict[str, Call]:
+    """Decode on fp16 (CPU: also fp32) K and V of the same shape, by everything at hand."""
+    shape, device = layer.shape, layer.q.device
+    repeats = shape.tokens // layer.k.shape[1]
+    k, v = (
+        x.half().repeat(1, repeats, 1).expand(shape.batch, -1, -1, -1).contiguous()
+        for x in (layer.k, layer.v)
+    )
+    q = layer.q[:, 0].half()
+    by_group = q.unflatten(1, (shape.heads, -1)).contiguous()  # queries of a KV head as its rows
+    by_head = q.unsqueeze(2).contiguous()
+    if device.type != "cuda":
+        wide = by_group.float(), k.float(), v.float()
+        narrow = by_group.bfloat16(), k.bfloat16(), v.bfloat16()
+        return {
+            "sdpa fp32": lambda: scaled_dot_product_attention(wide[0], wide[1], wide[2]),
+            "sdpa bf16": lambda: scaled_dot_product_attention(narrow[0], narrow[1], narrow[2]),
+        }
+
+    def flash_rows() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(by_group, k, v)
+
+    def flash_gqa() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(by_head, k, v, enable_gqa=True)
+
+    torch.compiler.reset()  # or other shapes before would make this one a dynamic shape
+    flex = torch.compile(flex_attention, dynamic=False)
+    made: dict[str, Callable[[], Call]] = {
+        "sdpa flash": lambda: flash_rows,
+        "sdpa flash gqa": lambda: flash_gqa,
+        "flex": lambda: lambda: flex(by_head, k, v, enable_gqa=True),
+    }
+    if find_spec("flashinfer"):
+        made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)
+    found = {name: _make_running(make) for name, make in made.items()}
+    return {name: call for name, call in found.items() if call is not None}
 
 
-if __name__ == "__main__":
-    main()
+def _make_running(make: Callable[[], Call]) -> Call | None:
+    """A baseline, or None if it refuses this shape or chip, or lacks its compiler."""
+    try:
+        call = make()
+        call()
+    except (RuntimeError, ImportError, ValueError, OSError):
+        return None
+    return call
+
+
+def _flashinfer(shape: StepShape, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """Its paged decode over pages of 16 tokens."""
+    flashinfer = import_module("flashinfer")
+    count = shape.tokens // 16
+    pages = [x.transpose(1, 2).unflatten(1, (count, 16)).flatten(0, 1) for x in (k, v)]
+    cache = torch.stack(pages, 1).contiguous()  # [pages, 2, 16, H, D]
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * count
+    ids = torch.arange(shape.batch * count, dtype=torch.int32, device=q.device)
+    last = torch.full((shape.batch,), 16, dtype=torch.int32, device=q.device)
+    rows = shape.heads * shape.per_head
+    wrapper.plan(starts, ids, last, rows, shape.heads, shape.head_dim, 16, q_data_type=q.dtype)
+    return lambda: wrapper.run(q, cache)
+
+
+def copy_speed(device: torch.device, runs: int) -> float:
+    """GB that a large copy reads in a second, times two, for it writes as much."""
+    timer: Timer = time_cuda if device.type == "cuda" else time_cpu
+    source = torch.zeros(COLD_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / timer([lambda: target.copy_(source)], runs)[0] / 1e3
+
+
+def time_cpu(calls: Sequence[Call], runs: int) -> list[float]:
+    """Median microseconds of each call, by turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for index in range(runs + 1):
+        for call, found in zip(calls, times, strict=True):
+            started = time.perf_counter()
+            call()
+            if index:
+                found.append(1e6 * (time.perf_counter() - started))
+    return [statistics.median(found) for found in times]
+
+
+def time_cuda(calls: Sequence[Call], runs: int) -> list[float]:
+    """Median microseconds of each call, by turns, each after writes that fill the L2 cache."""
+    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for _ in range(runs):
+        for call, found in zip(calls, events, strict=True):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cold.zero_()
+            began.record()
+            call()
+            ended.record()
+            found.append((began, ended))
+    torch.cuda.synchronize()
+    return [statistics.median(1e3 * a.elapsed_time(b) for a, b in found) for found in events]
+
+
+def _try_capture(call: Call) -> tuple[Call, bool]:
+    """What replays a call as a CUDA graph, and True; the call itself where it cannot be one."""
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # everything compiles before the capture
+            call()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return call, False
+    finally:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own (torch 2.13)
+    return graph.replay, True

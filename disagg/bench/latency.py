@@ -1,6 +1,4 @@
-"""How long does a hand-off itself take, and what does it cost those who decode meanwhile?
-
-    python -m disagg.bench.latency --json
+"""`disagg bench latency`: how long does a hand-off itself take, and what does it cost others?
 
 A tiny prompt, loopback, an idle decode worker with the packaged model: from the last layer offered
 until its engine runs the prompt, on the clock of the host; and to the acknowledgement, one way
@@ -9,25 +7,22 @@ before the prompt is computed, as workers do. Then one answer is decoded alone, 
 arrive one after another, over a link of 1 Gb/s and as fast as they come.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 from disagg.bench.child import Child
 from disagg.bench.decoder import Decoder
 from disagg.bench.encoder import Encoder
-from disagg.bench.provenance import result_of
-from disagg.bench.shape import SLAB_BYTES, slabs_for
+from disagg.bench.inputs import SLAB_BYTES, slabs_for
+from disagg.bench.link import FRAME_BYTES, LOOPBACK
+from disagg.bench.result import result_of, tell
 from disagg.bench.source import Sent
-from disagg.bench.stream import FRAME_BYTES
 from disagg.config import DEFAULT_CODEC
 from disagg.plan import Plan
 
-LOOPBACK = "127.0.0.1"
 LINKS_GBPS = (1.0, None)  # None: unpaced
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 
@@ -48,7 +43,7 @@ class LatencyOptions:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class AnswerGaps:
     """Milliseconds between the tokens of an answer, while `received_gbps` of records arrived."""
 
     received_gbps: float
@@ -75,10 +70,15 @@ class LatencyRow:
     acknowledged_ms: float
     acknowledged_p99_ms: float
     admit_ms: float
-    decoding: tuple[Decoding, ...]
+    decoding: tuple[AnswerGaps, ...]
 
 
-def run(options: LatencyOptions) -> list[LatencyRow]:
+def run(options: LatencyOptions) -> dict[str, Any]:
+    """The result of `measure` as a JSON object."""
+    return result_of(measure(options), NOTES)
+
+
+def measure(options: LatencyOptions) -> list[LatencyRow]:
     """Send a prompt again and again, one at a time; then decode beside."""
     with Child(Decoder) as sink, Child(Encoder) as source:
         plan, heads, head_dim = sink.ask("start", options.codec)
@@ -86,8 +86,10 @@ def run(options: LatencyOptions) -> list[LatencyRow]:
         sent, running = _hand_over(options, sink, source, (plan, heads, head_dim, address))
         sink.ask("takes", False)
         _prepare(source, plan, (heads, options.arriving, head_dim), options.codec, address)
-        decoding = [_decode(options, sink)]
-        decoding += [_decode(options, sink, source, gbps) for gbps in LINKS_GBPS]
+        beside: list[tuple[Child | None, float | None]] = [(None, None)]
+        beside += [(source, gbps) for gbps in LINKS_GBPS]
+        cases = tell(beside, lambda case: "an answer alone" if case[0] is None else _name(case[1]))
+        decoding = [_decode(options, sink, *case) for case in cases]
     acknowledged = sorted(x.receipt.exposed_ms for x in sent)
     row = LatencyRow(
         codec=options.codec,
@@ -122,7 +124,7 @@ def _hand_over(
     _prepare(source, plan, (heads, options.tokens, head_dim), options.codec, address)
     sent: list[Sent] = []
     running: list[float] = []
-    for _ in range(options.rounds + 1):
+    for _ in tell(range(options.rounds + 1), lambda number: f"hand-off {number}"):
         one: Sent = source.ask("send", "link", options.codec, None, FRAME_BYTES)
         sent.append(one)
         running.append(1e3 * (sink.ask("running_at", one.rid) - one.began_at))
@@ -132,9 +134,9 @@ def _hand_over(
 def _decode(
     options: LatencyOptions,
     sink: Child,
-    source: Child | None = None,
-    gbps: float | None = None,
-) -> Decoding:
+    source: Child | None,
+    gbps: float | None,
+) -> AnswerGaps:
     """Decode one answer, while prompts arrive if there is a source of them."""
     sink.post("decode", options.answer)
     began, ended, nbytes = 0.0, float("inf"), 0
@@ -144,7 +146,7 @@ def _decode(
         began, ended, nbytes = source.ask("send_for", *sending)
     times = [at for at in sink.answer() if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
-    return Decoding(
+    return AnswerGaps(
         received_gbps=8e-9 * nbytes / (ended - began),
         tokens=len(gaps),
         p50_ms=statistics.median(gaps),
@@ -152,42 +154,27 @@ def _decode(
     )
 
 
+def _name(gbps: float | None) -> str:
+    return "an answer while prompts arrive" + ("" if gbps is None else f" at {gbps:g} Gb/s")
+
+
 def _p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, round(0.99 * len(values)))]
 
 
-def table(rows: Sequence[LatencyRow]) -> str:
+def draw(result: dict[str, Any]) -> str:
     """What people read."""
+    whole = (
+        "{codec}, {tokens} tokens, {wire_bytes} bytes, of {rounds}:\n"
+        "  running      {running_ms:6.2f} ms, p99 {running_p99_ms:6.2f} ms\n"
+        "  acknowledged {acknowledged_ms:6.2f} ms, p99 {acknowledged_p99_ms:6.2f} ms"
+    )
+    beside = (
+        "  a token while {received_gbps:5.2f} Gb/s arrive: {p50_ms:6.2f} ms, "
+        "p99 {p99_ms:6.2f} ms, of {tokens}"
+    )
     lines = []
-    for row in rows:
-        lines += [
-            f"{row.codec}, {row.tokens} tokens, {row.wire_bytes} bytes, of {row.rounds}:",
-            f"  running      {row.running_ms:6.2f} ms, p99 {row.running_p99_ms:6.2f} ms",
-            f"  acknowledged {row.acknowledged_ms:6.2f} ms, p99 {row.acknowledged_p99_ms:6.2f} ms",
-        ]
-        lines += [
-            f"  a token while {x.received_gbps:5.2f} Gb/s arrive: {x.p50_ms:6.2f} ms, "
-            f"p99 {x.p99_ms:6.2f} ms, of {x.tokens}"
-            for x in row.decoding
-        ]
+    for row in result["rows"]:
+        lines.append(whole.format_map(row))
+        lines += [beside.format_map(gaps) for gaps in row["decoding"]]
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", default=DEFAULT_CODEC)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
-    given = parser.parse_args(arguments)
-    rows = run(LatencyOptions(given.codec, given.tokens, given.rounds))
-    result = result_of("disagg.bench.latency", rows, NOTES)
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result) if given.json else table(rows))
-
-
-if __name__ == "__main__":
-    main()

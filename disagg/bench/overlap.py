@@ -1,31 +1,24 @@
-"""Does computing hide the wire? Time to the first decode token over a paced link.
+"""`disagg bench overlap`: does computing hide the wire?
 
-    python -m disagg.bench.overlap --json        or        disagg bench overlap --json
-
-Two workers in two processes; the prefill worker sends through a token bucket of 50 Mb/s in bursts
-of at most 64 KiB. A prompt cannot decode before it is computed, nor before its KV has crossed the
-link, so the bound is max(compute, wire). Beside it: what it takes when pages may leave only after
-the whole prompt is computed.
+Time to the first decode token over a paced link. Two workers in two processes; the prefill worker
+sends through a token bucket of 50 Mb/s in bursts of at most 64 KiB. A prompt cannot decode before
+it is computed, nor before its KV has crossed the link, so the bound is max(compute, wire). Beside
+it: what it takes when pages may leave only after the whole prompt is computed.
 """
 
 import asyncio
-import json
 import multiprocessing
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from disagg.bench.result import result_of, tell
 from disagg.config import Config, TransferConfig
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.channel import connect
@@ -39,12 +32,11 @@ BURST_BYTES = 64 << 10
 PROMPT_TOKENS = 1500
 CODECS = ("raw", "raw:dtype=fp16", "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
-RESULT = Path("benchmarks/results/overlap.json")
-PACKAGES = ("torch", "transformers", "grpcio", "xxhash")
+NOTES = "milliseconds; ratios are to the slower of computing and sending"
 
 
 @dataclass(frozen=True)
-class Run:
+class Times:
     """One prompt: milliseconds from asking to its first token and to the first decoded one."""
 
     first_ms: float
@@ -53,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapRow:
     """One codec, medians. Milliseconds; ratios are to `bound_ms` = max(compute, wire).
 
     compute_ms: until the first token, which prefill says as soon as it has it
@@ -72,24 +64,17 @@ class Row:
     after_ratio: float
 
 
-def measure(runs: int = 5) -> dict[str, Any]:
+def run(runs: int = 5) -> dict[str, Any]:
     """Rows for every codec, with what they were measured with."""
     prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
-    early, late = measure_side(True, prompts), measure_side(False, prompts)
+    ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
+    early, late = (measure_side(way, prompts) for way in ways)
     rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
-    return {
-        "command": "disagg bench overlap --out benchmarks/results/overlap.json",
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
-        "machine": {"cpus": os.cpu_count(), "load_1min": os.getloadavg()[0]},
-        "link_mbps": LINK_MBPS,
-        "burst_bytes": BURST_BYTES,
-        "prompt_tokens": PROMPT_TOKENS,
-        "runs": runs,
-        "rows": [asdict(row) for row in rows],
-    }
+    link = {"link_mbps": LINK_MBPS, "burst_bytes": BURST_BYTES}
+    return result_of(rows, NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
 
 
-def summarise(codec: str, early: list[Run], late: list[Run]) -> Row:
+def summarise(codec: str, early: list[Times], late: list[Times]) -> OverlapRow:
     """The medians of two sides."""
     wire_bytes = int(statistics.median(run.wire_bytes for run in early))
     wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
@@ -97,7 +82,7 @@ def summarise(codec: str, early: list[Run], late: list[Run]) -> Row:
     bound_ms = max(compute_ms, wire_ms)
     overlapped_ms = statistics.median(run.decoded_ms for run in early)
     after_ms = statistics.median(run.decoded_ms for run in late)
-    return Row(
+    return OverlapRow(
         codec=codec,
         wire_bytes=wire_bytes,
         compute_ms=compute_ms,
@@ -110,7 +95,7 @@ def summarise(codec: str, early: list[Run], late: list[Run]) -> Row:
     )
 
 
-def measure_side(overlap: bool, prompts: list[tuple[int, ...]]) -> dict[str, list[Run]]:
+def measure_side(overlap: bool, prompts: list[tuple[int, ...]]) -> dict[str, list[Times]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     transfer = replace(
         TransferConfig(), link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap
@@ -123,22 +108,22 @@ def measure_side(overlap: bool, prompts: list[tuple[int, ...]]) -> dict[str, lis
         return asyncio.run(_ask_all(pair, prompts))
 
 
-async def _ask_all(pair: list[Started], prompts: list[tuple[int, ...]]) -> dict[str, list[Run]]:
+async def _ask_all(pair: list[Started], prompts: list[tuple[int, ...]]) -> dict[str, list[Times]]:
     router = Router()
     links = [connect(started.address) for started in pair]
     for started, link in zip(pair, links, strict=True):
         router.add(Peer(started, WorkerClient(link)))
-    found: dict[str, list[Run]] = {codec: [] for codec in CODECS}
-    for prompt in prompts:
-        for codec in CODECS:
-            found[codec].append(await ask(router, prompt, codec))
+    found: dict[str, list[Times]] = {codec: [] for codec in CODECS}
+    cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
+    for prompt, codec in tell(cases, lambda case: case[1]):
+        found[codec].append(await ask(router, prompt, codec))
     await router.close()
     for link in links:
         await link.close()
     return {codec: runs[1:] for codec, runs in found.items()}
 
 
-async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Run:
+async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
     """Times of one prompt and three tokens."""
     times = []
     params = {"max_tokens": 3, "ignore_eos": True}
@@ -147,7 +132,7 @@ async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Run:
         async for output in outputs:
             times.append(1e3 * (time.monotonic() - start))
             wire_bytes = output.kv.get("wire_bytes", 0)
-    return Run(times[0], times[1], wire_bytes)
+    return Times(times[0], times[1], wire_bytes)
 
 
 @contextmanager
@@ -180,32 +165,13 @@ def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
     return tuple(tokenizer.encode(f"{number}. " + TEXT * tokens)[:tokens])
 
 
-def draw(result: dict[str, Any]) -> None:
+def draw(result: dict[str, Any]) -> str:
     """For people: one line a codec."""
-    print(f"{'codec':36} {'compute':>8} {'wire':>8} {'overlapped':>16} {'afterwards':>16}  ms")
-    for row in result["rows"]:
-        print(
-            f"{row['codec']:36} {row['compute_ms']:8.0f} {row['wire_ms']:8.0f} "
-            f"{row['overlapped_ms']:8.0f} ({row['overlapped_ratio']:.2f}x) "
-            f"{row['after_ms']:8.0f} ({row['after_ratio']:.2f}x)"
-        )
-
-
-def write(result: dict[str, Any], path: Path = RESULT) -> None:
-    """As JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def main() -> None:
-    """Measure and print; `--json` prints JSON and writes it to benchmarks/results."""
-    result = measure()
-    if "--json" in sys.argv:
-        write(result)
-        print(json.dumps(result))
-    else:
-        draw(result)
-
-
-if __name__ == "__main__":
-    main()
+    lines = [f"{'codec':36} {'compute':>8} {'wire':>8} {'overlapped':>16} {'afterwards':>16}  ms"]
+    lines += [
+        f"{row['codec']:36} {row['compute_ms']:8.0f} {row['wire_ms']:8.0f} "
+        f"{row['overlapped_ms']:8.0f} ({row['overlapped_ratio']:.2f}x) "
+        f"{row['after_ms']:8.0f} ({row['after_ratio']:.2f}x)"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)

@@ -12,18 +12,18 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from disagg.bench.certificate import make_security
 from disagg.bench.child import Child
-from disagg.bench.netns import HOSTS, Namespaces
-from disagg.bench.shape import SLAB_BYTES, Shape, slabs_for
+from disagg.bench.inputs import SLAB_BYTES, shape_of, slabs_for
+from disagg.bench.link import FRAME_BYTES, HOSTS, LOOPBACK, Namespaces, make_security
+from disagg.bench.result import result_of, tell
 from disagg.bench.sink import Sink
 from disagg.bench.source import Source
-from disagg.bench.stream import FRAME_BYTES
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.transfer.items import Checklist
 
-LOOPBACK = "127.0.0.1"
 LINKS_GBPS = (1.0, 5.0, 10.0)
 NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
 
@@ -37,7 +37,7 @@ class PlaneOptions:
     rounds: int = 5
     netns: bool = False
     gbps: tuple[float, ...] = LINKS_GBPS
-    shape: Shape = field(default_factory=Shape)
+    shape: KVShape = field(default_factory=shape_of)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,13 @@ class Way:
     receiver_cpu: float
 
 
-def run(options: PlaneOptions) -> list[PlaneRow]:
-    """Measure loopback, and with `netns` every link."""
+def run(options: PlaneOptions) -> dict[str, Any]:
+    """The result of `measure` as a JSON object."""
+    return result_of(measure(options), NOTES)
+
+
+def measure(options: PlaneOptions) -> list[PlaneRow]:
+    """Loopback, and with `netns` every link."""
     rows = [_measure(options, "loopback", LOOPBACK, ((), ()))]
     if options.netns:
         with Namespaces() as namespaces:
@@ -98,7 +103,7 @@ def _measure(
 ) -> PlaneRow:
     with _processes(options, host, ends) as (sink, source, port):
         spec, rounds = options.codec, []
-        for number in range(options.rounds + 1):
+        for number in tell(range(options.rounds + 1), lambda number: f"{link}, round {number}"):
             once = {
                 "tcp": _timed(sink, lambda: source.ask("send_raw", host, port, spec)),
                 "plane": _timed(sink, lambda: _push(source, "plain", spec)),
@@ -107,7 +112,7 @@ def _measure(
             assert sink.ask("settle") == 2
             if number:  # the first one warms caches and connections
                 rounds.append(once)
-    nbytes = Checklist(options.shape.plan(options.codec), options.tokens).total_bytes
+    nbytes = Checklist(parse_plan(options.codec, options.shape), options.tokens).total_bytes
     return _row(link, nbytes, rounds)
 
 
@@ -116,7 +121,7 @@ def _processes(
     options: PlaneOptions, host: str, ends: tuple[Sequence[str], Sequence[str]]
 ) -> Iterator[tuple[Child, Child, int]]:
     """A sink, a source that is linked to it and holds a prompt, and the port of the raw socket."""
-    plan = options.shape.plan(options.codec)
+    plan = parse_plan(options.codec, options.shape)
     slabs = slabs_for(plan, options.tokens)
     server, client = make_security([LOOPBACK, *HOSTS])
     with ExitStack() as stack:
@@ -169,16 +174,18 @@ def _row(link: str, nbytes: int, rounds: Sequence[dict[str, Way]]) -> PlaneRow:
     )
 
 
-def table(rows: Sequence[PlaneRow]) -> str:
+def draw(result: dict[str, Any]) -> str:
     """What people read."""
+    cost = "{sender:.2f} + {receiver:.2f}"
+    line = (
+        "{link:<10} {plane_gbps:7.2f} {tls_gbps:7.2f} {tcp_gbps:7.2f}"
+        "    {ratio:7.3f} {tls_ratio:7.3f}     "
+    )
     lines = [
         "               Gb/s                       ratio to TCP    CPU s/GB, sender + receiver",
         "link         plane     TLS     TCP      plane     TLS     plane          TCP",
     ]
-    for row in rows:
-        plane, tcp = (f"{x.sender:.2f} + {x.receiver:.2f}" for x in (row.plane_cpu, row.tcp_cpu))
-        lines.append(
-            f"{row.link:<10} {row.plane_gbps:7.2f} {row.tls_gbps:7.2f} {row.tcp_gbps:7.2f}"
-            f"    {row.ratio:7.3f} {row.tls_ratio:7.3f}     {plane}    {tcp}"
-        )
+    for row in result["rows"]:
+        costs = (cost.format_map(row[way]) for way in ("plane_cpu", "tcp_cpu"))
+        lines.append(line.format_map(row) + "    ".join(costs))
     return "\n".join(lines)

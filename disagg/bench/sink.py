@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from disagg.bench.child import cpu_seconds
-from disagg.bench.stream import StreamServer
+from disagg.bench.link import StreamServer
 from disagg.plan import Plan
 from disagg.pool import HostArena, Pool
 from disagg.transfer.channel import start_server, tune_malloc

@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 
 from disagg.bench.child import cpu_seconds
+from disagg.bench.link import CONGESTION, push_stream
 from disagg.bench.sink import EPOCH, MODEL
-from disagg.bench.stream import CONGESTION, push_stream
 from disagg.plan import Plan
 from disagg.pool import Arena, HostArena, Pool
 from disagg.state import GroupState, allocate_group

@@ -14,13 +14,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from disagg.bench.child import Child
 from disagg.bench.encoder import Encoder
-from disagg.bench.netns import HOSTS, Namespaces
-from disagg.bench.shape import SLAB_BYTES, Shape, slabs_for
+from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
+from disagg.bench.link import HOSTS, LOOPBACK, Namespaces
+from disagg.bench.result import result_of, tell
 from disagg.bench.sink import Sink
 from disagg.bench.source import Sent
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.plan import Plan
 from disagg.transfer.items import Checklist
@@ -29,7 +32,6 @@ from disagg.transfer.pace import Pace
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 LINKS_GBPS = (0.1, 1.0, 10.0)
-LOOPBACK = "127.0.0.1"
 LEAST_FRAME, MOST_FRAME = 64 << 10, 2 << 20
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
@@ -46,7 +48,7 @@ class TransferOptions:
     rounds: int = 3
     netns: bool = False
     threads: int = 1
-    shape: Shape = field(default_factory=Shape)
+    shape: KVShape = field(default_factory=shape_of)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ class _Bench:
     namespaces: Namespaces | None
 
 
-def run(options: TransferOptions) -> list[TransferRow]:
+def run(options: TransferOptions) -> dict[str, Any]:
+    """The result of `measure` as a JSON object."""
+    return result_of(measure(options), NOTES)
+
+
+def measure(options: TransferOptions) -> list[TransferRow]:
     """All rows; raw is always among the codecs, since the others are compared with it."""
     if RAW not in options.codecs:
         options = replace(options, codecs=(RAW, *options.codecs))
@@ -116,10 +123,10 @@ def _bench(options: TransferOptions) -> Iterator[_Bench]:
 def _prepare(bench: _Bench, tokens: int) -> dict[str, Plan]:
     """Make a prompt up, encode it under every codec, and open a receiver for all of them."""
     shape = bench.options.shape
-    plans = {spec: shape.plan(spec) for spec in bench.options.codecs}
+    plans = {spec: parse_plan(spec, shape) for spec in bench.options.codecs}
     slabs = {spec: slabs_for(plan, tokens) for spec, plan in plans.items()}
     bench.source.ask("generate", shape.heads, tokens, shape.head_dim, bench.options.threads)
-    for spec, plan in plans.items():
+    for spec, plan in tell(plans.items(), lambda case: f"{tokens} tokens, encode {case[0]}"):
         bench.source.ask("encode", spec, plan, tokens, slabs[spec], SLAB_BYTES)
     bench.sink.ask("open", plans, max(slabs.values()), SLAB_BYTES)
     address = bench.sink.ask("listen", HOSTS[1] if bench.namespaces else LOOPBACK, None)
@@ -134,12 +141,16 @@ def _measure(
     if bench.namespaces:
         bench.namespaces.shape(gbps)
     seen: dict[tuple[str, str], list[Sent]] = {}
-    for number in range(bench.options.rounds):
-        for spec, plan in plans.items():
-            long = 8e-9 * Checklist(plan, tokens).total_bytes / gbps > LONG_S
-            for pages in () if long and number else ("ready", "inline"):
-                sent = _send(bench, spec, gbps, pages)
-                seen.setdefault((spec, pages), []).append(sent)
+    cases = [
+        (number, spec, pages)
+        for number in range(bench.options.rounds)
+        for spec, plan in plans.items()
+        if not number or 8e-9 * Checklist(plan, tokens).total_bytes / gbps <= LONG_S
+        for pages in ("ready", "inline")
+    ]
+    place = f"{tokens} tokens, {gbps:g} Gb/s"
+    for _, spec, pages in tell(cases, lambda case: f"{place}, {case[1]}, {case[2]}"):
+        seen.setdefault((spec, pages), []).append(_send(bench, spec, gbps, pages))
     rows = [
         _row(bench.options, plans[spec], spec, pages, tokens, gbps, sent)
         for (spec, pages), sent in seen.items()
@@ -182,7 +193,7 @@ def _row(
         gbps=gbps,
         pages=pages,
         rounds=len(sent),
-        fp16_bytes=options.shape.fp16_bytes(tokens),
+        fp16_bytes=fp16_bytes(options.shape, tokens),
         payload_bytes=Checklist(plan, tokens).total_bytes,
         wire_bytes=wire_bytes,
         seconds=seconds,
@@ -203,17 +214,18 @@ def _compare(row: TransferRow, raw: TransferRow) -> TransferRow:
     )
 
 
-def table(rows: Sequence[TransferRow]) -> str:
+def draw(result: dict[str, Any]) -> str:
     """What people read."""
+    line = (
+        "{codec:<34} {tokens:6} {gbps:6g} {pages:<6} {megabytes:7.1f} {seconds:8.3f}"
+        " {encode_s:7.3f} {byte_ratio:7.2f} {time_ratio:7.2f}  {bottleneck}"
+    )
     lines = [
         f"{'codec':<34} {'tokens':>6} {'Gb/s':>6} {'pages':<6} {'MB':>7} {'seconds':>8}"
         f" {'encode':>7} {'x bytes':>7} {'x time':>7}  bottleneck"
     ]
-    for row in rows:
-        crossover = f", encode above {row.crossover_gbps:.2g} Gb/s" if row.crossover_gbps else ""
-        lines.append(
-            f"{row.codec:<34} {row.tokens:6} {row.gbps:6g} {row.pages:<6}"
-            f" {1e-6 * row.wire_bytes:7.1f} {row.seconds:8.3f} {row.encode_s:7.3f}"
-            f" {row.byte_ratio:7.2f} {row.time_ratio:7.2f}  {row.bottleneck}{crossover}"
-        )
+    for row in result["rows"]:
+        above = row["crossover_gbps"]
+        more = f", encode above {above:.2g} Gb/s" if above else ""
+        lines.append(line.format(megabytes=1e-6 * row["wire_bytes"], **row) + more)
     return "\n".join(lines)

@@ -1,7 +1,11 @@
-"""`disagg bench`: measurements that print what they measured and with what."""
+"""`disagg bench`: measurements that print what they measured and with what.
 
-import json
+Each is a module of disagg.bench with `run`, which gives a JSON object, and `draw`, which gives the
+text that people read. Progress goes to stderr.
+"""
+
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +20,8 @@ Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Codec spec; may be repeated.")]
 Lengths = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="May be repeated.")]
 Rates = Annotated[list[float] | None, typer.Option("--gbps", min=1e-3, help="May be repeated.")]
+Targets = Annotated[list[str] | None, typer.Option("--target", help="Of machine code: sm_90.")]
+Sizes = Annotated[list[str] | None, typer.Option(help="4x2048; may be repeated.")]
 Links = Annotated[
     bool | None,
     typer.Option("--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."),
@@ -34,28 +40,40 @@ def bench() -> None:
 @app.command()
 def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
-    from disagg.bench.overlap import draw, measure, write
+    from disagg.bench import overlap
 
-    result = measure(runs)
-    if out is not None:
-        write(result, out)
-    if as_json:
-        print_json(result)
-    else:
-        draw(result)
+    _show(overlap, overlap.run(runs), out, as_json)
+
+
+@app.command()
+def latency(
+    codec: str | None = None,
+    tokens: int | None = None,
+    rounds: int | None = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """From the last prefill layer to running, and what arriving prompts cost an answer."""
+    from disagg.bench import latency
+
+    given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
+    _show(latency, latency.run(latency.LatencyOptions(**given)), out, as_json)
 
 
 @app.command()
 def kernels(
-    machine_code: bool = False, device: str = "cpu", out: Out = None, as_json: options.Json = False
+    machine_code: bool = False,
+    device: str = "cpu",
+    target: Targets = None,
+    runs: Runs = 15,
+    out: Out = None,
+    as_json: options.Json = False,
 ) -> None:
-    """What attention kernels cost: from machine code, or timed on this CPU or GPU."""
-    from disagg.bench.kernels import Options, draw, measure, write
+    """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
+    from disagg.bench import kernels
 
-    result = measure(Options(machine_code, device))
-    if out is not None:
-        write(result, out)
-    (print_json if as_json else draw)(result)
+    asked = kernels.KernelOptions(machine_code, device, runs, targets=target or ())
+    _show(kernels, kernels.run(asked), out, as_json)
 
 
 @app.command()
@@ -63,21 +81,15 @@ def decode(
     device: str = "cpu",
     model: str = "small",
     codec: Codecs = None,
-    size: Annotated[list[str] | None, typer.Option(help="4x2048; may be repeated.")] = None,
+    size: Sizes = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
     """Steps of a whole model of random weights, by codec."""
-    from disagg.bench.decode import CODECS, Options, run
-    from disagg.bench.kernels import table, write
+    from disagg.bench import decode
 
-    result = run(Options(device, model, codec or CODECS, size or ()))
-    if out is not None:
-        write(result, out)
-    if as_json:
-        print_json(result)
-    else:
-        print(table(result["rows"]))
+    given = _set({"codecs": codec, "sizes": size})
+    _show(decode, decode.run(decode.DecodeOptions(device, model, **given)), out, as_json)
 
 
 @app.command()
@@ -97,50 +109,57 @@ def transfer(
     as_json: options.Json = False,
 ) -> None:
     """What compression is worth on a link; with --plane, what the plane is beside a socket."""
-    from disagg.bench.shape import Shape
+    from disagg.bench.inputs import shape_of
 
-    given: dict[str, Any] = {"shape": Shape(layers, heads, head_dim), "rounds": rounds}
+    given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "rounds": rounds}
     given["gbps"] = tuple(gbps) if gbps else None
     if plane:
         if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
             raise ConfigError("--plane measures one codec and one length, and draws nothing")
         one = {"codec": codec and codec[0], "tokens": tokens and tokens[0], "netns": netns}
-        result, table = _measure_plane(given | one)
+        _measure_plane(given | one, out, as_json)
     else:
         lists = {"codecs": codec and tuple(codec), "tokens": tokens and tuple(tokens)}
         more = {"netns": bool(netns), "threads": threads}
-        result, table = _measure_transfer(given | lists | more, plot)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")
-    (print_json if as_json else print)(result if as_json else table)
+        _measure_transfer(given | lists | more, plot, out, as_json)
 
 
-def _measure_transfer(given: dict[str, Any], plot: Path | None) -> tuple[dict[str, Any], str]:
-    from disagg.bench import transfer as bench_transfer
-    from disagg.bench.provenance import result_of
+def _measure_transfer(
+    given: dict[str, Any], plot: Path | None, out: Path | None, as_json: bool
+) -> None:
+    from disagg.bench import transfer
 
     if plot is not None:
         from disagg.report.transfer import check_name, draw
 
         check_name(plot)
-    rows = bench_transfer.run(bench_transfer.TransferOptions(**_set(given)))
-    result = result_of("disagg.bench.transfer", rows, bench_transfer.NOTES)
+    result = transfer.run(transfer.TransferOptions(**_set(given)))
     if plot is not None:
         draw(result["rows"], plot)
-    return result, bench_transfer.table(rows)
+    _show(transfer, result, out, as_json)
 
 
-def _measure_plane(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    from disagg.bench import plane as bench_plane
-    from disagg.bench.netns import available
-    from disagg.bench.provenance import result_of
+def _measure_plane(given: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from disagg.bench import plane
+    from disagg.bench.link import available
 
     if given["netns"] is None:
         given["netns"] = available()
-    rows = bench_plane.run(bench_plane.PlaneOptions(**_set(given)))
-    return result_of("disagg.bench.plane", rows, bench_plane.NOTES), bench_plane.table(rows)
+    _show(plane, plane.run(plane.PlaneOptions(**_set(given))), out, as_json)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given; the rest has defaults."""
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _show(module: ModuleType, result: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """Write a result to a file if asked, and print it."""
+    if out is not None:
+        from disagg.bench.result import write
+
+        write(result, out)
+    if as_json:
+        print_json(result)
+    else:
+        print(module.draw(result))

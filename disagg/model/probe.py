@@ -6,6 +6,7 @@ happens to attention that we do not see.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from disagg.model.describe import ModelInfo
 
 LENGTHS = (9, 14)  # two prompts packed into one row: positions must come from position_ids
 UNSUPPORTED = {"softcap": "capped scores", "s_aux": "sinks", "position_bias": "a position bias"}
+FOREIGN_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 
 
@@ -47,7 +49,7 @@ class Probe:
         self.seen.append((layer, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(*(x.split(LENGTHS, dim=1) for x in (q, k, v)), strict=True)
         parts = [attend_exact(a, b, c, scale, window) for a, b, c in prompts]
-        return torch.cat(parts, dim=1).transpose(0, 1)
+        return torch.cat(parts, dim=1).transpose(0, 1).contiguous()  # as some models view it
 
 
 def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
@@ -56,13 +58,15 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
     prompts = torch.arange(sum(LENGTHS), device=model.device).mul(7919).remainder(info.vocab_size)
     positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
     probe = Probe(info.windows)
-    logits = model(
+    logits = _logits(
+        model,
+        name,
         input_ids=prompts[None],
         position_ids=positions[None],
         past_key_values=PassThrough(),
         use_cache=True,
         disagg=probe,
-    ).logits[0]
+    )
     expected = [
         (layer, info.query_heads, info.heads, info.head_dim) for layer in range(info.num_layers)
     ]
@@ -75,10 +79,21 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
             f"its config says {expected}: not supported"
         )
     model.set_attn_implementation("eager")
-    exact = torch.cat([model(input_ids=x[None]).logits[0] for x in prompts.split(LENGTHS)])
+    exact = torch.cat([_logits(model, name, input_ids=x[None]) for x in prompts.split(LENGTHS)])
     model.set_attn_implementation(IMPLEMENTATION)
     error = float((logits - exact).abs().max() / exact.abs().max())
     if not error <= TOLERANCE[info.dtype]:
         raise ModelError(
             f"{name} gives other logits (by {error:.2g}) with plain attention: not supported"
         )
+
+
+def _logits(model: PreTrainedModel, name: str, **inputs: Any) -> Tensor:
+    """[N, V] of one row; ModelError where the model wants what we do not give, such as a cache."""
+    try:
+        return model(**inputs).logits[0]
+    except torch.OutOfMemoryError:
+        raise
+    except FOREIGN_ERRORS as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{name} does not run on pages ({what}): not supported") from error

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from disagg.bench.decode import MODELS, Options, measure, run
-from disagg.bench.decoding import Decoding
+from disagg.bench.decode import MODELS, DecodeOptions, Decoding, run
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.model.runner import Runner
@@ -36,7 +35,7 @@ def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
 
 def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     monkeypatch.setitem(MODELS, "little", MODELS["small"] | LITTLE)
-    options = Options(model="little", codecs=["kivi"], sizes=["2x100"], steps=2, rounds=1)
+    options = DecodeOptions(model="little", codecs=["kivi"], sizes=["2x100"], steps=2, rounds=1)
     raw, kivi = run(options)["rows"]
     assert (raw["codec"], raw["ratio"], raw["size"]) == ("raw:dtype=fp32", 1.0, "2x100")
     assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
@@ -48,4 +47,4 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
 )
 def test_what_is_unknown_is_refused(changes):
     with pytest.raises(ConfigError, match=r"9b|tpu|2y4|0x8"):
-        measure(Options(**changes))
+        run(DecodeOptions(**changes))

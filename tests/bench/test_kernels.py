@@ -1,6 +1,5 @@
 """The kernel benchmark, at sizes that say nothing of speed: what it runs and reports."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,10 +8,9 @@ import pytest
 import torch
 
 from disagg.bench import kernels
-from disagg.bench.kernel_encode import measure_encode
-from disagg.bench.kernel_speed import CUDA_SHAPES, SPECS, relative_error
-from disagg.bench.machine_code import Failed
-from disagg.bench.paged_layers import Shape, make_layer
+from disagg.bench.compiled import NotCompiled
+from disagg.bench.kernels import SHAPES, SPECS, measure_encode
+from disagg.bench.layers import StepShape, make_layer
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 
@@ -21,10 +19,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_repeated_pages_are_attended_as_the_tokens_they_stand_for(spec):
-    layer = make_layer(spec, Shape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
-    assert relative_error(layer) < layer.codec.attend_error
+    layer = make_layer(spec, StepShape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
+    assert layer.error() < layer.codec.attend_error
     wrong = layer.exact().roll(1, 2)
-    assert relative_error(layer) < float((wrong - layer.exact()).norm() / wrong.norm())
+    assert layer.error() < float((wrong - layer.exact()).norm() / wrong.norm())
 
 
 def test_every_codec_is_measured():
@@ -33,27 +31,27 @@ def test_every_codec_is_measured():
 
 def test_kept_tokens_are_in_the_side_record_of_a_sequence_and_in_no_page():
     spec = "ott:outliers=20,group=64"
-    layer = make_layer(spec, Shape(3, 4096, heads=2, per_head=2, head_dim=64), CPU)
+    layer = make_layer(spec, StepShape(3, 4096, heads=2, per_head=2, head_dim=64), CPU)
     assert (layer.counts == 1).sum(1).tolist() == [20, 20]
     assert (layer.counts == 2).sum(1).tolist() == [2028, 2028]
     assert layer.table.sides is not None
     assert layer.table.kept is not None
     assert layer.table.kept.shape == (3, 2)
     without = replace(layer, table=replace(layer.table, kept=None, sides=None))
-    assert relative_error(layer) < 1e-5 < 1e-3 < relative_error(without)
+    assert layer.error() < 1e-5 < 1e-3 < without.error()
 
 
 def test_a_codec_that_drops_tokens_is_held_against_those_it_keeps():
-    layer = make_layer("h2o:keep=0.25", Shape(2, 4096, heads=2, per_head=2, head_dim=64), CPU)
+    layer = make_layer("h2o:keep=0.25", StepShape(2, 4096, heads=2, per_head=2, head_dim=64), CPU)
     assert (layer.counts == 2).sum(1).tolist() == [512, 512]
     assert (layer.counts == 0).sum(1).tolist() == [1536, 1536]
     everything = replace(layer, counts=torch.ones_like(layer.counts))
-    assert relative_error(layer) < 1e-5 < 0.1 < relative_error(everything)
+    assert layer.error() < 1e-5 < 0.1 < everything.error()
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
-    shape = Shape(3, 4096, heads=2, per_head=1, head_dim=64)
+    shape = StepShape(3, 4096, heads=2, per_head=1, head_dim=64)
     layer = make_layer(spec, shape, CPU)
     group = layer.group
     held = group.inventory(shape.tokens + group.residual)
@@ -67,22 +65,20 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     assert layer.nbytes == 3 * expected
 
 
-def test_a_row_of_the_cpu_says_what_it_was_compared_with(tmp_path):
-    shape = Shape(1, 192, heads=2, per_head=3, head_dim=64)
-    result = kernels.measure(kernels.Options(runs=1, specs=["int8"], shapes=[shape]))
+def test_a_row_of_the_cpu_says_what_it_was_compared_with():
+    shape = StepShape(1, 192, heads=2, per_head=3, head_dim=64)
+    result = kernels.run(kernels.KernelOptions(runs=1, specs=["int8"], shapes=[shape]))
     (row,) = result["rows"]
     assert row["codec"] == "int8"
     assert row["baseline"].startswith("sdpa")
     assert row["ratio"] == row["baseline_microseconds"] / row["microseconds"]
-    kernels.write(result, tmp_path / "new" / "kernels.json")
-    assert json.loads((tmp_path / "new" / "kernels.json").read_text()) == result
 
 
 def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
-    failed = Failed("quantized-2bit-4heads", "sm_90", "no compiler")
+    failed = NotCompiled("quantized-2bit-4heads", "sm_90", "no compiler")
     monkeypatch.setattr(kernels, "compile_all", lambda **options: [failed])
     monkeypatch.setattr(kernels, "compile_others", lambda **options: [failed])
-    result = kernels.measure(kernels.Options(machine_code=True))
+    result = kernels.run(kernels.KernelOptions(machine_code=True))
     assert result["rows"][0]["reason"] == "no compiler"
     assert result["others"][0]["reason"] == "no compiler"
 
@@ -90,13 +86,13 @@ def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error_that_names_the_way_out():
     with pytest.raises(ConfigError, match="--machine-code"):
-        kernels.measure(kernels.Options(device="cuda"))
+        kernels.run(kernels.KernelOptions(device="cuda"))
 
 
 @pytest.mark.parametrize("device", ["zz", "cuda:99", "mps", ""])
 def test_a_device_that_is_unknown_is_refused_by_name(device):
     with pytest.raises(ConfigError, match=r"known: cpu, cuda"):
-        kernels.measure(kernels.Options(device=device))
+        kernels.run(kernels.KernelOptions(device=device))
 
 
 def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
@@ -104,32 +100,23 @@ def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
-from disagg.bench import kernels, provenance
-from disagg.bench.paged_layers import Shape
-shape = Shape(1, 64, heads=1, per_head=1, head_dim=64)
-provenance.PACKAGES += ("no-such-package",)
-result = kernels.measure(kernels.Options(runs=1, specs=["kivi"], shapes=[shape]))
-assert result["versions"]["no-such-package"] == "none"
+from disagg.bench import kernels, result
+from disagg.bench.layers import StepShape
+shape = StepShape(1, 64, heads=1, per_head=1, head_dim=64)
+result.PACKAGES += ("no-such-package",)
+found = kernels.run(kernels.KernelOptions(runs=1, specs=["kivi"], shapes=[shape]))
+assert found["versions"]["no-such-package"] == "none"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_shapes_of_a_gpu_go_from_one_short_prompt_to_many_long_ones():
-    assert {shape.name for shape in CUDA_SHAPES} >= {"1x4096", "1x131072", "32x8192", "64x4096"}
-    assert all((x.heads, x.per_head, x.head_dim) == (8, 4, 128) for x in CUDA_SHAPES)
+    assert {shape.name for shape in SHAPES["cuda"]} >= {"1x4096", "1x131072", "32x8192", "64x4096"}
+    assert all((x.heads, x.per_head, x.head_dim) == (8, 4, 128) for x in SHAPES["cuda"])
 
 
 def test_encoding_is_measured_in_copies_of_its_input():
-    rows = measure_encode(CPU, runs=1, tokens=128)
-    assert [row.codec.split(":")[0] for row in rows] == ["kivi", "kivi", "gear-l"]
+    rows = measure_encode(["kivi:bits=2", "ott", "h2o"], CPU, runs=1, tokens=128)
+    assert [row.codec.split(":")[0] for row in rows] == ["kivi", "ott", "h2o"]
     assert all(row.copies > 0 for row in rows)
-
-
-def test_a_table_has_a_column_for_every_key_and_aligns_numbers_to_the_right():
-    rows = [{"kernel": "a", "us": 1234.5, "n": 7}, {"kernel": "longer", "reason": "no"}]
-    assert kernels.table(rows).splitlines() == [
-        "kernel     us  n  reason",
-        "a       1,234  7",
-        "longer            no",
-    ]

@@ -1,9 +1,11 @@
-from disagg.bench.latency import LatencyOptions, run, table
+from dataclasses import asdict
+
+from disagg.bench.latency import LatencyOptions, draw, measure
 
 
 def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     options = LatencyOptions(tokens=37, rounds=3, answer=200, arriving=130, seconds=0.3)
-    (row,) = run(options)
+    (row,) = measure(options)
     assert (row.tokens, row.rounds) == (37, 3)
     assert row.wire_bytes > 2 * 2 * 6 * 2 * 64 * 37  # the tail is exact
     assert 0 < row.running_ms <= row.running_p99_ms
@@ -13,4 +15,4 @@ def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     assert alone.tokens == options.answer - 1
     assert min(paced.tokens, unpaced.tokens) > 0
     assert all(0 < x.p50_ms <= x.p99_ms for x in row.decoding)
-    assert "of 3" in table([row])
+    assert "of 3" in draw({"rows": [asdict(row)]})

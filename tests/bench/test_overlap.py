@@ -1,10 +1,10 @@
 """What the overlap benchmark says of its runs; the runs themselves are no test."""
 
-from disagg.bench.overlap import LINK_MBPS, PROMPT_TOKENS, Run, prompt_of, summarise
+from disagg.bench.overlap import LINK_MBPS, PROMPT_TOKENS, Times, prompt_of, summarise
 
 
-def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Run]:
-    return [Run(first_ms, decoded_ms + i, wire_bytes) for i in (-1, 0, 1)]
+def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Times]:
+    return [Times(first_ms, decoded_ms + i, wire_bytes) for i in (-1, 0, 1)]
 
 
 def test_the_bound_is_the_slower_of_computing_and_sending() -> None:

@@ -3,21 +3,22 @@ from dataclasses import asdict
 
 import pytest
 
-from disagg.bench.plane import PlaneOptions, run, table
-from disagg.bench.shape import Shape
+from disagg.bench.inputs import shape_of
+from disagg.bench.plane import PlaneOptions, draw, measure
 from disagg.codecs.describe import stored_bytes
+from disagg.codecs.planning import parse_plan
 
-SHAPE = Shape(3, 2, 64)
+SHAPE = shape_of(3, 2, 64)
 
 
 @pytest.fixture(scope="module")
 def row():
-    (found,) = run(PlaneOptions(tokens=333, rounds=3, shape=SHAPE))
+    (found,) = measure(PlaneOptions(tokens=333, rounds=3, shape=SHAPE))
     return found
 
 
 def test_plane_tls_and_socket_bring_the_records_of_one_prompt(row):
-    group = SHAPE.plan(PlaneOptions.codec).groups[0]
+    group = parse_plan(PlaneOptions.codec, SHAPE).groups[0]
     assert (row.link, row.rounds) == ("loopback", 3)
     assert row.nbytes == 3 * stored_bytes(group, 333)
     for way in (row.plane_gbps, row.tls_gbps, row.tcp_gbps, row.ratio, row.tls_ratio):
@@ -29,4 +30,4 @@ def test_plane_tls_and_socket_bring_the_records_of_one_prompt(row):
 
 def test_json_has_the_promised_keys_and_the_table_a_line(row):
     assert {"plane_gbps", "tcp_gbps", "ratio"} <= json.loads(json.dumps(asdict(row))).keys()
-    assert table([row]).splitlines()[-1].startswith("loopback")
+    assert draw({"rows": [asdict(row)]}).splitlines()[-1].startswith("loopback")

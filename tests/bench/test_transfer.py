@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.shape import Shape
-from disagg.bench.transfer import RAW, TransferOptions, run, table
+from disagg.bench.inputs import shape_of
+from disagg.bench.transfer import RAW, TransferOptions, draw, measure
 from disagg.codecs.describe import stored_bytes
+from disagg.codecs.planning import parse_plan
 from disagg.errors import UnknownNameError
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 OPTIONS = TransferOptions(
-    codecs=(KIVI, "fp8"), tokens=(333, 70), gbps=(0.5, 3.0), rounds=1, shape=Shape(3, 2, 64)
+    codecs=(KIVI, "fp8"), tokens=(333, 70), gbps=(0.5, 3.0), rounds=1, shape=shape_of(3, 2, 64)
 )
 
 
@@ -25,7 +26,7 @@ def children() -> list[str]:
 @pytest.fixture(scope="module")
 def rows():
     before = children()
-    found = run(OPTIONS)
+    found = measure(OPTIONS)
     assert children() == before
     return found
 
@@ -44,7 +45,7 @@ def test_there_is_a_row_for_every_case_and_raw_is_among_the_codecs(rows):
 
 def test_bytes_are_those_of_the_layouts_to_the_last(rows):
     for row in rows:
-        plan, raw = (OPTIONS.shape.plan(spec) for spec in (row.codec, RAW))
+        plan, raw = (parse_plan(spec, OPTIONS.shape) for spec in (row.codec, RAW))
         assert row.payload_bytes == 3 * stored_bytes(plan.groups[0], row.tokens)
         assert row.byte_ratio == 3 * stored_bytes(raw.groups[0], row.tokens) / row.payload_bytes
         assert row.fp16_bytes == 2 * 2 * 3 * 2 * 64 * row.tokens
@@ -73,7 +74,7 @@ def test_times_are_compared_with_raw_on_the_same_link(rows):
 
 def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
     assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["codec"] == RAW
-    header, *lines = table(rows).splitlines()
+    header, *lines = draw({"rows": [asdict(row) for row in rows]}).splitlines()
     assert header.startswith("codec")
     assert [line.split()[0] for line in lines] == [row.codec for row in rows]
 
@@ -81,5 +82,5 @@ def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
 def test_an_unknown_codec_ends_all_processes():
     before = children()
     with pytest.raises(UnknownNameError):
-        run(TransferOptions(codecs=("zip",), tokens=(70,), shape=OPTIONS.shape))
+        measure(TransferOptions(codecs=("zip",), tokens=(70,), shape=OPTIONS.shape))
     assert children() == before

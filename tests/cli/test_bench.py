@@ -46,6 +46,22 @@ def test_transfer_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
 
 
+def test_progress_is_told_beside_the_result_and_not_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["bench", "transfer", *SMALL, "--codec", "fp8", "--gbps", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["rows"]) == 4
+    assert f"1 of 2: 70 tokens, encode {RAW}" in said.err
+    assert f"1 of 4: 70 tokens, 2 Gb/s, {RAW}, ready" in said.err
+
+
+@pytest.mark.parametrize("name", ["overlap", "latency", "kernels", "decode", "transfer"])
+def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", name, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
 def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
     (row,) = result["rows"]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.paged import PagedCodec
 from disagg.kernels.ops_paged import attend_paged, decode_paged, encode_paged
 from disagg.kernels.reference_pages import store_blocks
+from tests.synthetic import exact_attention, realistic, relative_error
 
 SPECS = [
     "pertoken:bits=2,group=32",

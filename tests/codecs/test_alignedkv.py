@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.kernels.reference_aligned import FEWER_AT, k_drops, v_drops
 from tests.codecs.test_golden import golden
+from tests.synthetic import exact_attention, realistic, relative_error
 
 
 def levels(drop: torch.Tensor) -> torch.Tensor:

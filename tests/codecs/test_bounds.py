@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.codecs.paged import PagedCodec
 from disagg.kernels.ops_paged import decode_paged, encode_paged
+from tests.synthetic import realistic
 
 Bound = Callable[[Tensor], Tensor]  # exact [H, n, D] -> the largest error allowed, same shape
 TOKENS, CHANNELS = 1, 2

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Encoded
 from disagg.codecs.cache import CompressedKV
+from tests.synthetic import exact_attention, realistic, relative_error
 
 
 def grown(spec: str, prompt: int, total: int) -> CompressedKV:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.kivi import Kivi, quant_format
 from disagg.codecs.paged import PagedCodec
@@ -22,6 +21,7 @@ from disagg.kernels.reference_outliers import choose_outliers, with_means
 from disagg.kernels.reference_pieces import DenseBlocks, read_codes, read_scales
 from disagg.kernels.reference_quantize import expand, float8_codes, quantize_side
 from disagg.kernels.reference_words import unpack_words, word_shape
+from tests.synthetic import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PREFIX = 256  # tokens: whole pages of the 300 that the input has

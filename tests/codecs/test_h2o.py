@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.errors import RequestError
+from tests.synthetic import realistic
 
 
 def test_tokens_that_the_last_queries_look_at_are_kept() -> None:

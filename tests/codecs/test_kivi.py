@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import realistic
 from disagg.codecs import get_codec
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.page import make_raw_layout
+from tests.synthetic import realistic
 
 FP16_BYTES = 2 * 2 * 128  # K and V of one token and head, D = 128
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
@@ -11,6 +10,7 @@ from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.page import FinalAt, Kind
 from disagg.state import allocate_group, record_id
+from tests.synthetic import exact_attention, realistic, relative_error
 
 CODECS = [
     "raw",

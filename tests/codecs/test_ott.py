@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from disagg.bench.synthetic import exact_attention, realistic, relative_error
 from disagg.codecs import get_codec
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.ott import Ott, kept_format
@@ -11,6 +10,7 @@ from disagg.codecs.raw import raw_format
 from disagg.kernels.reference_kept import POOL, RETIRED, Kept, view_kept
 from disagg.kernels.reference_pieces import DenseBlocks, read_codes, read_scales, read_valid
 from tests.codecs.test_golden import golden
+from tests.synthetic import exact_attention, realistic, relative_error
 
 SPEC = "ott:bits=2,group=128,residual=32,outliers=3,aux=32,skip_layers=0"
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from disagg.model.attention import Batch
-from disagg.model.reference import Reference
 from disagg.model.runner import Runner
 from tests.engine.serving import make_engine, serve
+from tests.model.reference import Reference
 
 TIE = 1e-3  # logits
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from disagg.bench.synthetic import relative_error
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
 from disagg.model.runner import Runner
 from tests.engine.forced import forced_logits
 from tests.engine.serving import answers, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt
+from tests.synthetic import relative_error
 
 EIGHT = [
     "raw",

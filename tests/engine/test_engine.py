@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.bench.synthetic import relative_error
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Release, Replay, StepOutput
 from disagg.engine.sequence import KVUsage
-from disagg.model.reference import ReferenceModel
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Inventory
@@ -19,7 +17,9 @@ from disagg.wire import Item
 from tests.engine.forced import collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
 from tests.engine.serving import answers, make_engine, request, run_until_idle, serve
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt
+from tests.synthetic import relative_error
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"

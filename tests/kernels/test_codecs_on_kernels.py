@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import realistic
 from disagg.codecs import alignedkv, get_codec, h2o, kivi, layer, ott, paged, raw
 from disagg.codecs.cache import CompressedKV
 from disagg.kernels import (
@@ -20,6 +19,7 @@ from disagg.kernels import (
 )
 from disagg.kernels.formats_paged import as_paged
 from tests.kernels.cases import relative_error
+from tests.synthetic import realistic
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

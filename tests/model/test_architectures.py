@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 
 from disagg.errors import ModelError
-from disagg.model.reference import ReferenceModel
 from disagg.model.runner import Runner
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 
-SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma3_text"]
+SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma3_text", "afmoe"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bamba": ({}, "BambaForCausalLM does not run on pages"),
     "falcon": ({}, "no attention function"),
+    "falcon_h1": ({}, "FalconH1ForCausalLM does not run on pages"),
     "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "gpt_oss": ({}, "sinks"),
+    "jamba": ({}, "JambaForCausalLM does not run on pages"),
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.synthetic import relative_error
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
 from disagg.kernels.sealing import NO_PAGE
@@ -19,6 +18,7 @@ from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_o
 from tests.engine.forced import forced_logits
 from tests.engine.serving import make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt, save_tiny
+from tests.synthetic import relative_error
 
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
 LENGTHS = (300, 63, 130)

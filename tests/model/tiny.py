@@ -30,6 +30,8 @@ OWN_NAMES: dict[str, dict[str, Any]] = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 EXTRA: dict[str, dict[str, Any]] = {
+    "afmoe": {"sliding_window": 20, "moe_intermediate_size": 48}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 20},
     "qwen3": {"use_sliding_window": False},
     "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}

@@ -1,4 +1,6 @@
-"""Keys and values with the statistics that the papers rely on, without a pretrained model.
+"""What benchmarks are given: made-up keys and values, and the shape and slabs of a prompt.
+
+Keys and values have the statistics that the papers rely on, without a pretrained model:
 
     K   a few fixed channels of large, nearly uniform magnitude (KIVI figure 2, OTT figure 1a), in
         slowly rotating RoPE pairs; low-rank token structure plus noise; a few tokens small in all
@@ -12,13 +14,54 @@ vanish: never rank codecs on them.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from disagg.codecs.planning import KVShape
+from disagg.errors import PromptTooLongError
+from disagg.page import Kind
+from disagg.plan import Plan
+
+SLAB_BYTES = 16 << 20
+LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 SLOW_PAIRS = 0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
 THETA = 1e4
+
+
+def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
+    """Of a model without windows, in fp16; the defaults are those of Llama 3.1 8B."""
+    return KVShape(layers, heads, head_dim, "float16", (None,) * layers)
+
+
+def fp16_bytes(shape: KVShape, tokens: int) -> int:
+    """Exact K and V of so many tokens."""
+    return 2 * 2 * tokens * shape.num_layers * shape.heads * shape.head_dim
+
+
+def slabs_for(
+    plan: Plan, tokens: int, slab_bytes: int = SLAB_BYTES, sequences: int = 1, spare: int = 0
+) -> int:
+    """How many slabs prompts take; PromptTooLongError where a record does not fit any.
+
+    spare: records of every layout that each sequence has besides, to grow into
+    """
+    total = 0
+    for group in plan.groups:
+        inventory = group.inventory(tokens)
+        counts = Counter(dict.fromkeys(group.layouts(), spare))
+        for kind in Kind:
+            if count := inventory.count(kind):
+                counts[group.layout(kind)] += count
+        for layout, count in (+counts).items():  # those of which there are any
+            nbytes = group.record(layout).nbytes
+            if nbytes > slab_bytes:
+                raise PromptTooLongError(f"a record of {nbytes} bytes; slabs: {slab_bytes}")
+            total += -(-sequences * count // (slab_bytes // nbytes))
+    return total
 
 
 @dataclass(frozen=True)
@@ -72,6 +115,14 @@ def generate(seed: int, knobs: Knobs | None = None) -> Layer:
     return Layer(turned_q.half(), _rope(k, positions).half(), v.half(), outliers)
 
 
+@lru_cache(maxsize=1)
+def make_prompt(tokens: int, heads: int, head_dim: int, group: int = 1) -> Layer:
+    """One layer of a prompt and its last queries, of which `group` heads share a KV head."""
+    queries = min(LAST_QUERIES, tokens)
+    knobs = Knobs(kv_heads=heads, group=group, n=tokens, head_dim=head_dim, num_queries=queries)
+    return generate(0, knobs)
+
+
 def _keys(x: Knobs, source: torch.Generator) -> Tensor:
     heads, dim, half = x.kv_heads, x.head_dim, x.head_dim // 2
     spread = torch.exp(0.4 * _normal(source, heads, 1, dim))
@@ -80,7 +131,7 @@ def _keys(x: Knobs, source: torch.Generator) -> Tensor:
     left = _normal(source, heads, x.n, x.rank)
     right = _normal(source, heads, x.rank, dim) / math.sqrt(x.rank)
     k = mean + spread * ((left * spectrum) @ right + x.noise * _normal(source, heads, x.n, dim))
-    slow = int(SLOW_PAIRS * half)
+    slow = min(int(SLOW_PAIRS * half), half - x.loud)
     for head in range(heads):
         channels = slow + torch.randperm(half - slow, generator=source)[: x.loud]
         channels = channels + half * (torch.rand(x.loud, generator=source) < 0.5).long()

@@ -1,6 +1,6 @@
 import torch
 
-from disagg.bench.kvgen import Knobs, generate
+from disagg.bench.inputs import Knobs, generate
 from tests.codecs.test_golden import golden
 
 

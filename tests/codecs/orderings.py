@@ -1,6 +1,6 @@
 """Do the papers' orderings of methods hold on these keys and values?
 
-    python -m disagg.bench.orderings --text FILE [--kv FILE] [--json]
+    python -m tests.codecs.orderings --text FILE [--kv FILE] [--json]
 
 K and V come from the generator, from a prefill of the default model over a text, or from a
 safetensors file with k.L, v.L [H, n, D] (and q.L [Hq, m, D]). Errors are relative Frobenius norms
@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from disagg.bench.kvgen import Knobs, generate
-from disagg.bench.synthetic import relative_error
+from disagg.bench.inputs import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.model.attention import Batch, Chunk
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.synthetic import relative_error
 
 LAYER = 2  # the first layer that OTT does not treat specially
 TAIL_AND_PAGE = 192  # no codec keeps more than a tail and an unfinished page

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.bench.kvgen import Knobs, generate
+from disagg.bench.inputs import make_prompt
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec, Encoded
 from disagg.codecs.ott import kept_format
@@ -24,11 +24,10 @@ from disagg.page import ARENA_UNIT, SEGMENT_TOKENS
 from disagg.plan import LayerGroup
 
 LAYER = 2  # of the model: some codecs treat the first two as others
-LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """A decode step of one layer: `batch` sequences of `tokens` tokens, one query each."""
 
     batch: int
@@ -57,7 +56,7 @@ class PagedLayer:
 
     codec: Codec
     group: LayerGroup
-    shape: Shape
+    shape: StepShape
     arena: Tensor
     table: PageTable
     q: Tensor
@@ -71,6 +70,11 @@ class PagedLayer:
         scale = self.shape.scale
         parts = self.codec.attend(self.q, self.arena, self.table, self.group, LAYER, scale)
         return merge(parts)
+
+    def error(self) -> float:
+        """Of `attend`, relative, against `exact`."""
+        exact = self.exact()
+        return float((self.attend().double() - exact).norm() / exact.norm())
 
     @property
     def captured(self) -> bool:
@@ -90,22 +94,13 @@ class PagedLayer:
         return torch.einsum("bhgn,hnd->bhgd", p, v).flatten(1, 2).unsqueeze(1)
 
 
-def make_layer(spec: str, shape: Shape, device: torch.device) -> PagedLayer:
+def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     """Encode a stretch on the CPU and store as many copies of it as the shape has."""
     stretch = min(SEGMENT_TOKENS, shape.tokens)
     assert shape.tokens % stretch == 0
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
-    made = generate(
-        0,
-        Knobs(
-            kv_heads=shape.heads,
-            group=shape.per_head,
-            n=stretch,
-            head_dim=shape.head_dim,
-            num_queries=min(LAST_QUERIES, stretch),
-        ),
-    )
+    made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
     encoded = codec.encode_prompt(made.k, made.v, 0, LAYER, made.q, stretch)
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
@@ -152,7 +147,7 @@ class _Ids:
 
 
 def _store(
-    encoded: Encoded, group: LayerGroup, shape: Shape, device: torch.device
+    encoded: Encoded, group: LayerGroup, shape: StepShape, device: torch.device
 ) -> tuple[Tensor, _Ids, int]:
     """An arena with all sequences, where everything is in it, and the bytes of that."""
     repeats = shape.tokens // (encoded.blocks.shape[0] * group.page.tokens)
@@ -187,7 +182,7 @@ def _store(
     return arena, _Ids(pages, segments, kept, None if sides is None else sides.view(-1)), nbytes
 
 
-def _table(ids: _Ids, group: LayerGroup, shape: Shape) -> PageTable:
+def _table(ids: _Ids, group: LayerGroup, shape: StepShape) -> PageTable:
     """The page table of sequences that see all of their tokens."""
     width, device = ids.pages.shape[1], ids.pages.device
     owner = None

@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.netns import HOSTS, Namespaces, available
+from disagg.bench.link import (
+    FRAME_BYTES,
+    HOSTS,
+    Namespaces,
+    StreamServer,
+    available,
+    push_stream,
+)
 from disagg.errors import ConfigError
 from tests.bench.test_child import wait_until_gone
 
 PARENT = """
 import signal
-from disagg.bench.netns import Namespaces
+from disagg.bench.link import Namespaces
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
 with Namespaces() as namespaces:
     print(*(holder.pid for holder in namespaces._holders), flush=True)
@@ -74,3 +81,15 @@ def test_without_root_it_says_what_it_needs(monkeypatch):
     assert not available()
     with pytest.raises(ConfigError, match="root on Linux"):
         Namespaces()
+
+
+def test_the_socket_brings_every_byte():
+    nbytes = FRAME_BYTES + 12345
+    server = StreamServer("127.0.0.1", nbytes)
+    try:
+        data = memoryview(bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+        assert push_stream("127.0.0.1", server.port, data) == nbytes
+        assert server._memory == data
+        assert push_stream("127.0.0.1", server.port, data[:777]) == 777
+    finally:
+        server.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-from disagg.model.train_data import (
+from training.rows import (
     SEED,
     Passage,
     Tokens,

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from disagg.errors import ConfigError
-from disagg.model.train import DEFAULT, TrainConfig, Training
-from disagg.model.train_data import (
+from disagg.model.describe import DEFAULT_MODEL
+from training.figures import DISTANCES, LENGTH, MARKS, refresh_card, share_right
+from training.rows import (
     HELD_OUT,
     Passage,
     RowMaker,
@@ -20,12 +21,12 @@ from disagg.model.train_data import (
     passkey_prompt,
     training_tokens,
 )
-from disagg.model.train_figures import DISTANCES, LENGTH, MARKS, refresh_card, share_right
+from training.train import TrainConfig, Training
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DEFAULT)
+    return AutoTokenizer.from_pretrained(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """Training of the default model, and the figures of its card.
 
-    python -m disagg.model.train --books PATH --out DIR [--init DIR] [--minutes N] [--threads N]
-    python -m disagg.model.train --books PATH --evaluate MODEL_DIR
-    python -m disagg.model.train --books PATH --out DIR --export MODEL_DIR
+    python -m training.train --books PATH --out DIR [--init DIR] [--minutes N] [--threads N]
+    python -m training.train --books PATH --evaluate MODEL_DIR
+    python -m training.train --books PATH --out DIR --export MODEL_DIR
 
 The learning rate follows the clock: it has decayed when the minutes are over, however many steps
 a busy machine made of them. A stopped training goes on from OUT/checkpoint.pt. This file knows
-models, losses and schedules; train_data.py knows what a row holds, train_figures.py judges.
+models, losses and schedules; rows.py knows what a row holds, figures.py judges.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from disagg.errors import DisaggError, ModelError
-from disagg.model.train_data import RowMaker, training_tokens
-from disagg.model.train_figures import LENGTH, figures, refresh_card, token_losses
+from disagg.model.describe import DEFAULT_MODEL
+from training.figures import LENGTH, figures, refresh_card, token_losses
+from training.rows import RowMaker, training_tokens
 
-DEFAULT = Path(__file__).parent / "default"
 CHECKPOINT = "checkpoint.pt"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -156,7 +156,7 @@ def report(training: Training, source: Path, args: argparse.Namespace, effort: i
 def begin(args: argparse.Namespace) -> tuple[Training, Path]:
     """The training of OUT as its checkpoint left it, or a new one; and where its tokenizer is."""
     args.out.mkdir(parents=True, exist_ok=True)
-    source = args.init or DEFAULT
+    source = args.init or DEFAULT_MODEL
     model, tokenizer = load_model(source, fresh=args.init is None)
     rows = RowMaker(training_tokens(args.books, tokenizer, args.out), tokenizer, LENGTH)
     config = TrainConfig(minutes=args.minutes, peak_lr=args.lr, bf16=args.bf16)
@@ -216,7 +216,7 @@ def export(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line and do one of: evaluate, export, train."""
-    parser = argparse.ArgumentParser(prog="python -m disagg.model.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--books", type=Path, required=True, help="one file of `# Title:` books")
     parser.add_argument("--out", type=Path, help="where tokens, checkpoint and model are kept")

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.exactness import compare, make_prompts, measure
-from disagg.model.reference import Reference
+from tests.model.exactness import compare, make_prompts, measure
+from tests.model.reference import Reference
 from tests.model.tiny import save_tiny
 
 

@@ -1,6 +1,6 @@
 """Does the whole path give, token for token, what transformers gives? With exact KV it must.
 
-    python -m disagg.bench.exactness --json --out benchmarks/results/exactness.json
+    python -m tests.model.exactness --json --out benchmarks/results/exactness.json
 
 Greedy continuations of prompts of 5 to 1500 tokens, one by one and all in one ragged batch, under
 the `raw` codec in the model's dtype, against unbatched `generate` of transformers in fp32.
@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.provenance import result_of
+from disagg.bench.result import result_of, tell
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.describe import describe_model
-from disagg.model.reference import Reference, ReferenceModel
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.model.reference import Reference, ReferenceModel
 
 TIE = 1e-4  # logits
 SHORTEST, LONGEST = 5, 1500  # tokens of a prompt
@@ -65,11 +65,13 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     codec = "raw:dtype=model"
     inputs = make_prompts(ref, text, prompts)
     reference = ReferenceModel(ref)
-    expected = [reference.generate(prompt, max_tokens) for prompt in inputs]
+    asked = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
+    expected = [reference.generate(prompt, max_tokens) for prompt in asked]
     engine = Engine(Runner.load(ref), EngineConfig(arena_bytes=1 << 30))
 
     started = time.perf_counter()
-    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in inputs]
+    asked = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
+    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in asked]
     middle = time.perf_counter()
     together = serve(engine, inputs, codec, max_tokens)
     ended = time.perf_counter()
@@ -144,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
-    record = result_of("disagg.bench.exactness", [result], "greedy, fp32, against generate")
+    record = result_of([result], "greedy, fp32, against generate")
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.json:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from disagg.bench.machine_code import Failed, compile_all, compile_one
+from disagg.bench.compiled import NotCompiled, compile_all, compile_one, compile_others
 from disagg.kernels.machine_code import Row, read_amdgcn
+from disagg.kernels.spills import Spills
 
 # instructions of a thread for each element of K and V, D = 128
 BUDGETS = {
@@ -51,5 +52,16 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
 
 def test_a_kernel_that_does_not_compile_is_a_row_that_says_why():
     row = compile_one("quantized-3bit-4heads", "sm_90")
-    assert isinstance(row, Failed)
+    assert isinstance(row, NotCompiled)
     assert "no kernel" in row.reason
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_and_keeps_no_other_from_compiling():
+    first, second, third = compile_others(["sm_90"], ["keep", "nothing-like-it", "key-norms"])
+    assert isinstance(first, Spills)
+    assert first.spill_bytes == 0
+    assert isinstance(second, NotCompiled)
+    assert (second.kernel, second.target) == ("nothing-like-it", "sm_90")
+    assert "no kernel" in second.reason
+    assert isinstance(third, Spills)
+    assert third.kernel == "key-norms"

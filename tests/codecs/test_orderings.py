@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.bench.kvgen import Knobs, generate
-from disagg.bench.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
-from disagg.bench.synthetic import relative_error
+from disagg.bench.inputs import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.kernels.formats_paged import Scale, Side
 from disagg.kernels.reference_aligned import FEWER_AT, exponents, k_drops, v_drops
 from disagg.kernels.reference_quantize import expand, quantize_side
+from tests.codecs.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
+from tests.synthetic import relative_error
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "LICENSE"
