@@ -1,17 +1,13 @@
 """Prompts of random bytes under a small plan that has every kind of record."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import HostArena
+from disagg.pool import HostArena, Pool
 from disagg.state import GroupState, allocate_group
-from disagg.transfer.items import ArenaSource, Checklist
-from disagg.transfer.keeping import KeepingPool
-from disagg.transfer.messages import Request
-from disagg.transfer.terms import Terms
-from disagg.transfer.units import content_keys, units_of
+from disagg.transfer.records import ArenaSource, Checklist
 from disagg.wire import Commit, Item, PageFrame, Ticket, digest
 
 MODEL = "a-model"
@@ -45,13 +41,8 @@ PLAN = Plan(
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
 
 
-def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> KeepingPool:
-    return KeepingPool(HostArena(bytearray(nbytes)), slab_bytes)
-
-
-def make_terms(pool: KeepingPool, plan: Plan = PLAN, **changes: object) -> Terms:
-    capacity = pool.num_slabs * pool.slab_bytes
-    return replace(Terms(MODEL, plan, EPOCH, capacity), **changes)
+def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
+    return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
 @dataclass
@@ -60,15 +51,14 @@ class Prompt:
 
     plan: Plan
     tokens: int
-    pool: KeepingPool
+    pool: Pool
     states: list[GroupState]
     checklist: Checklist
     read: ArenaSource
-    keys: tuple[bytes, ...] = ()
 
-    def request(self, rid: str = "r", attempt: int = 0, **changes: object) -> Request:
-        made = Request(rid, attempt, EPOCH, self.tokens, MODEL, self.plan.fingerprint)
-        return replace(made, **({"keys": self.keys} | changes))
+    def bytes_of(self, item: Item) -> memoryview:
+        (data,) = self.read.read([item])
+        return data
 
     def frame(self, ticket: Ticket, items: list[Item]) -> PageFrame:
         """A frame of items that share kind and group."""
@@ -80,8 +70,8 @@ class Prompt:
             layout=self.plan.groups[group].layout(kind).fingerprint,
             layers=tuple(item.layer for item in items),
             records=tuple(item.record for item in items),
-            digests=tuple(digest(self.read(item)) for item in items),
-            payload=tuple(self.read(item) for item in items),
+            digests=tuple(digest(self.bytes_of(item)) for item in items),
+            payload=tuple(self.bytes_of(item) for item in items),
         )
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
@@ -92,13 +82,8 @@ class Prompt:
         ]
 
     def commit(self, first_token: int = 5) -> Commit:
-        digests = tuple(digest(self.read(item)) for item in self.checklist.items)
+        digests = tuple(digest(self.bytes_of(item)) for item in self.checklist.items)
         return Commit(self.tokens, self.plan.fingerprint, digests, first_token, {"ids": [1, 2]})
-
-    def equals(self, arena: HostArena, states: tuple[GroupState, ...]) -> bool:
-        """Whether the records of a receiver hold the same bytes."""
-        there = ArenaSource(arena, self.checklist, states)
-        return all(there(item) == self.read(item) for item in self.checklist.items)
 
 
 def make_prompt(tokens: int, seed: int = 0, plan: Plan = PLAN) -> Prompt:
@@ -111,20 +96,3 @@ def make_prompt(tokens: int, seed: int = 0, plan: Plan = PLAN) -> Prompt:
         view = read(item)
         view[:] = source.randbytes(view.nbytes)
     return Prompt(plan, tokens, pool, states, checklist, read)
-
-
-def make_related(
-    tokens: int, seed: int, shared: int, plan: Plan = PLAN, noise: int | None = None
-) -> Prompt:
-    """A prompt with content keys, whose first `shared` tokens are those of all such prompts.
-
-    noise: another computation of the same prompt, whose bytes are a little different
-    """
-    prompt = make_prompt(tokens, seed if noise is None else noise, plan)
-    prompt.keys = content_keys(MODEL, plan, [1] * shared + [seed + 2] * (tokens - shared))
-    for unit in [unit for units in units_of(plan, tokens) for unit in units]:
-        if unit.end <= shared and noise is None:
-            for item in unit.items(plan.groups[unit.group]):
-                view = prompt.read(item)
-                view[:] = random.Random(str(item)).randbytes(view.nbytes)
-    return prompt
