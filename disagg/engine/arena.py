@@ -103,6 +103,12 @@ class SideStream:
         return (lambda: None) if self._stream is None else self._stream.record_event().synchronize
 
 
+def wait_for_kernels(device: torch.device) -> None:
+    """Return when all that this thread has started on a device is done; on a CPU it is anyway."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
     """A pool over `nbytes` of a device, and the same bytes as the tensor that kernels read.
 
