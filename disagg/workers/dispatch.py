@@ -45,10 +45,6 @@ PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
 
 
-def urgency(left: float, waited_s: float) -> float:
-    return left * 2.0 ** -min(waited_s, 1000.0)
-
-
 class Role(StrEnum):
     """What a worker admits: `prefills` prompts for others, `decodes` those of others."""
 
@@ -131,8 +127,8 @@ class Entry:
         return self.job.sampling.get("max_tokens") == 1
 
     def urgency(self, now: float) -> float:
-        """Lower goes first."""
-        return urgency(len(self.job.prompt), now - self.arrived)
+        """Lower goes first: the rule of `engine.scheduler`, which would bring torch along."""
+        return len(self.job.prompt) * 0.5 ** (now - self.arrived)
 
     def leave(self) -> None:
         """Back to the queue."""
