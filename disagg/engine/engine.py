@@ -310,9 +310,10 @@ class Engine:
         """A step broke and nobody can say for whom: all that were in it end."""
         wait_for_kernels(self._runner.device)
         self.pool.release(stash.lost(shares))
+        told = named(error)
         for share in shares:
             if share.sequence.life.status is not Status.DONE:
-                self._fail(share.sequence, share.sequence.error or named(error))
+                self._fail(share.sequence, share.sequence.error or told)
 
     # -- sample
 
