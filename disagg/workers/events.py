@@ -38,24 +38,12 @@ class Record:
 
 
 class Events:
-    """The outputs of a worker, by request.
+    """The outputs of a worker, by request. `load`: what it could take now."""
 
-    load:      what the worker could take now
-    on_change: hears whether a router follows
-    on_other:  hears that another router follows than before
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], Load] = Load,
-        on_change: Callable[[bool], None] = lambda there: None,
-        on_other: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, load: Callable[[], Load] = Load):
+        self.router = ""  # who follows, or followed last
         self._load = load
-        self._on_change = on_change
-        self._on_other = on_other
         self._records: dict[str, Record] = {}
-        self._router = ""  # who followed last
         self._inbox: asyncio.Queue[list[TokenEvent]] | None = None  # of who follows now
 
     @property
@@ -70,9 +58,9 @@ class Events:
 
     def check(self, router: str) -> None:
         """ConfigError while another router than this one follows."""
-        if self.followed and router != self._router:
+        if self.followed and router != self.router:
             raise ConfigError(
-                f"this worker follows router {self._router}, not {router}; two services cannot "
+                f"this worker follows router {self.router}, not {router}; two services cannot "
                 "share workers: stop one, or give each a cluster of its own"
             )
 
@@ -96,13 +84,10 @@ class Events:
         Ends when the same router subscribes again. ConfigError while another one follows.
         """
         self.check(router)
-        if router != self._router:
-            self._router = router
-            self._on_other()
+        self.router = router
         self._drop_unnamed(have)
         inbox: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
         self._inbox = inbox
-        self._on_change(True)
         try:
             yield self._step(
                 event
@@ -121,7 +106,6 @@ class Events:
         finally:
             if self._inbox is inbox:
                 self._inbox = None
-                self._on_change(False)
 
     def acknowledge(self, have: Mapping[str, int]) -> None:
         """The router has so many outputs of these requests, and wants no older ones again."""

@@ -19,7 +19,7 @@ from disagg.config import TransferConfig
 from disagg.engine.engine import named
 from disagg.engine.messages import Abort, Failed, Message, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
-from disagg.errors import DeadlineError, DisaggError, RequestError
+from disagg.errors import DeadlineError, RequestError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.pool import Arena
@@ -55,6 +55,11 @@ def request_of(job: Job, side: str) -> Request:
     except TypeError as error:
         raise RequestError(f"{job.name}: {error}") from None
     return Request(f"{job.rid}#{job.attempt}/{side}", job.prompt, params, job.codec)
+
+
+def check_job(job: Job) -> None:
+    """RequestError for a job that no engine can ever serve."""
+    request_of(job, "d")
 
 
 class PrefillSide:
@@ -173,7 +178,8 @@ class PrefillSide:
         self._computed[request.rid] = computed
         try:
             self._engine.submit(Prefill(request, offering))
-            await asyncio.wait([computed, sending], return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future] = [computed, sending]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():
                 sending.result()  # raises: without a commit it cannot end well
             offering.computed()

@@ -37,7 +37,7 @@ from disagg.transfer.sender import Peers
 from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Role, Started
 from disagg.workers.events import Events
-from disagg.workers.prefill import PrefillSide, request_of
+from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
@@ -253,7 +253,7 @@ class Worker:
             lease_s=transfer.lease_s,
             max_sequences=self.config.engine.max_sequences,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
-            check=lambda job: request_of(job, "d") and None,
+            check=check_job,
             may_reserve=engine.may_reserve,
         )
         self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
