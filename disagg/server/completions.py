@@ -15,9 +15,8 @@ from disagg.metrics import Metrics, RequestTimes
 from disagg.server.counts import WorkerCounts
 from disagg.server.limits import check_prompt
 from disagg.server.schema import CompletionRequest
-from disagg.transfer.work import WorkerStatus
-from disagg.workers.clients import Output
-from disagg.workers.router import RECEIPT_S, Router
+from disagg.transfer.messages import WorkerStatus
+from disagg.workers.router import RECEIPT_S, Output, Router
 from disagg.workers.text import Decoder, TextStream
 
 MAX_SEED = 2**63

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from disagg.config import Config, RouterConfig
 from disagg.model.runner import Runner
-from disagg.transfer.channel import connect
 from disagg.transfer.control import WorkerClient
+from disagg.transfer.rpc import connect
 from disagg.transfer.security import Security
-from disagg.workers.clients import Output
-from disagg.workers.members import Peer, Role
-from disagg.workers.router import Router
+from disagg.workers.dispatch import Role
+from disagg.workers.router import Output, Peer, Router
 from disagg.workers.worker import Worker
 from tests.workers.fakes import until
 
@@ -94,7 +93,7 @@ async def house(config: Config | None = None, **router: float) -> AsyncIterator[
     """Nobody home yet; everybody leaves at the end."""
     found = House(config or Config(), Router(RouterConfig(**router)))  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(20):
             yield found
     finally:
         await found.router.close()
