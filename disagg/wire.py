@@ -24,8 +24,9 @@ from disagg.page import Kind
 MAGIC, WIRE_VERSION = b"dgKV", 2
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
 MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
-MAX_FRAME_BYTES = 64 << 20  # what a receiver accepts unless it knows better
+MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
 
+_FRAME_TAG = b"\x0a"  # protobuf: field 1, length-delimited; of PushRequest and CommitRequest
 _PRELUDE = struct.Struct("<4sHHQQ")
 _CHECKSUM = struct.Struct("<Q")
 PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
@@ -165,6 +166,27 @@ def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
     return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
 
 
+def frame_message(parts: Sequence[Buffer]) -> bytes:
+    """The buffers of a frame as the bytes of a PushRequest or a CommitRequest: one copy."""
+    return b"".join([_FRAME_TAG, _varint(sum(map(len, parts))), *parts])
+
+
+def message_frame(message: Buffer) -> memoryview:
+    """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
+    view = memoryview(message)
+    if view[:1] != _FRAME_TAG:
+        raise CorruptFrameError(f"a message of {len(view)} bytes where one frame was expected")
+    size = shift = 0
+    for place, byte in enumerate(view[1:11], 2):
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if size != len(view) - place:
+                break
+            return view[place:]
+    raise CorruptFrameError(f"a message of {len(view)} bytes is not one frame")
+
+
 def pack_digests(digests: Sequence[int]) -> bytes:
     """Eight bytes each, little-endian."""
     return struct.pack(f"<{len(digests)}Q", *digests)
@@ -237,3 +259,13 @@ def _commit(body: Mapping[str, Any]) -> Commit:
 
 def _refuse_extension(code: int, data: bytes) -> object:
     raise ValueError(f"extension type {code} is not used here")
+
+
+def _varint(value: int) -> bytes:
+    """As protobuf writes a size: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

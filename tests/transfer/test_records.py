@@ -53,7 +53,7 @@ def test_no_two_items_share_a_byte(tokens):
     spans = {item: addresses.spans(item) for item in prompt.checklist.items}
     for item, some in spans.items():
         assert sum(nbytes for _, nbytes in some) == prompt.checklist.nbytes(item)
-        assert len(prompt.read(item)) == prompt.checklist.nbytes(item)
+        assert len(prompt.bytes_of(item)) == prompt.checklist.nbytes(item)
     flat = sorted(itertools.chain.from_iterable(spans.values()))
     for (start, nbytes), (following, _) in itertools.pairwise(flat):
         assert start + nbytes <= following
@@ -80,7 +80,7 @@ def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
         for head in range(3)
         for v in range(2)
     ]
-    assert bytes(prompt.read(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
+    assert bytes(prompt.bytes_of(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -93,7 +93,7 @@ def test_sent_bytes_and_zeros_make_the_same_records_in_an_arena_full_of_other_by
     for start, nbytes in addresses.unsent():
         pool.arena.zero(start, nbytes)
     for item in prompt.checklist.items:
-        data = prompt.read(item)
+        data = prompt.bytes_of(item)
         for start, nbytes in addresses.spans(item):
             pool.arena.write([(start, data[:nbytes])])
             data = data[nbytes:]
@@ -135,7 +135,7 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     prompt = make_prompt(300)
     arena = StagingArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
     source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
-    expected = [bytes(prompt.read(item)) for item in items]
+    expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
     arena.zero(0, arena.nbytes // 2)
     wait()
@@ -143,7 +143,7 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     assert arena.reads == 2  # the staging; and nothing, at once
     assert list(map(bytes, source.read(items[5:]))) == [
         *expected[5:-2],
-        *(bytes(prompt.read(item)) for item in items[-2:]),
+        *(bytes(prompt.bytes_of(item)) for item in items[-2:]),
     ]
     assert arena.reads == 3
 

@@ -277,7 +277,7 @@ class Machine(RuleBasedStateMachine):
                 self.pool,
                 list(admission.groups),
                 prompt.checklist,
-                type(prompt.source)(self.pool.arena, prompt.checklist, admission.groups),
+                type(prompt.read)(self.pool.arena, prompt.checklist, admission.groups),
             )
             assert there.commit().digests == admission.commit.digests
 
