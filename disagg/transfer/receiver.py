@@ -37,7 +37,7 @@ from disagg.transfer.messages import (
     parse,
     ticket_from,
 )
-from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
@@ -101,9 +101,9 @@ class Intake:
             for spans, size in zip(write.spans, sizes, strict=True)
         ]
 
-    def progress(self, write: Write) -> None:
-        """More bytes came; ReservationError if they are of no use any more."""
-        self.reservations.still_writing(write, self.clock())
+    def progress(self, frame: PageFrame) -> bool:
+        """More bytes of a frame came; whether the rest is of use."""
+        return not self.reservations.renew([frame.ticket], self.clock())
 
     def abandon(self, write: Write) -> None:
         """The rest will not come."""
@@ -226,23 +226,22 @@ class Receiver:
         """The receiving end of a new channel; close it when that ends."""
         return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
 
-    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> list[Damage]:
+    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
 
         In a thread: on a device the bytes come behind the kernels that run now.
         """
-        scrub, damages = self.reservations.cache.begin_scrub(max_bytes), list[Damage]()
+        scrub = self.reservations.cache.begin_scrub(max_bytes)
         damaged: dict[bytes, CorruptFrameError] = {}
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
             with self._event() as now:
-                damages = self.reservations.end_scrub(scrub, damaged, now)
-        for damage in damages:
-            log.error("%s; %d requests had it", damage.error, len(damage.requests))
-            for rid, attempt in damage.requests:
-                self._on_damage(rid, attempt, damage.error)
-        return damages
+                struck = self.reservations.end_scrub(scrub, damaged, now)
+        for error, requests in struck.items():
+            log.error("%s; %d requests had it", error, len(requests))
+            for rid, attempt in requests:
+                self._on_damage(rid, attempt, error)
 
     # -- the service: bytes of messages in and out
 
