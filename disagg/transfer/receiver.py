@@ -39,7 +39,7 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
-from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
+from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket, message_frame, unpack
 
 SCRUB_S = 1.0
 SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
@@ -94,10 +94,9 @@ class Intake:
 
     def targets(self, write: Write, sizes: Sequence[int]) -> list[memoryview]:
         """Where to receive each item of a frame: in the arena, if it lies there in one piece."""
+        lands = self.arena.on_host
         return [
-            self.arena.read(*spans[0])
-            if self.arena.on_host and len(spans) == 1
-            else memoryview(bytearray(size))
+            self.arena.read(*spans[0]) if lands and len(spans) == 1 else memoryview(bytearray(size))
             for spans, size in zip(write.spans, sizes, strict=True)
         ]
 
@@ -112,11 +111,12 @@ class Intake:
     def refuse(self, frame: PageFrame, nbytes: int, error: DisaggError) -> Credit:
         """The answer to a frame that was dropped, in a message of `nbytes`."""
         self.failures[error.reason] += 1
-        return self._answer(frame, nbytes, error=error)
+        ticket = frame.ticket
+        return self._answer(ticket, Credit(ticket.nonce, ticket.gen, nbytes, error=error))
 
     def end(self, write: Write, frame: PageFrame, nbytes: int, landed: bool = False) -> Credit:
         """Verify a frame and put its items in place, but for those that `landed` in `targets`."""
-        began, written, failure = self.clock(), False, None
+        began, written, failure, ticket = self.clock(), False, None, frame.ticket
         try:
             frame.verify()
             self.arena.write(list(write.pieces(frame.payload, landed and self.arena.on_host)))
@@ -127,19 +127,11 @@ class Intake:
             self.reservations.end_write(write, written)
         if failure is not None:
             return self.refuse(frame, nbytes, failure)
-        return self._answer(frame, nbytes, 1000 * (self.clock() - began))
+        self.reservations.count(ticket.nonce, verify_ms=1000 * (self.clock() - began))
+        return self._answer(ticket, Credit(ticket.nonce, ticket.gen, nbytes))
 
-    def _answer(
-        self,
-        frame: PageFrame,
-        nbytes: int,
-        verify_ms: float = 0.0,
-        error: DisaggError | None = None,
-    ) -> Credit:
-        ticket = frame.ticket
-        credit = Credit(ticket.nonce, ticket.gen, nbytes, error=error)
-        answered = credit.to_message().ByteSize()
-        self.reservations.count(ticket.nonce, nbytes + answered, verify_ms)
+    def _answer(self, ticket: Ticket, credit: Credit) -> Credit:
+        self.reservations.count(ticket.nonce, credit.nbytes + credit.to_message().ByteSize())
         if not self.reservations.expects(ticket):
             self.on_news()
         return credit

@@ -407,7 +407,7 @@ class Reservations:
         self.counts["damaged"] += len(struck)
         return struck
 
-    def count(self, nonce: int, nbytes: int, verify_ms: float = 0.0) -> None:
+    def count(self, nonce: int, nbytes: int = 0, verify_ms: float = 0.0) -> None:
         """Note what crossed the link for a reservation, and what it took here."""
         if reservation := self._by_nonce.get(nonce):
             reservation.wire_bytes += nbytes
@@ -420,9 +420,9 @@ class Reservations:
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
+        live, running = len(self._live), len(self._running)
         streams = sum(x.state is State.ATTACHED for x in self._live.values())
-        held = {"reservations": len(self._live), "streams": streams}
-        return held | {"running": len(self._running)}
+        return {"reservations": live, "streams": streams, "running": running}
 
     def _of(self, rid: str | None = None) -> list[Reservation]:
         """The live and the running ones of one request, or of all."""
