@@ -20,10 +20,11 @@ from disagg.errors import (
 from disagg.metrics import HandoffStats
 from disagg.page import Kind, make_layout
 from disagg.plan import Plan
+from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import Pace
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
+from disagg.transfer.messages import Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import units_of
-from disagg.transfer.sender import Channel, Peers, Sender
+from disagg.transfer.sender import Sender
 from disagg.wire import Item, PageFrame, Ticket, digest
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
@@ -62,7 +63,7 @@ def test_a_prompt_arrives_whole_with_what_only_prefill_knows(prompt):
             assert frame.commit.timings == {"encode": 1.5}
             assert stats.payload_bytes == prompt.checklist.total_bytes
             assert (stats.attaches, stats.verify_ms, stats.admit_ms) == (1, 1.0, 2.0)
-            assert 0 < stats.exposed_ms
+            assert stats.exposed_ms > 0
             assert (
                 0
                 < stats.wire_bytes - stats.payload_bytes
@@ -132,7 +133,7 @@ def test_a_lost_acknowledgement_is_asked_for_again(prompt):
             def swallow(frame):
                 if len(peer.commits) == 1:
                     raise PeerLostError("the answer was lost")
-                return None
+                return
 
             peer.on_commit = swallow
             peer.on_attach = lambda attach: Attached(State.ADMITTED) if peer.commits else None
@@ -462,7 +463,7 @@ def test_a_failure_in_renewing_breaks_the_channel_loudly_and_its_hand_offs_attac
             running = asyncio.create_task(sender.run())
             await until(lambda: bool(peer.renewals))
             with monkeypatch.context() as broken:
-                broken.setattr("disagg.transfer.sender.KvClient.renew", None)
+                broken.setattr("disagg.transfer.channel.KvClient.renew", None)
                 await until(lambda: len(peer.attaches) >= 2)
             renewed = len(peer.renewals)
             await until(lambda: len(peer.renewals) > renewed)
