@@ -42,8 +42,13 @@ MAX_PARTS = 256  # of one gathered read or write; the kernel takes up to 1024
 MAX_ANSWER_BYTES = 64 << 10
 MAX_READS = 64  # reads in a row; then others have their turn, however much a peer sends
 WAKE_BYTES = 512 << 10  # a reader that wants more is woken when so much has come
+# bbr, the default of some hosts, takes the pauses between frames for the rate of the link: 0.88 and
+# 0.79 of a TCP stream over 5 and 10 Gb/s, where cubic has 0.99 and 0.98 (November 2026)
+CONGESTION = b"cubic"
 DEAD_MS = 5000  # sent bytes that no kernel acknowledges so long mean a dead link
 
+_OPTIONS: dict[str, int | bytes] = {"TCP_NODELAY": 1, "TCP_CONGESTION": CONGESTION}
+_OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": DEAD_MS}
 _HELLO = struct.Struct(f"<4sI{KEY_BYTES}s")
 _LENGTH = struct.Struct("<I")
 
@@ -76,9 +81,8 @@ class AsyncSocket:
         self._loop = asyncio.get_running_loop()
         self._wake_bytes = 1
         self._reads = 0  # since others had their turn
-        options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (options | {"TCP_USER_TIMEOUT": DEAD_MS}).items():
+        for name, value in _OPTIONS.items():
             with suppress(OSError, AttributeError):  # not every system has all of them
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
