@@ -11,7 +11,6 @@ import pytest
 from disagg.errors import (
     CapacityError,
     ConfigError,
-    CorruptFrameError,
     DisaggError,
     PeerLostError,
     WireError,
@@ -303,27 +302,6 @@ def test_an_ipv6_host_is_an_address_like_any_other(host):
         assert address.startswith("[::1]:")
         link = connect(address)
         await asyncio.wait_for(link.channel.channel_ready(), 20.0)
-        await link.close()
-        await server.stop(None)
-
-    asyncio.run(scene())
-
-
-def test_an_error_that_ends_a_stream_from_within_is_told_to_the_caller():
-    """What `both` does not catch itself: the frames of a peer that break the rules."""
-
-    async def scene():
-        async def both(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-            async for message in messages:
-                yield message
-                raise CorruptFrameError("bad")
-
-        server, address = await start_server(
-            [rpc_handlers("a.B", {}, both_stream={"Both": both})], "127.0.0.1"
-        )
-        link = connect(address)
-        with pytest.raises(CorruptFrameError, match="bad"):
-            await ask(link, "Both", b"y")
         await link.close()
         await server.stop(None)
 
