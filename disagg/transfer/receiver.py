@@ -37,9 +37,9 @@ from disagg.transfer.messages import (
     parse,
     ticket_from,
 )
-from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
-from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
+from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket, message_frame, unpack
 
 SCRUB_S = 1.0
 SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
@@ -94,16 +94,15 @@ class Intake:
 
     def targets(self, write: Write, sizes: Sequence[int]) -> list[memoryview]:
         """Where to receive each item of a frame: in the arena, if it lies there in one piece."""
+        lands = self.arena.on_host
         return [
-            self.arena.read(*spans[0])
-            if self.arena.on_host and len(spans) == 1
-            else memoryview(bytearray(size))
+            self.arena.read(*spans[0]) if lands and len(spans) == 1 else memoryview(bytearray(size))
             for spans, size in zip(write.spans, sizes, strict=True)
         ]
 
-    def progress(self, write: Write) -> None:
-        """More bytes came; ReservationError if they are of no use any more."""
-        self.reservations.still_writing(write, self.clock())
+    def progress(self, frame: PageFrame) -> bool:
+        """More bytes of a frame came; whether the rest is of use."""
+        return not self.reservations.renew([frame.ticket], self.clock())
 
     def abandon(self, write: Write) -> None:
         """The rest will not come."""
@@ -112,32 +111,27 @@ class Intake:
     def refuse(self, frame: PageFrame, nbytes: int, error: DisaggError) -> Credit:
         """The answer to a frame that was dropped, in a message of `nbytes`."""
         self.failures[error.reason] += 1
-        return self._answer(frame, nbytes, error=error)
+        ticket = frame.ticket
+        return self._answer(ticket, Credit(ticket.nonce, ticket.gen, nbytes, error=error))
 
     def end(self, write: Write, frame: PageFrame, nbytes: int, landed: bool = False) -> Credit:
         """Verify a frame and put its items in place, but for those that `landed` in `targets`."""
-        began, written = self.clock(), False
+        began, written, failure, ticket = self.clock(), False, None, frame.ticket
         try:
             frame.verify()
             self.arena.write(list(write.pieces(frame.payload, landed and self.arena.on_host)))
             written = True
         except CorruptFrameError as error:
-            return self.refuse(frame, nbytes, error)
+            failure = error
         finally:
             self.reservations.end_write(write, written)
-        return self._answer(frame, nbytes, 1000 * (self.clock() - began))
+        if failure is not None:
+            return self.refuse(frame, nbytes, failure)
+        self.reservations.count(ticket.nonce, verify_ms=1000 * (self.clock() - began))
+        return self._answer(ticket, Credit(ticket.nonce, ticket.gen, nbytes))
 
-    def _answer(
-        self,
-        frame: PageFrame,
-        nbytes: int,
-        verify_ms: float = 0.0,
-        error: DisaggError | None = None,
-    ) -> Credit:
-        ticket = frame.ticket
-        credit = Credit(ticket.nonce, ticket.gen, nbytes, error=error)
-        answered = credit.to_message().ByteSize()
-        self.reservations.count(ticket.nonce, nbytes + answered, verify_ms)
+    def _answer(self, ticket: Ticket, credit: Credit) -> Credit:
+        self.reservations.count(ticket.nonce, credit.nbytes + credit.to_message().ByteSize())
         if not self.reservations.expects(ticket):
             self.on_news()
         return credit
@@ -224,23 +218,22 @@ class Receiver:
         """The receiving end of a new channel; close it when that ends."""
         return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
 
-    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> list[Damage]:
+    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
 
         In a thread: on a device the bytes come behind the kernels that run now.
         """
-        scrub, damages = self.reservations.cache.begin_scrub(max_bytes), list[Damage]()
+        scrub = self.reservations.cache.begin_scrub(max_bytes)
         damaged: dict[bytes, CorruptFrameError] = {}
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
             with self._event() as now:
-                damages = self.reservations.end_scrub(scrub, damaged, now)
-        for damage in damages:
-            log.error("%s; %d requests had it", damage.error, len(damage.requests))
-            for rid, attempt in damage.requests:
-                self._on_damage(rid, attempt, damage.error)
-        return damages
+                struck = self.reservations.end_scrub(scrub, damaged, now)
+        for error, requests in struck.items():
+            log.error("%s; %d requests had it", error, len(requests))
+            for rid, attempt in requests:
+                self._on_damage(rid, attempt, error)
 
     # -- the service: bytes of messages in and out
 

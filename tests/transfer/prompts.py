@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena, HostArena
+from disagg.pool import Arena, HostArena, Pool
 from disagg.state import GroupState, allocate_group
-from disagg.transfer.keeping import KeepingPool as Pool
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, ArenaSource, Checklist, ids_by_kind, units_of
 from disagg.transfer.reservations import Terms
@@ -65,7 +64,7 @@ class Prompt:
     pool: Pool
     states: list[GroupState]
     checklist: Checklist
-    source: ArenaSource
+    read: ArenaSource
 
     @property
     def tokens(self) -> int:
@@ -74,13 +73,14 @@ class Prompt:
     def job(self, rid: str = "r", attempt: int = 0, **changes: object) -> Job:
         return replace(Job(rid, attempt, self.ids), **changes)
 
-    def read(self, item: Item) -> memoryview:
-        return self.source.read([item])[0]
+    def bytes_of(self, item: Item) -> memoryview:
+        (data,) = self.read.read([item])
+        return data
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
         """A frame of items that share kind, group and size."""
         kind, group = items[0][:2]
-        payload = tuple(self.source.read(items))
+        payload = tuple(self.read.read(items))
         return PageFrame(
             ticket=ticket,
             kind=kind,
@@ -100,7 +100,7 @@ class Prompt:
         return [self.frame(ticket, items) for items in by_key.values()]
 
     def commit(self, first_token: int = 5) -> Commit:
-        digests = tuple(digest(self.read(item)) for item in self.checklist.items)
+        digests = tuple(digest(self.bytes_of(item)) for item in self.checklist.items)
         return Commit(self.tokens, self.plan.fingerprint, digests, first_token, {"ids": [1, 2]})
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
@@ -129,8 +129,8 @@ def make_prompt(
     pool = make_pool(1 << 22)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
     checklist = Checklist(plan, tokens)
-    source = ArenaSource(pool.arena, checklist, states)
-    prompt = Prompt(plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, source)
+    read = ArenaSource(pool.arena, checklist, states)
+    prompt = Prompt(plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read)
     for item in checklist.items:
         fill(prompt, item, (seed, item))
     return prompt

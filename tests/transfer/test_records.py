@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError
 from disagg.page import FinalAt, Kind
 from disagg.plan import Plan
@@ -53,7 +55,7 @@ def test_no_two_items_share_a_byte(tokens):
     spans = {item: addresses.spans(item) for item in prompt.checklist.items}
     for item, some in spans.items():
         assert sum(nbytes for _, nbytes in some) == prompt.checklist.nbytes(item)
-        assert len(prompt.read(item)) == prompt.checklist.nbytes(item)
+        assert len(prompt.bytes_of(item)) == prompt.checklist.nbytes(item)
     flat = sorted(itertools.chain.from_iterable(spans.values()))
     for (start, nbytes), (following, _) in itertools.pairwise(flat):
         assert start + nbytes <= following
@@ -68,6 +70,14 @@ def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
         assert Checklist(plan, tokens).total_bytes == fp16
 
 
+@pytest.mark.parametrize("name", sorted({*codec_names()} - {"raw", "alignedkv"}))
+def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
+    """AlignedKV is no lossy one: its pages are fp16 and 0.8 % more."""
+    plan = parse_plan(name, KVShape(2, 2, 64, "float32", (None, None)))
+    for tokens in (*range(1, 520), 2047, 2048, 2049, 2112, 2240, 4200):
+        assert Checklist(plan, tokens).total_bytes <= 2 * tokens * 2 * 2 * 64 * 2
+
+
 def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
     prompt = make_prompt(5)
     record, row = prompt.states[0].tail[0] * 128, 2 * 8
@@ -80,7 +90,7 @@ def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
         for head in range(3)
         for v in range(2)
     ]
-    assert bytes(prompt.read(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
+    assert bytes(prompt.bytes_of(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -93,7 +103,7 @@ def test_sent_bytes_and_zeros_make_the_same_records_in_an_arena_full_of_other_by
     for start, nbytes in addresses.unsent():
         pool.arena.zero(start, nbytes)
     for item in prompt.checklist.items:
-        data = prompt.read(item)
+        data = prompt.bytes_of(item)
         for start, nbytes in addresses.spans(item):
             pool.arena.write([(start, data[:nbytes])])
             data = data[nbytes:]
@@ -135,7 +145,7 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     prompt = make_prompt(300)
     arena = StagingArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
     source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
-    expected = [bytes(prompt.read(item)) for item in items]
+    expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
     arena.zero(0, arena.nbytes // 2)
     wait()
@@ -143,7 +153,7 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     assert arena.reads == 2  # the staging; and nothing, at once
     assert list(map(bytes, source.read(items[5:]))) == [
         *expected[5:-2],
-        *(bytes(prompt.read(item)) for item in items[-2:]),
+        *(bytes(prompt.bytes_of(item)) for item in items[-2:]),
     ]
     assert arena.reads == 3
 

@@ -99,7 +99,7 @@ def test_what_the_engine_refuses_is_freed_and_not_acknowledged_later(desk, promp
     desk.push(prompt, ticket)
     commit = CommitFrame(ticket, prompt.commit())
     desk.ledger.commit(commit, 0.0)
-    desk.ledger.reject(ticket.nonce, desk.admitted().groups, "out of memory", 0.0)
+    desk.ledger.reject(desk.admitted(), "out of memory", 0.0)
     with pytest.raises(ReservationError, match="out of memory"):
         desk.ledger.commit(commit, 0.0)
     desk.assert_nothing_held()
@@ -461,13 +461,13 @@ def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, pro
     for now in (7.0, 14.0, 21.0):
         assert desk.ledger.renew([tickets["renew"]], now) == ()
         desk.store(frames["frame"][int(now) % 2], now)
-        desk.ledger.still_writing(write, now)
+        assert desk.ledger.renew([tickets["open write"]], now) == ()
         desk.reserve(prompt, now, rid="same job")
     assert desk.ledger.renew(tickets.values(), 22.0) == (tickets["none"].nonce,)
     assert desk.ledger.counts["expired"] == 1
     assert desk.ledger.next_event() == 32.0
-    with pytest.raises(ReservationError, match="expired"):
-        desk.ledger.still_writing(write, 40.0)
+    desk.ledger.expire(40.0)
+    assert desk.pool.referenced_pages > 0
     desk.ledger.end_write(write, False)
     desk.assert_nothing_held()
     assert desk.ledger.next_event() is None

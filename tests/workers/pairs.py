@@ -93,7 +93,7 @@ async def house(config: Config | None = None, **router: float) -> AsyncIterator[
     """Nobody home yet; everybody leaves at the end."""
     found = House(config or Config(), Router(RouterConfig(**router)))  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             yield found
     finally:
         await found.router.close()
