@@ -26,9 +26,14 @@ def at_least(least: float, *, default: Any) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+def one_of(*names: str) -> Any:
+    """A field whose value is one of these; the first by default."""
+    return field(default=names[0], metadata={"names": names})
+
+
 @dataclass(frozen=True)
 class Bounded:
-    """ConfigError for a value below the least one, with the key as a user would write it."""
+    """ConfigError for a value that cannot be, with the key as a user would write it."""
 
     def __post_init__(self) -> None:
         room = type(self).__name__.removesuffix("Config").lower()
@@ -37,6 +42,8 @@ class Bounded:
             if None not in (least, value) and not value >= least:
                 wanted = f"at least {least} is wanted"
                 raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
+            if value not in (names := each.metadata.get("names", [value])):
+                raise UnknownNameError(f"{room}.{each.name}", str(value), names)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class TransferConfig(Bounded):
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     dedup:       pages that the decode worker has of other prompts are not sent again
+    channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -89,6 +97,7 @@ class TransferConfig(Bounded):
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
     dedup: bool = True
+    channel: str = one_of("grpc", "direct")
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,7 @@ class ClusterConfig(Bounded):
     prefill, decode: how many workers of each role
     orphan_s: workers exit so long after the last router left
     grace_s:  how long a stopping worker may finish what it has
+    detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
     """
 
     address: str = "local"
@@ -120,6 +130,7 @@ class ClusterConfig(Bounded):
     decode: int = at_least(1, default=1)
     orphan_s: float = at_least(0, default=60.0)
     grace_s: float = at_least(0, default=5.0)
+    detach: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class SecurityConfig:
     token_file:  the shared secret that every call carries; a private Ray makes one of its own
     certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS
     mutual:      clients show a certificate too
+    insecure:    a cluster may go without a secret: whoever reaches its ports may use it
     """
 
     token_file: str | None = None
@@ -153,6 +165,7 @@ class SecurityConfig:
     certificate: str | None = None
     key: str | None = None
     mutual: bool = False
+    insecure: bool = False
 
 
 @dataclass(frozen=True)

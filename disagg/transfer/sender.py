@@ -1,193 +1,494 @@
-"""Sends one prompt to a decode worker: reserve, push while it is computed, commit, acknowledged.
+"""Sends one prompt to a decode worker while it is computed. Lives on the io loop.
 
-The engine's side is `offer` and `finish`, which never wait. The io loop's side is `reserve` and
-`run`: it survives broken streams (attach again, send what is missing) and an expired lease
-(reserve again), and ends in a receipt or in one typed error, with nothing left reserved.
+    engine ── offer, finish ──► Sender ── attach, commit: calls of its own ─────────► receiver
+                                  │ frames, as credit allows                          ▲ │
+                                  └──► Channel, which carries all hand-offs of a pair ┘ ▼ credit
+
+The engine's side never waits. The io loop's side survives broken channels (attach again, send what
+is missing) and ends in figures or in one typed error. Nothing is reserved or released here, that is
+the router's: a sender that is cancelled only stops.
 """
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from disagg.errors import DeadlineError, DisaggError, PeerLostError, ReservationError
-from disagg.page import FinalAt
+from disagg.errors import (
+    CorruptFrameError,
+    DeadlineError,
+    DisaggError,
+    LayoutError,
+    PeerLostError,
+    ReservationError,
+)
+from disagg.metrics import HandoffStats
+from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.transfer.channel import Link
-from disagg.transfer.client import Client
-from disagg.transfer.items import Checklist
-from disagg.transfer.messages import Ack, Attached, Grant, Nack, Request, State
-from disagg.transfer.outbox import Outbox, Source
-from disagg.transfer.sending import Options, Receipt, Sending
-from disagg.transfer.stream import Stream
-from disagg.transfer.units import units_of
-from disagg.wire import CommitFrame, Item, PlainValue, Ticket
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
+from disagg.transfer.records import Checklist, items_in_frame, units_of
+from disagg.wire import (
+    FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    Buffer,
+    Commit,
+    CommitFrame,
+    Item,
+    PageFrame,
+    PlainValue,
+    Ticket,
+    digest,
+    pack,
+)
+
+if TYPE_CHECKING:
+    from disagg.transfer.channel import Channel
 
 RETRY_S = 0.1
-MAX_REFUSALS = 3  # streams in a row that ended by a ReservationError
+MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
+Result = TypeVar("Result")
+
+
+class Source(Protocol):
+    """Where the bytes of items are."""
+
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items of one kind, layer group and size that were offered."""
+
+
+# -- what a hand-off still has to send
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One page frame of `size` bytes, in parts: the pages lie where they were.
+
+    queued_since: when its first item was offered
+    """
+
+    parts: Sequence[Buffer]
+    size: int
+    payload_bytes: int
+    queued_since: float
+
+
+class Outbox:
+    """The items of one hand-off on their way out. No sockets, no clock.
+
+        offer ──► queue ──► frame ──► in flight ──► confirmed
+                    ▲                     │ stream broke, or the receiver misses it
+                    └─────────────────────┘
+
+    Frames are filled with items of one kind, group and size, oldest first. A frame that is not full
+    leaves when nothing is on its way, so that the link never waits for more, and when nothing more
+    will come. What is in flight never exceeds two frames, nor what the receiver granted. What the
+    receiver has is skipped: with the same digest, or found by its content key; then the commit
+    names the receiver's digest.
+    """
+
+    def __init__(self, checklist: Checklist, source: Source, frame_bytes: int = FRAME_BYTES):
+        self.checklist = checklist
+        self.frame_bytes = frame_bytes
+        self.credit = 0
+        self.bytes_in_flight = 0
+        self._source = source
+        self._order = checklist.items  # asked for now, while there is time
+        self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
+        self._queues: dict[tuple[Kind, int, int], deque[Item]] = {}  # by kind, group, size: to send
+        self._ready: Parcel | None = None  # packed, waiting for credit
+        self._flight: deque[Parcel] = deque()
+        self._digests: dict[Item, int] = {}
+        self._there: dict[Item, int] = {}  # what the receiver said it has
+        self._cached: frozenset[Item] = frozenset()  # of it, what it found by content keys
+        self._skipped: dict[Item, int] = {}  # never sent, because it is there
+
+    def offer(self, items: Iterable[Item], now: float) -> None:
+        """The bytes of these items are final. Each item of the checklist is offered once."""
+        given = dict.fromkeys(items, now)
+        assert self._given.keys().isdisjoint(given)
+        self._given |= given
+        self._enqueue(given)
+
+    @property
+    def drained(self) -> bool:
+        """Every item of the checklist was offered, and none waits to be sent."""
+        return self._whole and not any(self._queues.values()) and self._ready is None
+
+    @property
+    def next_layer(self) -> int:
+        """The layer that the next frame begins with; any number if there is none."""
+        queue = self._next_queue()
+        return queue[0].layer if queue else 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that need not be sent, because the receiver has them."""
+        return sum(map(self.checklist.nbytes, self._skipped))
+
+    def manifest(self) -> tuple[int, ...]:
+        """The digest of every item, in the order of the checklist; only once drained."""
+        digests = self._digests | self._skipped
+        return tuple(map(digests.__getitem__, self._order))
+
+    def attached(
+        self, items: Mapping[Item, int], cached: Iterable[Item] = (), credit: int = 0
+    ) -> None:
+        """Start over with a receiver that has these items, some found by their content keys."""
+        self._there, self._cached = dict(items), frozenset(cached)
+        self._skipped = {x: seen for x, seen in self._skipped.items() if items.get(x) == seen}
+        self._flight.clear()
+        self._ready = None
+        self.credit, self.bytes_in_flight = credit, 0
+        self._queues.clear()
+        here = {item for item in items if self._is_there(item)}
+        self._enqueue([x for x in self._given if x not in here] if here else self._given)
+
+    def grant(self, credit: int, frames: int) -> None:
+        """More credit, and `frames` more that arrived and were verified."""
+        self.credit += credit
+        for _ in range(frames):
+            if not self._flight:
+                raise CorruptFrameError(f"credit for {frames} frames that were not sent")
+            self.bytes_in_flight -= self._flight.popleft().size
+
+    def missing(self, items: Sequence[Item]) -> None:
+        """The receiver does not have these: they go out again."""
+        if not items:
+            raise CorruptFrameError("the receiver misses items but names none")
+        for item in items:
+            if item not in self._given:
+                raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
+            self._there.pop(item, None)
+            self._skipped.pop(item, None)
+        self._enqueue(items)
+
+    def next_parcel(self, ticket: Ticket) -> Parcel | None:
+        """The next frame, if there is one and credit for it; it counts as in flight."""
+        while self._ready is None and (queue := self._next_queue()):
+            self._ready = self._pack(queue, ticket)
+        if self._ready is None:
+            return None
+        size = self._ready.size
+        window = 2 * max(self.frame_bytes, size)
+        if size > self.credit or self.bytes_in_flight + size > window:
+            return None
+        parcel, self._ready = self._ready, None
+        self._flight.append(parcel)
+        self.credit -= size
+        self.bytes_in_flight += size
+        return parcel
+
+    @property
+    def _whole(self) -> bool:
+        return len(self._given) == self.checklist.num_items
+
+    def _enqueue(self, items: Iterable[Item]) -> None:
+        nbytes = self.checklist.nbytes
+        for (kind, group), run in groupby(items, itemgetter(0, 1)):
+            some = list(run)
+            parts = groupby(some, nbytes) if kind is Kind.RAW else [(nbytes(some[0]), some)]
+            for size, part in parts:  # only the last raw record of a layer is smaller than others
+                self._queues.setdefault((kind, group, size), deque()).extend(part)
+
+    def _most(self, item: Item) -> int:
+        """How many items like this one make a full frame."""
+        return items_in_frame(self.frame_bytes, self.checklist.nbytes(item))
+
+    def _next_queue(self) -> deque[Item] | None:
+        """Where the oldest items are that may leave now."""
+        queues = [queue for queue in self._queues.values() if queue]
+        if self._flight and not self._whole:
+            queues = [queue for queue in queues if len(queue) >= self._most(queue[0])]
+        return min(queues, key=lambda queue: self._given[queue[0]], default=None)
+
+    def _pack(self, queue: deque[Item], ticket: Ticket) -> Parcel | None:
+        """A frame of the items at the head of a queue; none if all of them are there."""
+        kind, group = queue[0][:2]
+        nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
+        items: list[Item] = []
+        while queue and len(items) < most:
+            some = [queue.popleft() for _ in range(min(len(queue), most - len(items)))]
+            items += self._not_there(some) if self._there else some
+        if not items:
+            return None
+        payload = self._source.read(items)
+        digests = self._digests_of(items, payload)
+        frame = PageFrame(
+            ticket=ticket,
+            kind=kind,
+            group=group,
+            layout=self.checklist.plan.groups[group].layout(kind).fingerprint,
+            layers=tuple(item.layer for item in items),
+            records=tuple(item.record for item in items),
+            digests=tuple(digests),
+            payload=tuple(payload),
+        )
+        parts = pack(frame)
+        return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
+
+    def _not_there(self, items: Sequence[Item]) -> list[Item]:
+        """Those that the receiver does not have; the others are skipped."""
+        left = []
+        for item in items:
+            seen = self._there.get(item)
+            if seen is not None and (item in self._cached or self._has(item, seen)):
+                self._skipped[item] = seen
+            else:
+                left.append(item)
+        return left
+
+    def _has(self, item: Item, seen: int) -> bool:
+        return self._digests_of([item], self._source.read([item])) == [seen]
+
+    def _digests_of(self, items: Sequence[Item], payload: Sequence[memoryview]) -> list[int]:
+        """The digests of items; what was packed first is the promise."""
+        known = self._digests
+        for item, data in zip(items, payload, strict=True):
+            if item not in known:
+                known[item] = digest(data)
+        return [known[item] for item in items]
+
+    def _is_there(self, item: Item) -> bool:
+        expected = self._skipped.get(item, self._digests.get(item))
+        return expected is not None and self._there.get(item) == expected
+
+
+# -- one hand-off
 
 
 class Sender:
-    """One hand-off, from its prefill worker. Lives on the io loop."""
+    """One hand-off, from its prefill worker.
+
+    attach: the reservation that the router made (its gen: of the attachments before, 0), and what
+            both sides must agree on
+    """
 
     def __init__(
         self,
-        link: Link,
-        request: Request,
+        channel: "Channel",
+        attach: Attach,
         plan: Plan,
         source: Source,
-        options: Options | None = None,
+        deadline_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.request = request
-        self.grant: Grant | None = None
-        options = options or Options()
-        outbox = Outbox(Checklist(plan, request.tokens), source, options.frame_bytes)
-        self._sending = Sending(outbox, options, clock)
-        self._client = Client(link)
-        self._gen = 0
+        checklist = Checklist(plan, attach.tokens)
+        _check_sizes(checklist)
+        self.ticket = attach.ticket
+        self.deadline = clock() + deadline_s
+        self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
+        self.wire_bytes = self.payload_bytes = self.frames = 0
+        self._channel = channel
+        self._terms = attach
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._ending: tuple[int, Mapping[str, float], Mapping[str, PlainValue]] | None = None
+        self._drained = asyncio.Event()  # everything has left: the commit may
+        self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
+        self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
+        self._first_sent = self._last_offer = math.inf
+        self._longest_wait = 0.0
 
     # -- the engine's side, by call_soon_threadsafe
 
     def offer(self, items: Iterable[Item]) -> None:
         """The bytes of these items are final; they leave in this order, each offered once."""
-        self._sending.offer(items)
+        self._last_offer = self._clock()
+        self.outbox.offer(items, self._last_offer)
+        self._channel.wake()
 
     def finish(
         self,
         first_token: int,
-        extras: Mapping[str, PlainValue] | None = None,
         timings: Mapping[str, float] | None = None,
+        extras: Mapping[str, PlainValue] | None = None,
     ) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
-        self._sending.finish(first_token, extras or {}, timings or {})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all records of the prompt."""
-        return self._sending.outbox.checklist.total_bytes
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes sent and not yet answered; at most two frames."""
-        return self._sending.outbox.bytes_in_flight
+        self._ending = (first_token, timings or {}, extras or {})
+        self._note_drained()
 
     # -- the io loop's side
 
-    async def reserve(self) -> Grant:
-        """Wait for room at the receiver; CapacityError after `request.wait_s`.
-
-        Also raises ReservationError, LayoutError, RequestError and PeerLostError.
-        """
-        timeout_s = self.request.wait_s + self._sending.options.call_s
-        self.grant = await self._client.reserve(self.request, timeout_s)
-        self._gen = 0
-        self._sending.outbox.reserved(self.grant.offered, self._cached_items(self.grant))
-        return self.grant
-
-    async def run(self) -> Receipt:
+    async def run(self) -> HandoffStats:
         """Push until the receiver acknowledges. Cancel the task to give the hand-off up.
 
-        Raises DeadlineError, PeerLostError after `silence_s`, and whatever the receiver refused.
+        The figures are those of the wire; what the codec did is for the caller to fill in.
+        Raises DeadlineError, PeerLostError after `silence_s` without progress, ReservationError
+        once the reservation is over, and whatever else the receiver refused.
         """
-        deadline_s = self._sending.options.deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                ack = await self._until_acknowledged()
-                self.grant = None
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the hand-off of {self.request.rid} took longer than {deadline_s} s"
-            ) from error
-        finally:
-            await asyncio.shield(self.release())
-        return self._sending.receipt(ack, self._client.wire_bytes)
-
-    async def release(self) -> None:
-        """Give the reservation up, if the peer can still be told; else its lease ends it."""
-        if self.grant is None:
-            return
-        ticket, self.grant = self._ticket(self.grant), None
-        with contextlib.suppress(DisaggError):
-            await self._client.release(ticket, self._sending.options.call_s)
+        with self._channel.used():
+            try:
+                async with asyncio.timeout(self.deadline - self._clock()):
+                    return self._stats(await self._until_acknowledged())
+            except TimeoutError as error:
+                raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
 
     async def _until_acknowledged(self) -> Ack:
-        sending, refusals, broken_at = self._sending, 0, -math.inf
-        sending.heard = sending.clock()
+        silence_s, broken_at, refusals = self._channel.options.silence_s, -math.inf, 0
         while True:
             attached_at = math.inf
             try:
-                attached, attached_at = await self._attach(), sending.clock()
-                if attached.state is State.ADMITTED:
-                    return await self._commit_again()
-                sending.outbox.there(attached.have)
-                return await self._stream(attached)
-            except _StreamRefused as refusal:
-                refusals += 1
+                attached, attached_at = await self._attach(), self._clock()
+                return await self._push(attached)
+            except _Dropped as dropped:
+                refusals = 1 if self._advanced_at >= attached_at else refusals + 1
                 if refusals == MAX_REFUSALS:
-                    raise refusal.error from refusal
+                    raise dropped.error from dropped
             except PeerLostError:
-                now, silence_s = sending.clock(), sending.options.silence_s
-                if sending.advanced_at >= broken_at or now - attached_at > silence_s:
+                now = self._clock()
+                if self._advanced_at >= broken_at or now - attached_at > silence_s:
                     broken_at = now  # it went well until now
                 elif now - broken_at > silence_s:
                     raise
             await asyncio.sleep(RETRY_S)
 
     async def _attach(self) -> Attached:
-        """A new stream of the reservation, or of a new one where the lease had ended."""
-        while True:
-            grant = self.grant or await self.reserve()
-            self._gen += 1
-            try:
-                attached = await self._client.attach(
-                    self._ticket(grant), self._sending.options.call_s
-                )
-            except DeadlineError as error:
-                raise PeerLostError(str(error)) from error
-            if attached.state is not State.EXPIRED:
-                return attached
-            self.grant = None
-
-    async def _stream(self, attached: Attached) -> Ack:
-        grant = self.grant
-        assert grant is not None
-        self._sending.streams += 1
-        push = self._client.push(attached.push_port)
-        stream = Stream(self._sending, push, self._ticket(grant), attached.lease_s)
+        self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
         try:
-            return await stream.run()
-        except ReservationError as error:
-            raise _StreamRefused(error) from error
+            attached, nbytes = await self._channel.attach(replace(self._terms, ticket=self.ticket))
+        except DeadlineError as error:
+            raise PeerLostError(str(error)) from error
+        self.wire_bytes += nbytes
+        if attached.state is State.EXPIRED:
+            raise ReservationError(f"the lease of {self} ended; its router has to reserve again")
+        return attached
 
-    async def _commit_again(self) -> Ack:
-        """The answer to a commit whose acknowledgement was lost."""
-        commit, grant = self._sending.commit(), self.grant
-        if commit is None or grant is None:
-            raise ReservationError(f"{self.request.rid} was admitted before it was committed")
-        frame = CommitFrame(self._ticket(grant), commit)
-        answer = await self._client.commit(frame, self._sending.options.call_s)
-        if isinstance(answer, Nack):
-            raise ReservationError(f"{self.request.rid} is admitted but lacks {answer.missing}")
+    async def _push(self, attached: Attached) -> Ack:
+        """Send what is not there, and commit, on one attachment."""
+        if attached.state is State.ADMITTED:  # the acknowledgement was lost
+            answer = await self._commit() if self._drained.is_set() else None
+            if not isinstance(answer, Ack):
+                raise ReservationError(f"{self} was admitted before all of it was sent")
+            return answer
+        self.outbox.attached(attached.have, self._cached_items(attached), attached.credit)
+        self._note_drained()
+        self._over = asyncio.Future()
+        with self._channel.carries(self, attached):
+            while True:
+                await self._unless_over(self._drained.wait())
+                if isinstance(answer := await self._unless_over(self._commit()), Ack):
+                    return answer
+                self._advanced_at = self._clock()
+                self.outbox.missing(answer.missing)
+                self._note_drained()
+                self._channel.wake()
+
+    async def _commit(self) -> Ack | Nack:
+        assert self._ending is not None
+        first_token, timings, extras = self._ending
+        checklist, digests = self.outbox.checklist, self.outbox.manifest()
+        plan = checklist.plan.fingerprint
+        commit = Commit(checklist.tokens, plan, digests, first_token, extras, timings)
+        frame = CommitFrame(self.ticket, commit)
+        answer, nbytes = await self._channel.commit(frame, self.deadline - self._clock())
+        self.wire_bytes += nbytes
         return answer
 
-    def _cached_items(self, grant: Grant) -> Iterator[Item]:
-        """Items as good as ours: those of units with our keys, unless they hang on the prompt."""
-        plan = self._sending.outbox.checklist.plan
-        for index, count in enumerate(grant.cached[: len(plan.groups)]):
-            group = plan.groups[index]
-            if count and self.request.keys and group.final_at is not FinalAt.PROMPT:
-                for unit in units_of(plan, self.request.tokens)[index][:count]:
+    async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` brings, unless the attachment ends before."""
+        task = asyncio.ensure_future(work)
+        ends: list[asyncio.Future[Any]] = [task, self._over]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._over.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _note_drained(self) -> None:
+        if self._ending is not None and self.outbox.drained:
+            self._drained.set()
+        else:
+            self._drained.clear()
+
+    def _cached_items(self, attached: Attached) -> Iterator[Item]:
+        """Items as good as ours: those of units with our keys."""
+        plan = self.outbox.checklist.plan
+        if any(attached.cached):
+            units = units_of(plan, self._terms.tokens)
+            for group, some, count in zip(plan.groups, units, attached.cached, strict=False):
+                for unit in some[:count]:
                     yield from unit.items(group)
 
-    def _ticket(self, grant: Grant) -> Ticket:
-        return Ticket(grant.nonce, grant.epoch, self._gen)
+    def _stats(self, ack: Ack) -> HandoffStats:
+        now = self._clock()
+        return HandoffStats(
+            codec="",
+            tokens=self._terms.tokens,
+            fp16_bytes=0,
+            fp8_bytes=0,
+            wire_bytes=self.wire_bytes,
+            payload_bytes=self.payload_bytes,
+            cached_bytes=self.outbox.cached_bytes,
+            queue_ms=1000 * self._longest_wait,
+            wire_ms=1000 * max(0.0, now - self._first_sent),
+            verify_ms=ack.verify_ms,
+            admit_ms=ack.admit_ms,
+            exposed_ms=1000 * max(0.0, now - self._last_offer),
+            attaches=self.ticket.gen,
+        )
+
+    def __str__(self) -> str:
+        return f"hand-off {self.ticket.nonce:016x}"
+
+    # -- the channel's side
+
+    def need(self) -> tuple[float, int]:
+        """Who is served first: the earliest deadline, then the lowest layer."""
+        return self.deadline, self.outbox.next_layer
+
+    def next_parcel(self) -> Parcel | None:
+        """The next frame, if there is credit for it; it leaves now."""
+        parcel = self.outbox.next_parcel(self.ticket)
+        if parcel is not None:
+            now = self._clock()
+            self._first_sent = min(self._first_sent, now)
+            self._longest_wait = max(self._longest_wait, now - parcel.queued_since)
+            self.payload_bytes += parcel.payload_bytes
+            self.frames += 1
+        self._note_drained()
+        return parcel
+
+    def credited(self, credit: Credit, nbytes: int) -> None:
+        """What became of frames, in an answer of `nbytes`; of older attachments it is ignored."""
+        self.wire_bytes += nbytes
+        if credit.gen != self.ticket.gen:
+            return
+        if credit.error is not None:
+            self.end(_Dropped(credit.error))
+            return
+        self._advanced_at = self._clock()
+        try:
+            self.outbox.grant(credit.nbytes, credit.frames)
+        except CorruptFrameError as error:
+            self.end(_Dropped(error))
+
+    def end(self, error: Exception) -> None:
+        """The attachment is over. After PeerLostError another is tried; all else is final."""
+        if not self._over.done():
+            self._over.set_result(error)
 
 
-class _StreamRefused(Exception):
-    """A stream ended by a ReservationError; attaching again tells whether that is final."""
+class _Dropped(Exception):
+    """The receiver dropped frames; attaching again tells whether that is final."""
 
-    def __init__(self, error: ReservationError):
+    def __init__(self, error: DisaggError):
         super().__init__(str(error))
         self.error = error
+
+
+def _check_sizes(checklist: Checklist) -> None:
+    """LayoutError for a prompt whose items or commit no message can carry."""
+    commit_bytes = 8 * checklist.num_items
+    for what, nbytes in (("an item", checklist.frame_bytes), ("the commit", commit_bytes)):
+        if nbytes > MAX_FRAME_BYTES:
+            raise LayoutError(
+                f"{what} of a prompt of {checklist.tokens} tokens takes {nbytes} bytes; a frame "
+                f"carries {MAX_FRAME_BYTES}"
+            )
