@@ -1,4 +1,4 @@
-"""A client as anybody would make it: stubs that protoc writes from the .proto, frames by wire.py."""
+"""A client as anybody would make it: stubs written by protoc, frames by wire.py."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
+from tests.transfer.wires import Clock, open_house
 
 from disagg.errors import CorruptFrameError, DisaggError, ReservationError, VersionError
 from disagg.protos.v1 import kv_transfer_pb2 as pb
@@ -12,7 +13,6 @@ from disagg.transfer.messages import Ack, Admission, Nack, State
 from disagg.transfer.receiver import Receiver
 from disagg.wire import CommitFrame, Frame, RenewFrame, Ticket, pack
 from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
-from tests.transfer.wires import Clock, open_house
 
 
 class Booth:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.transfer.wires import House, hand_over, open_house
 
 from disagg.errors import CorruptFrameError
 from disagg.page import ARENA_UNIT
@@ -11,7 +12,6 @@ from disagg.transfer.messages import Admission
 from disagg.wire import Item, digest
 from tests.transfer.prompts import Prompt, make_related
 from tests.transfer.test_sharing import BY_PROMPT, assert_equal, give, shared_bytes
-from tests.transfer.wires import House, hand_over, open_house
 
 EVERYTHING = 1 << 30
 

@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from disagg.transfer.sending import Receipt
+from tests.transfer.wires import QUICK, House, Proxy, hand_over, open_house, until
 
 from disagg.errors import CapacityError, RequestError
 from disagg.page import FinalAt, Kind
@@ -11,11 +13,9 @@ from disagg.plan import Plan
 from disagg.transfer.channel import connect
 from disagg.transfer.items import ids_by_kind
 from disagg.transfer.messages import Admission
-from disagg.transfer.sending import Receipt
 from disagg.transfer.units import units_of
 from disagg.wire import digest
 from tests.transfer.prompts import PLAN, Prompt, make_group, make_prompt, make_related
-from tests.transfer.wires import QUICK, House, Proxy, hand_over, open_house, until
 
 BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
 BY_PROMPT = Plan((replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,))

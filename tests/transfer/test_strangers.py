@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ import pytest
 
 from disagg.page import Kind, make_layout
 from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.rpc import connect, tune_malloc
+from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
 from tests.transfer.peer import Peer, offer_all, open_peer
