@@ -1,62 +1,13 @@
-"""What is counted and timed: the life of a sequence, and the Prometheus names of a worker.
+"""What is counted and timed: figures of requests and hand-offs, and their Prometheus names.
 
-The life of a sequence in one engine:
-
-               room for it            its last chunk        acknowledged, or aborted
-    QUEUED ──────────────► PREFILL ───────────────► HELD ─────────────────────► DONE
-      ▲ │                     │  prefilled here for another worker
-      │ │ KV came from        │
-      │ │ another worker      │ prefilled for itself
-      │ ▼                     ▼
-      │ └─────────────────► DECODE ──────────────────► DONE
-      └──────────────────────┘    end of text, length, abort
-        preempted: its records are freed; it prefills and replays when there is room
-
-Every state can end in DONE. Times are seconds of whatever monotonic clock the caller reads; nothing
-here looks at a clock or at a sequence.
+Times are seconds of whatever monotonic clock the caller reads; nothing here looks at a clock.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class Status(StrEnum):
-    """Where a sequence is in its life; the drawing above has the arrows."""
-
-    QUEUED = "queued"
-    PREFILL = "prefill"
-    HELD = "held"
-    DECODE = "decode"
-    DONE = "done"
-
-
-ARROWS: Mapping[Status, tuple[Status, ...]] = {
-    Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
-    Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
-    Status.HELD: (Status.DONE,),
-    Status.DECODE: (Status.QUEUED, Status.DONE),
-    Status.DONE: (),
-}
-
-
-@dataclass
-class Life:
-    """The state of one sequence, and how long it was in each."""
-
-    since: float
-    status: Status = Status.QUEUED
-    spent: dict[Status, float] = field(default_factory=dict)
-
-    def enter(self, status: Status, now: float) -> None:
-        """Follow an arrow of the drawing at time `now`."""
-        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
-        self.spent[self.status] = self.spent.get(self.status, 0.0) + now - self.since
-        self.status, self.since = status, now
 
 
 @dataclass(frozen=True)
