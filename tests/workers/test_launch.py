@@ -11,8 +11,8 @@ from ray.exceptions import RayActorError
 from disagg.config import Config, load_config
 from disagg.errors import ModelError, PeerLostError
 from disagg.workers import launch
-from disagg.workers.launch import Cluster, Starting, gpu_share, torch_threads
 from disagg.workers.dispatch import Role, Started
+from disagg.workers.launch import Cluster, Starting, gpu_share, torch_threads
 
 
 @dataclass(eq=False)

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
+from disagg.workers.links import Links
+from disagg.workers.members import Role
 
 from disagg.errors import DisaggError
 from disagg.model.runner import Runner
-from disagg.workers.links import Links
-from disagg.workers.members import Role
 from tests.workers.pairs import house
 
 KIVI = "kivi:bits=2,group=64,residual=64"

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from disagg.transfer.convert import message_frame
+from disagg.transfer.items import ArenaSource, Checklist
+from disagg.transfer.ledger import Ledger
+from disagg.transfer.terms import Terms
 from torch import Tensor
 
 from disagg.codecs.layer import read_blocks
@@ -15,10 +19,6 @@ from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.attention import Batch, Chunk
 from disagg.model.runner import Runner
 from disagg.page import Kind
-from disagg.transfer.convert import message_frame
-from disagg.transfer.items import ArenaSource, Checklist
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.terms import Terms
 from disagg.wire import CommitFrame, Item, PageFrame, digest, unpack
 from disagg.workers.loopback import Loopback
 from tests.model.tiny import random_prompt, save_tiny
