@@ -260,6 +260,7 @@ class Worker:
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
             check=check_job,
             may_reserve=engine.may_reserve,
+            share=transfer.dedup,
         )
         self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
 
