@@ -1,6 +1,8 @@
 """Two plain workers and real gRPC: a prompt goes through; whatever goes wrong leaves nothing."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -121,6 +123,53 @@ def test_an_answer_of_one_token_ships_nothing(
             assert home.workers["d"].engine.pool.gauges()["cached_pages"] == 0  # nothing committed
 
     asyncio.run(scene())
+
+
+def test_a_worker_says_what_its_links_can_do(runners: list[Runner], story: Prompt) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            prefill, decode = home.workers["p"], home.workers["d"]
+            address = home.router.peers["d"].started.address
+            (line,) = await asyncio.to_thread(prefill.meet, [address])
+            assert line.startswith(f"link to {address}: ")
+            await home.complete(story, KIVI)
+            info = (await prefill.status()).info
+            (link,) = info["links"]
+            assert (link["peer"], link["transport"]) == (address, "gRPC over TCP")
+            assert min(link["round_trip_ms"], link["gbytes_per_s"]) > 0
+            assert info["failures"] == {}
+            assert (await decode.status()).info["links"] == []
+
+    asyncio.run(scene())
+
+
+def test_frames_may_go_over_a_socket_of_their_own(runners: list[Runner], story: Prompt) -> None:
+    async def scene(channel: str) -> list[int]:
+        config = Config(transfer=replace(TransferConfig(), channel=channel))
+        async with house(config) as home:
+            home.pair(runners)
+            tokens, _ = await home.complete(story, KIVI)
+            await home.empty()
+            return tokens
+
+    assert asyncio.run(scene("direct")) == asyncio.run(scene("grpc"))
+
+
+def test_what_was_loaded_is_not_looked_at_again() -> None:
+    subprocess.run([sys.executable, "-c", SETTLES], check=True, timeout=60)
+
+
+SETTLES = """
+import gc
+from disagg.workers.worker import settle_memory
+
+loaded = [[number] for number in range(100_000)]
+settle_memory()
+assert gc.get_freeze_count() >= 100_000
+later = [[number] for number in range(1_000)]
+assert len(gc.get_objects()) < 50_000
+"""
 
 
 def test_pages_of_a_device_go_by_way_of_the_host(

@@ -335,6 +335,7 @@ def test_damaged_frames_are_refused_by_name(
             with pytest.raises(CorruptFrameError) as caught:
                 await home.complete(story, KIVI)
             assert caught.value.exit_code == 6
+            assert (await home.workers["p"].status()).info["failures"] == {"corrupt_frame": 3}
             await home.empty()
 
     asyncio.run(scene())

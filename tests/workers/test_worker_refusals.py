@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.config import Config, EngineConfig, TransferConfig
+from disagg.config import Config, EngineConfig
 from disagg.errors import (
     ConfigError,
     DisaggError,
