@@ -185,6 +185,8 @@ class Cluster:
         gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         options["num_gpus"] = gpus
+        if self._config.cluster.pools:
+            options["resources"] = {role.value: 1}
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)

@@ -6,7 +6,9 @@ from disagg.config import Config
 
 
 def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs of each worker: one, or an equal part of one so that all find a place."""
+    """GPUs of each worker: as set, else one, or an equal part of one so that all find a place."""
+    if config.cluster.gpus is not None:
+        return config.cluster.gpus
     workers = config.cluster.prefill + config.cluster.decode
     return 1 / -(-workers // gpus) if gpus and config.model.device != "cpu" else 0.0
 
