@@ -114,7 +114,7 @@ def hold(address: str, command: list[str]) -> None:
         finally:
             kept.end()
         say(f"no Ray at {address} any more; stopping what it left here")
-        subprocess.run(["ray", "stop", "--force"], check=False)
+        subprocess.run(["ray", "stop", "--force"], stdout=subprocess.DEVNULL, check=False)
 
 
 def stop() -> None:

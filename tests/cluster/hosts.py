@@ -1,9 +1,9 @@
 """Hosts on one machine: network, process and mount namespaces with an sshd, joined by a bridge.
 
 Each host has a home, a /tmp, a /run and a /dev/shm of its own; all else is this machine's. `ray
-stop` ends what it finds by name, so a host that shares its processes with others would end theirs. The
-init of a host reads its standard input and ends with it, and everything on the host ends with the
-init: nothing stays, whatever ends the test. Wants root, iproute2, util-linux, openssh, rsync.
+stop` ends what it finds by name, so a host that shares its processes with others would end theirs.
+The init of a host reads its standard input and ends with it, and everything on the host ends with
+the init: nothing stays, whatever ends the test. Wants root, iproute2, util-linux, openssh, rsync.
 """
 
 import os
