@@ -54,43 +54,46 @@ def knock(host: str, port: int) -> str:
 
 
 class Kept:
-    """A command that is started again when it fails, later and later when it fails at once."""
+    """A command that is started again when it fails, later and later when it fails at once.
+
+    process: the one that runs, if one does
+    """
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._pause, self._next, self._started = PAUSE_S[0], 0.0, 0.0
 
     def look(self, now: float) -> None:
         """Start the command unless it runs, ended well, or failed a moment ago."""
         if not self._command:
             return
-        if self._process is not None:
-            if self._process.poll() is None:
+        if self.process is not None:
+            if self.process.poll() is None:
                 return
-            if self._process.returncode == 0:
+            if self.process.returncode == 0:
                 say("ended as it was told to")
                 self._command = []
                 return
-            lived = now - self._started
-            self._pause = PAUSE_S[0] if lived > PAUSE_S[1] else min(2 * self._pause, PAUSE_S[1])
-            self._next = now + self._pause
-            say(f"ended with {self._process.returncode}; again in {self._pause:g} s")
-            self._process = None
+            if now - self._started > PAUSE_S[1]:
+                self._pause = PAUSE_S[0]
+            say(f"ended with {self.process.returncode}; again in {self._pause:g} s")
+            self._next, self._pause = now + self._pause, min(2 * self._pause, PAUSE_S[1])
+            self.process = None
         if now >= self._next:
             say("starting " + " ".join(self._command))
-            self._process, self._started = subprocess.Popen(self._command), now
+            self.process, self._started = subprocess.Popen(self._command), now
 
     def end(self) -> None:
         """Tell it to end, then make it."""
-        if self._process is None:
+        if self.process is None:
             return
-        self._process.terminate()
+        self.process.terminate()
         try:
-            self._process.wait(GRACE_S)
+            self.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def hold(address: str, command: list[str]) -> None:
