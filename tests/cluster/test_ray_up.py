@@ -120,6 +120,27 @@ def test_a_killed_service_comes_back_and_finds_its_workers(cluster: Hosts) -> No
     assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
 
 
+def test_a_host_whose_ray_dies_is_started_again_and_works_again(cluster: Hosts) -> None:
+    before = workers(cluster)["decode-0"]["pid"]
+    in_shell(cluster["decode"], "pkill -9 raylet")
+    since = time.monotonic()
+    wait_for(lambda: healthy(cluster["head"]) and decode_pids(cluster) - {before}, 180)
+    print(f"\nanother decode worker after {time.monotonic() - since:.1f} s")
+    assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
+
+
+def test_ray_up_again_starts_everything_anew_once(cluster: Hosts) -> None:
+    before = decode_pids(cluster)
+    since = time.monotonic()
+    on_laptop(cluster, "ray", "up", "-y", YAML)
+    wait_for(lambda: healthy(cluster["head"]) and decode_pids(cluster) - before, 180)
+    print(f"\nanswers again {time.monotonic() - since:.1f} s after a second ray up")
+    for name in ADDRESSES:
+        keepers = [line for line in cluster[name].processes() if "keep.py hold" in line]
+        assert len(keepers) == 1
+    assert submitted(ray_exec(cluster, f"disagg submit --json {ASKED}"))["completion_tokens"] == 8
+
+
 def test_ray_down_leaves_no_process_on_any_host(cluster: Hosts) -> None:
     since = time.monotonic()
     on_laptop(cluster, "ray", "down", "-y", YAML)
@@ -152,6 +173,12 @@ def workers(hosts: Hosts) -> dict[str, dict[str, Any]]:
     """name -> what `disagg status` says of it."""
     said = in_shell(hosts["head"], "disagg status --json").splitlines()[-1]
     return {worker["name"]: worker for worker in json.loads(said)["workers"]}
+
+
+def decode_pids(hosts: Hosts) -> set[int]:
+    """Of the decode workers that answer."""
+    found = workers(hosts).values()
+    return {worker["pid"] for worker in found if worker["role"] == "decode" and "pid" in worker}
 
 
 def healthy(host: Host) -> bool:
