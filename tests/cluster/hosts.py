@@ -3,7 +3,7 @@
 Each host has a home, a /tmp, a /run and a /dev/shm of its own; all else is this machine's. `ray
 stop` ends what it finds by name, so a host that shares its processes with others would end theirs.
 The init of a host reads its standard input and ends with it, and everything on the host ends with
-the init: nothing stays, whatever ends the test. Wants root, iproute2, util-linux, openssh, rsync.
+the init: no process stays, whatever ends the test. Wants root, iproute2, openssh, rsync, curl.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "ssh", "rsync", "ss")
+TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "ssh", "rsync", "ss", "ps", "curl")
 SBIN = "/usr/sbin:/sbin"
 HOME = "/run/home"  # of the user of every host, where it is a folder of the host
 
@@ -133,7 +133,7 @@ class Hosts:
             self.keys = folder / "keys"
             self.keys.mkdir()
             for name in ("user", "host"):
-                make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.keys / name]
+                make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.keys}/{name}"]
                 subprocess.run(make, check=True)
             self._switch = subprocess.Popen(
                 ["unshare", "--net", "sh", "-c", "echo; exec cat > /dev/null"],

@@ -65,12 +65,10 @@ def install(host: Host) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(hosts: Hosts) -> Hosts:
-    """The hosts after `ray up`, with a service that answers."""
+    """The hosts after `ray up`, which returns when the service answers."""
     since = time.monotonic()
     on_laptop(hosts, "ray", "up", "-y", YAML)
-    up_s = time.monotonic() - since
-    wait_for(lambda: healthy(hosts["head"]), 180)
-    print(f"\nray up: {up_s:.1f} s, answers after {time.monotonic() - since:.1f} s")
+    print(f"\nray up: {time.monotonic() - since:.1f} s")
     return hosts
 
 
@@ -133,8 +131,8 @@ def test_ray_up_again_starts_everything_anew_once(cluster: Hosts) -> None:
     before = decode_pids(cluster)
     since = time.monotonic()
     on_laptop(cluster, "ray", "up", "-y", YAML)
-    wait_for(lambda: healthy(cluster["head"]) and decode_pids(cluster) - before, 180)
-    print(f"\nanswers again {time.monotonic() - since:.1f} s after a second ray up")
+    print(f"\na second ray up: {time.monotonic() - since:.1f} s")
+    assert not decode_pids(cluster) & before
     for name in ADDRESSES:
         keepers = [line for line in cluster[name].processes() if "keep.py hold" in line]
         assert len(keepers) == 1
