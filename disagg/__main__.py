@@ -1,12 +1,21 @@
 """`disagg` and `python -m disagg`."""
 
+import os
 import sys
 
 from disagg.cli.app import run
 
+# read by libraries when they are imported, by those of workers too; what a user has set stays
+QUIET = {
+    "GRPC_VERBOSITY": "NONE",  # what it logs of broken connections, errors here say better
+    "TOKENIZERS_PARALLELISM": "false",  # else it warns when a process is started after its use
+}
+
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -18,7 +18,7 @@ from disagg.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
-DEFAULT_CODEC = "kivi:bits=2,group=64,residual=64"
+DEFAULT_CODEC = "kivi:bits=4,group=64,residual=64"
 
 
 def at_least(least: float, *, default: Any) -> Any:
@@ -135,11 +135,19 @@ class ClusterConfig(Bounded):
 
 @dataclass(frozen=True)
 class ServerConfig(Bounded):
-    """Where clients find the service. Port 0: any free one."""
+    """Where clients find the service, and what they may send.
+
+    port:              0: any free one
+    state_file:        where the service says where it is; None: in a folder of the user's own
+    served_model_name: what clients call the model; None: its name, or that of its folder
+    max_body_bytes:    longer requests are refused while they arrive
+    """
 
     host: str = "127.0.0.1"
     port: int = at_least(0, default=8000)
     state_file: str | None = None
+    served_model_name: str | None = None
+    max_body_bytes: int = at_least(1024, default=8 << 20)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ DisaggError
 │   ├── UnknownNameError        a codec, option or key nobody knows; lists the known ones
 │   └── ModelError              a model that is missing or that we cannot serve
 ├── RequestError                a request that can never succeed as written
+│   ├── TooLargeError           a body of more bytes than are read
 │   ├── PromptTooLongError      more tokens than the context or the pool can hold
 │   └── CancelledError          the client left, or pressed Ctrl-C
 ├── LayoutError                 bytes that belong to another layout, model or plan
@@ -26,12 +27,19 @@ from typing import ClassVar
 
 
 class DisaggError(Exception):
-    """The root. `reason` is the stable word by which peers, logs and metrics name the error."""
+    """The root. `reason` is the stable word by which peers, logs and metrics name the error.
+
+    param: the field of a client's request that it is about, if it is about one
+    """
 
     reason: ClassVar[str] = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "", param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class ConfigError(DisaggError):
@@ -61,6 +69,11 @@ class RequestError(DisaggError):
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
     exit_code = 4
+
+
+class TooLargeError(RequestError):
+    reason = "too_large"
+    http_status = 413
 
 
 class PromptTooLongError(RequestError):

@@ -33,7 +33,10 @@ def test_what_is_shown_can_be_loaded_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "known"),
-    [({"codecs": "raw"}, "codec, engine"), ({"server.prot": 1}, "server.host, server.port")],
+    [
+        ({"codecs": "raw"}, "codec, engine"),
+        ({"server.prot": 1}, "server.max_body_bytes, server.port"),
+    ],
     ids=["top", "nested"],
 )
 def test_an_unknown_key_lists_the_known_ones(flags: dict[str, object], known: str) -> None:

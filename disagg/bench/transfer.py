@@ -27,7 +27,7 @@ from disagg.transfer.items import Checklist
 from disagg.transfer.pace import Pace
 
 RAW = "raw:dtype=fp16"
-CODECS = (RAW, "fp8", "kivi:bits=4,group=64,residual=64", DEFAULT_CODEC)
+CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 LINKS_GBPS = (0.1, 1.0, 10.0)
 LOOPBACK = "127.0.0.1"
 LEAST_FRAME, MOST_FRAME = 64 << 10, 2 << 20

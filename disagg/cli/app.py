@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -11,11 +13,10 @@ from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
     name="disagg",
-    help="Prefill here, decode there: language model serving with compressed KV in between.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(submit.submit)
 app.command("serve")(serve.serve)
@@ -24,6 +25,23 @@ app.command()(serve.stop)
 app.command()(look.codecs)
 app.command()(look.page)
 app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"disagg {version('disagg')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Say which this is."),
+]
+
+
+@app.callback()
+def disagg(version: Version = False) -> None:
+    """Prefill here, decode there: language models served with compressed KV in between."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,17 +1,90 @@
-"""A client of the service: HTTP and server-sent events with the standard library alone."""
+"""A client of the service: the state file that tells where it is, and how it is asked.
+
+HTTP and server-sent events with the standard library alone.
+"""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from disagg.errors import CancelledError, ConfigError, PeerLostError, error_from
 
 CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """A running service. `token`: what POST /stop asks for."""
+
+    url: str
+    pid: int
+    token: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process exists."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def write_state(path: Path, state: RunningService) -> None:
+    """Readable by this user alone, from its first byte on."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(state), file)
+
+
+def check_unannounced(path: Path) -> None:
+    """ConfigError if a state file tells of a service that runs: nobody else could find it then."""
+    there = read_state(path)
+    if there is not None:
+        raise ConfigError(
+            f"a service runs at {there.url} (process {there.pid}), says {path}; `disagg stop` ends "
+            "it, --state-file FILE starts another one beside it"
+        )
+
+
+@contextmanager
+def announced(path: Path, state: RunningService) -> Iterator[None]:
+    """The state file exists inside this block; one that somebody else wrote meanwhile stays."""
+    check_unannounced(path)
+    write_state(path, state)
+    try:
+        yield
+    finally:
+        if read_state(path) == state:
+            path.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> RunningService | None:
+    """The service of a state file, if it runs. ConfigError for a file that others could write."""
+    try:
+        found = path.stat()
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"state file {path} cannot be read: {error}") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"state file {path} belongs or is open to others; remove it")
+    try:
+        state = RunningService(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"state file {path} cannot be read: {error}; remove it") from error
+    return state if state.alive else None
 
 
 @dataclass
@@ -61,16 +134,22 @@ def _show(text: str, show: Callable[[str], None]) -> None:
         raise CancelledError("nobody reads the answer any more") from error
 
 
-def get(url: str, path: str, timeout_s: float = CONNECT_S) -> dict[str, Any]:
+def get(url: str, path: str) -> dict[str, Any]:
     """The JSON object at a path."""
-    with _exchange(url, "GET", path, None, timeout_s) as response:
-        return _json(url, response.read())
+    return _ask(url, "GET", path, None)
 
 
 def post(url: str, path: str, token: str) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    with _exchange(url, "POST", path, {}, CONNECT_S, token) as response:
-        return _json(url, response.read())
+    return _ask(url, "POST", path, {}, token)
+
+
+def _ask(
+    url: str, method: str, path: str, body: Mapping[str, Any] | None, token: str = ""
+) -> dict[str, Any]:
+    with _exchange(url, method, path, body, CONNECT_S, token) as response:
+        no_json = f"{url} does not answer with JSON; is it a disagg service?"
+        return _object(response.read(), no_json)
 
 
 @contextmanager
@@ -93,7 +172,8 @@ def _exchange(
         connection.connect()
         connection.sock.settimeout(timeout_s)
         payload = None if body is None else json.dumps(body)
-        connection.request(method, parts.path.rstrip("/") + path, payload, headers)
+        base = parts.path.rstrip("/").removesuffix("/v1")  # some write the address of the API
+        connection.request(method, base + path, payload, headers)
         response = connection.getresponse()
         if response.status >= 400:
             raise _error(url, response.status, response.read())
@@ -119,23 +199,18 @@ def _address(url: str) -> tuple[SplitResult, str, int | None]:
 def _error(url: str, status: int, body: bytes) -> Exception:
     try:
         error = json.loads(body)["error"]
-        return error_from(error["type"], error["message"])
+        if error["type"] != "not_found":
+            return error_from(error["type"], error["message"])
     except (ValueError, KeyError, TypeError):
-        return PeerLostError(f"{url} answers with status {status}; is it a disagg service?")
+        pass
+    return PeerLostError(f"{url} answers with status {status}; is it a disagg service?")
 
 
-def _json(url: str, body: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(body))
-    except (ValueError, TypeError) as error:
-        raise PeerLostError(f"{url} does not answer with JSON; is it a disagg service?") from error
-
-
-def _event(data: str) -> dict[str, Any]:
+def _object(data: str | bytes, otherwise: str) -> dict[str, Any]:
     try:
         return dict(json.loads(data))
     except (ValueError, TypeError) as error:
-        raise PeerLostError(f"the answer was cut short: {data[:80]!r} is no event") from error
+        raise PeerLostError(otherwise) from error
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -145,4 +220,4 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
         if data == "[DONE]":
             return
         if data:
-            yield _event(data)
+            yield _object(data, f"the answer was cut short: {data[:80]!r} is no event")

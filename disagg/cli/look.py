@@ -1,12 +1,16 @@
 """`disagg codecs` and `disagg page`: what a codec costs, and where its bytes are."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from disagg.page import Layout
+    from disagg.plan import LayerGroup
 
 Heads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
@@ -22,7 +26,7 @@ def codecs(
     tokens: Tokens = 2048,
     as_json: options.Json = False,
 ) -> None:
-    """Every codec: its options, its page, and its size beside fp16 (tail included)."""
+    """List codecs: options, page, and size beside fp16, tail included."""
     from disagg.codecs.describe import describe, describe_all
 
     rows = [describe(spec, heads, head_dim, tokens) for spec in specs or []]
@@ -47,15 +51,50 @@ def codecs(
 
 
 def page(spec: Spec, model: options.Model = None, as_json: options.Json = False) -> None:
-    """Draw the layouts of a model's KV under a codec: every plane of every kind of record."""
-    from disagg.cli.pages import layouts_of
-
+    """Draw where the bytes of a model's KV are under a codec."""
     found = layouts_of(spec, model)
     if as_json:
         print_json(found)
         return
     for group in found["groups"]:
         _draw(group)
+
+
+def layouts_of(spec: str, model: str | None) -> dict[str, Any]:
+    """Every layout of every layer group of a model's KV, with its planes, as plain values."""
+    from disagg.codecs.planning import KVShape, parse_plan
+    from disagg.model.describe import describe_model
+
+    info = describe_model(model)
+    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+    plan = parse_plan(spec, shape)
+    groups = [
+        {
+            "layers": ", ".join(map(str, group.layers)),
+            "codec": group.codec,
+            "heads": group.heads,
+            "window": group.window,
+            "residual": group.residual,
+            "layouts": [_layout(group, layout) for layout in group.layouts()],
+        }
+        for group in plan.groups
+    ]
+    return {"spec": plan.spec, "fingerprint": plan.fingerprint, "groups": groups}
+
+
+def _layout(group: "LayerGroup", layout: "Layout") -> dict[str, Any]:
+    planes = [
+        asdict(plane) | {"shape": list(plane.shape), "bytes": plane.nbytes}
+        for plane in layout.planes
+    ]
+    return {
+        "kind": layout.kind.value,
+        "tokens": layout.tokens,
+        "block_bytes": layout.block_bytes,
+        "record_bytes": group.record(layout).nbytes,
+        "fingerprint": layout.fingerprint,
+        "planes": planes,
+    }
 
 
 def _draw(group: dict[str, Any]) -> None:

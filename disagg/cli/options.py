@@ -9,16 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from disagg.config import Config, as_dict, load_config
+from disagg.config import DEFAULT_CODEC, Config, as_dict, load_config
 from disagg.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None, typer.Option(help="Folder or Hugging Face name; the packaged one unless given.")
 ]
-Codec = Annotated[
-    str | None, typer.Option(help='Codec spec, "kivi:bits=2,group=64,residual=64", or a plan.')
-]
+Codec = Annotated[str | None, typer.Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file; see --show-config for its keys.")
 ]

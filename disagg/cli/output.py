@@ -1,8 +1,10 @@
-"""What people read: small tables. Programs get JSON."""
+"""What people read: small tables, and what goes on meanwhile. Programs get JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from disagg.cli.client import Answer
@@ -10,10 +12,13 @@ from disagg.cli.client import Answer
 MAX_WIDTH = 160  # columns; a table is as wide as its cells, and a spec is never cut
 
 COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
-TIMES = (
-    "hand-off: encode {encode_ms:.1f} ms, wire {wire_ms:.1f} ms, of that exposed "
-    "{exposed_ms:.1f} ms, admit {admit_ms:.1f} ms"
-)
+TIMES = {
+    "encode_ms": "encode",
+    "wire_ms": "wire",
+    "exposed_ms": "of that exposed",
+    "admit_ms": "admit",
+}
+SHORT_TOKENS = 256  # longer prompts have pages that are sealed
 
 
 def print_json(value: Any) -> None:
@@ -22,12 +27,13 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table; columns that begin with ">" are aligned to the right."""
+    """A title and a table; columns that begin with ">" are aligned to the right."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=SIMPLE, title_justify="left", pad_edge=False)
+    print(title)  # not the table's: it would be wrapped at the table's width
+    table = Table(box=SIMPLE, pad_edge=False)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
@@ -36,26 +42,56 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console(highlight=False, width=MAX_WIDTH).print(table)
 
 
-def answer_object(answer: Answer) -> dict[str, Any]:
-    """What `submit --json` prints."""
-    return asdict(answer)
-
-
-def print_savings(answer: Answer) -> None:
+def print_savings(answer: Answer, max_tokens: int) -> None:
     """What the hand-off saved, after the text of an answer."""
-    kv = answer.kv
-    if kv:
-        print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, _byte_rows(kv))
-        print(TIMES.format(**kv))
+    if kv := answer.kv:
+        _print_bytes(kv)
+        times = [f"{told} {kv[x]:.1f} ms" for x, told in TIMES.items() if x in kv]
+        print(f"hand-off: {', '.join(times)}")
+    count = answer.completion_tokens
     print(
-        f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated: the first "
+        f"{answer.prompt_tokens} prompt tokens, {count} generated: the first "
         f"after {answer.ttft_ms:.0f} ms, then {answer.tpot_ms:.1f} ms each"
     )
+    if answer.finish_reason == "length" and count < max_tokens:
+        print(f"the model's context is full: {count} of {max_tokens} tokens could be generated")
 
 
-def _byte_rows(kv: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
-    fp16, fp8 = kv["fp16_bytes"], kv["fp8_bytes"]
-    rows = [("as fp16", fp16), ("as fp8", fp8)]
-    rows += [("on the wire", kv["wire_bytes"]), ("resident in decode", kv["resident_bytes"])]
-    for name, nbytes in rows:
-        yield name, f"{nbytes:,}", f"{100 * nbytes / fp16:.1f}", f"{100 * nbytes / fp8:.1f}"
+def _print_bytes(kv: Mapping[str, Any]) -> None:
+    """A table, or one line for a prompt whose KV is sent as it is because it is so short."""
+    fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
+    if kv["tokens"] < SHORT_TOKENS and min(wire, kv["resident_bytes"]) >= fp16:
+        print(
+            f"KV of {kv['tokens']} tokens: too few to save anything; {wire:,} bytes sent, "
+            f"{fp16:,} as fp16"
+        )
+        return
+    rows = [("as fp16", fp16), ("as fp8", fp8), ("on the wire", wire)]
+    rows += [("known there before", kv["cached_bytes"])] if kv.get("cached_bytes") else []
+    rows += [("resident in decode", kv["resident_bytes"])]
+    cells = [(x, f"{y:,}", f"{100 * y / fp16:.1f}", f"{100 * y / fp8:.1f}") for x, y in rows]
+    print_table(f"KV of {kv['tokens']} tokens, {kv['codec']}", COLUMNS, cells)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Tell on standard error what goes on, for as long as this block takes.
+
+    A terminal has one line with the seconds so far; anything else gets a line for each stage.
+    """
+    if not sys.stderr.isatty():
+        began = time.monotonic()
+        yield lambda stage: print(
+            f"{time.monotonic() - began:5.1f} s  {stage} ...", file=sys.stderr, flush=True
+        )
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    told = TextColumn("{task.description}", markup=False)
+    screen = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(), told, TimeElapsedColumn(), console=screen, transient=True
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda stage: bar.update(task, description=stage)

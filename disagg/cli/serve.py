@@ -1,30 +1,43 @@
-"""`disagg serve`, `disagg status`, `disagg stop`: a service that stays, and how it is."""
+"""`disagg serve`, `disagg status`, `disagg stop`: a service that stays, and how it is.
+
+Also the service that `disagg submit` starts for one prompt, and what is checked before anything
+heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
+"""
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from ipaddress import ip_address
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.cli import options
-from disagg.cli.client import get, post
-from disagg.cli.output import print_json, print_table
-from disagg.cli.state import State, announced, read_state
-from disagg.config import Config
-from disagg.errors import DeadlineError, PeerLostError
+from disagg.cli import client, options
+from disagg.cli.client import RunningService
+from disagg.cli.output import print_json, print_table, stages
+from disagg.config import DEFAULT_CODEC, Config
+from disagg.errors import CancelledError, DeadlineError, PeerLostError
+
+if TYPE_CHECKING:
+    from disagg.model.describe import ModelInfo
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
+Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
+DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
 
 
 def serve(
     model: options.Model = None,
+    served_model_name: Name = None,
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
@@ -34,8 +47,9 @@ def serve(
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Serve completions until stopped, with prefill and decode workers of its own."""
+    """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
+    flags["server.served_model_name"] = served_model_name
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:
@@ -47,8 +61,8 @@ def serve(
 def status(
     url: Url = None, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
-    """What the running service is and what its workers hold."""
-    found = get(url or running(state_file).url, "/status")
+    """Say what the running service is and what its workers hold."""
+    found = client.get(url or running(state_file).url, "/status")
     if as_json:
         print_json(found)
         return
@@ -60,7 +74,7 @@ def status(
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
-    post(state.url, "/stop", state.token)
+    client.post(state.url, "/stop", state.token)
     until = time.monotonic() + STOP_S
     while state.alive:
         if time.monotonic() > until:
@@ -70,10 +84,10 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
         print_json({"stopped": state.url})
 
 
-def running(state_file: Any) -> State:
+def running(state_file: Any) -> RunningService:
     """The service of the state file; PeerLostError if there is none."""
     path = options.state_path(state_file)
-    state = read_state(path)
+    state = client.read_state(path)
     if state is None:
         raise PeerLostError(f"no service runs, says {path}; `disagg serve` starts one")
     return state
@@ -81,26 +95,90 @@ def running(state_file: Any) -> State:
 
 def run_service(config: Config, as_json: bool) -> None:
     """Serve until SIGINT, SIGTERM or `disagg stop`; the state file lives as long."""
-    from disagg.cli.private import check_codec
+    path = options.state_path(config.server.state_file)
+    client.check_unannounced(path)
     from disagg.model.describe import describe_model
     from disagg.server.service import Service
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    path = options.state_path(config.server.state_file)
     check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
     try:
-        with Service(config) as service:
+        with ExitStack() as stack:
+            with stages() as say:
+                service = stack.enter_context(Service(config, say))
             signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
-            with announced(path, State(service.url, os.getpid(), service.secret)):
-                if as_json:
-                    print_json({"url": service.url, "pid": os.getpid()})
-                for line in (*service.links, f"serving at {service.url}"):
-                    print(line, file=sys.stderr, flush=True)
-                service.stopped.wait()
+            state = RunningService(service.url, os.getpid(), service.secret)
+            stack.enter_context(client.announced(path, state))
+            if as_json:
+                print_json({"url": service.url, "pid": os.getpid()})
+            told = f"serving {service.name} at {service.url}"
+            for line in (*service.links, *_open_to_all(config), told):
+                print(line, file=sys.stderr, flush=True)
+            while not service.stopped.wait(1.0):
+                signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
+
+
+@contextmanager
+def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
+    """The URL of a service that ends with this block, whatever ends it.
+
+    body: the request it is for; what is wrong with it is found out first
+    """
+    check(config, body)
+    config = replace(config, server=replace(config.server, host="127.0.0.1", port=0))
+    from disagg.server.service import Service
+
+    try:
+        with ExitStack() as stack:
+            with stages() as say:
+                service = stack.enter_context(Service(config, say))
+            yield service.url
+    except KeyboardInterrupt as error:
+        raise CancelledError("cancelled") from error
+
+
+def check(config: Config, body: Mapping[str, Any]) -> None:
+    """What can be known of a request before workers run: sampling, model, length, codec."""
+    from disagg.engine.sequence import SamplingParams
+    from disagg.model.describe import describe_model
+    from disagg.model.tokenizer import Tokenizer
+    from disagg.server.limits import check_prompt, check_text
+
+    names = {field.name for field in fields(SamplingParams)}
+    SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
+    info = describe_model(config.model.name, config.model.dtype)
+    tokenizer = Tokenizer.load(config.model.name)
+    check_text(len(body["prompt"]), info.context_length, tokenizer.longest_token)
+    check_prompt(len(tokenizer.encode(body["prompt"])), info.context_length)
+    check_codec(config.codec, info)
+
+
+def check_codec(spec: str, info: "ModelInfo") -> None:
+    """ConfigError unless a spec makes a plan for a model.
+
+    Codecs need torch, which takes a second to import: the default is known to be good for heads
+    of 64, 128 and so on, so that who asks for nothing special waits for nothing.
+    """
+    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_GROUP == 0:
+        return
+    from disagg.codecs.planning import KVShape, parse_plan
+
+    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+    parse_plan(spec, shape)
+
+
+def _open_to_all(config: Config) -> list[str]:
+    """A warning for who serves more than this machine: nobody is asked for a key."""
+    host = config.server.host
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    return [] if here else [f"warning: whoever reaches {host} may use this service, without a key"]
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -3,15 +3,16 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import Answer, complete
-from disagg.cli.output import answer_object, print_json, print_savings
-from disagg.cli.state import read_state
+from disagg.cli.client import complete, read_state
+from disagg.cli.output import print_json, print_savings
+from disagg.cli.serve import private_service
 from disagg.errors import CancelledError, RequestError
 
 Text = Annotated[str, typer.Argument(help='The prompt; "-" reads standard input, "@FILE" a file.')]
@@ -42,7 +43,7 @@ def submit(
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a prompt. Uses --url, else the running service, else a private one."""
+    """Continue a prompt, at --url, the running service or a private one."""
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -54,9 +55,10 @@ def submit(
     with somewhere(url, config, sets, flags, body) as found, cancelled_by_ctrl_c():
         answer = complete(found, body, (lambda piece: None) if as_json else show)
     if as_json:
-        print_json(answer_object(answer))
+        print_json(asdict(answer))
     else:
-        finish(answer)
+        print()
+        print_savings(answer, max_tokens)
 
 
 def read_prompt(text: str) -> str:
@@ -91,10 +93,7 @@ def somewhere(
         if running is not None:
             yield running.url
             return
-    from disagg.cli.private import check, private_service
-
-    check(config, body)
-    with private_service(config) as found:
+    with private_service(config, body) as found:
         yield found
 
 
@@ -110,9 +109,3 @@ def cancelled_by_ctrl_c() -> Iterator[None]:
 def show(piece: str) -> None:
     """A piece of the answer, as soon as it is there."""
     print(piece, end="", flush=True)
-
-
-def finish(answer: Answer) -> None:
-    """The end of the answer's last line, and the table."""
-    print()
-    print_savings(answer)

@@ -38,8 +38,15 @@ class Tokenizer:
         """Token ids, added ones included."""
         return self._backend.get_vocab_size()
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n has at least n / `longest_token` tokens."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model wants around it.
+
+        Other threads go on meanwhile.
 
         RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
         """
@@ -47,7 +54,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
-        return self._backend.encode(text).ids
+        # of a batch, though of one: `encode` holds Python's lock, for seconds if the text is long
+        return self._backend.encode_batch([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""

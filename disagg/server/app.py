@@ -6,6 +6,7 @@ POST /v1/completions · GET /v1/models · GET /health · GET /metrics · GET /st
 import asyncio
 import hmac
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -15,21 +16,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.errors import CancelledError, DisaggError
-from disagg.server.completions import Completions, Piece
-from disagg.server.schema import Choice, Completion, CompletionRequest, Usage, error_body
+from disagg.server.completions import Completions
+from disagg.server.schema import Choice, CompletionBody, CompletionRequest, Usage, error_body
+from disagg.server.text import Piece
 
 DONE = "data: [DONE]\n\n"
 RETRY_AFTER_S = "1"
+MAX_PATH_SHOWN = 100
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def create_app(
     completions: Completions,
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
-) -> FastAPI:
+) -> ASGIApp:
     """The application. `token`: the secret that POST /stop must carry, or no such route."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
@@ -37,16 +43,12 @@ def create_app(
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
-        try:  # of any content type
-            request = CompletionRequest.model_validate_json(await http.body())
-        except ValidationError as error:
-            return invalid(error)
-        tokens = completions.tokens_of(request)
-        answer = Answer(completions, request, tokens)
+        request, tokens = await completions.prepare(http.stream())  # of any content type
+        reply = Reply(completions, request, tokens)
         if request.stream:
-            first = await answer.begin(http)
-            return StreamingResponse(answer.events(first), media_type="text/event-stream")
-        return JSONResponse(await answer.whole(http))
+            first = await reply.begin(http)
+            return StreamingResponse(reply.events(first), media_type="text/event-stream")
+        return JSONResponse(await reply.whole(http))
 
     @app.post("/stop")
     async def stop(http: Request) -> Response:
@@ -56,18 +58,29 @@ def create_app(
         on_stop()
         return JSONResponse({"stopping": True})
 
-    return app
+    return RequestIds(app)
 
 
-def invalid(error: ValidationError) -> Response:
-    """What is wrong with a request, and with which of its parameters."""
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"])
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    return JSONResponse(error_body(message, "request", 400, param or None), 400)
+class RequestIds:
+    """Every response carries the X-Request-Id of its request, or a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+            await send(message)
+
+        await self._app(scope, receive, named)
 
 
-class Answer:
+class Reply:
     """One completion on its way to one client; a client that leaves takes it along."""
 
     def __init__(
@@ -91,13 +104,13 @@ class Answer:
             async with aclosing(self._pieces):
                 while piece.finish_reason is None:
                     if piece.text:
-                        yield self._completion(piece).chunk()
+                        yield self._body(piece).chunk()
                     piece = await anext(self._pieces)
         except DisaggError as error:
             body = error_body(str(error), error.reason, error.http_status)
             yield f"data: {json.dumps(body)}\n\n"
         else:
-            last = self._completion(piece)
+            last = self._body(piece)
             yield last.chunk()
             if self._request.stream_options.include_usage:
                 usage = {"choices": [], "usage": self._usage(piece), "kv": None}
@@ -115,12 +128,12 @@ class Answer:
             return "".join(texts), piece
 
         text, last = await _unless_left(http, collect())
-        whole = self._completion(replace(last, text=text))
+        whole = self._body(replace(last, text=text))
         return whole.model_copy(update={"usage": self._usage(last)}).body()
 
-    def _completion(self, piece: Piece) -> Completion:
+    def _body(self, piece: Piece) -> CompletionBody:
         wanted = self._request.kv and piece.finish_reason is not None
-        return Completion(
+        return CompletionBody(
             id=self._id,
             created=self._created,
             model=self._model,
@@ -129,12 +142,8 @@ class Answer:
         )
 
     def _usage(self, piece: Piece) -> Usage:
-        total = self._prompt_tokens + piece.num_tokens
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=piece.num_tokens,
-            total_tokens=total,
-        )
+        prompt, answer = self._prompt_tokens, piece.num_tokens
+        return Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
 
 
 async def _unless_left(http: Request, work: Any) -> Any:
@@ -158,11 +167,29 @@ async def _unless_left(http: Request, work: Any) -> Any:
 
 
 def _add_errors(app: FastAPI) -> None:
+    """Whatever goes wrong has the body that the `openai` client reads."""
+
     @app.exception_handler(DisaggError)
     async def refused(request: Request, error: DisaggError) -> Response:
         headers = {"Retry-After": RETRY_AFTER_S} if error.http_status == 503 else None
-        body = error_body(str(error), error.reason, error.http_status)
+        body = error_body(str(error), error.reason, error.http_status, error.param)
         return JSONResponse(body, error.http_status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def missing(http: Request, error: HTTPException) -> Response:
+        path = http.url.path[:MAX_PATH_SHOWN]
+        message = f"{error.detail}: {http.method} {path} is nothing this service does"
+        body = error_body(message, "not_found", error.status_code)
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(http: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CancelledError.http_status)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def broken(http: Request, error: Exception) -> Response:
+        message = "the service failed; its log says why"
+        return JSONResponse(error_body(message, "internal", 500), 500)
 
 
 def _add_views(app: FastAPI, completions: Completions) -> None:

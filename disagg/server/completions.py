@@ -1,55 +1,45 @@
-"""From a completion request to pieces of text: checks, tokens, stop strings, figures. No HTTP."""
+"""From the body of a request to pieces of text: checks, tokens, stop strings, figures. No HTTP."""
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
-from prometheus_client import Gauge
-
-from disagg.errors import DisaggError, ModelError, RequestError
-from disagg.metrics import Metrics, RequestTimes
-from disagg.server.counts import WorkerCounts
-from disagg.server.limits import check_prompt
+from disagg.errors import CancelledError, DisaggError, ModelError
+from disagg.metrics import RequestTimes
+from disagg.server import limits
+from disagg.server.counts import Counts
 from disagg.server.schema import CompletionRequest
-from disagg.transfer.messages import WorkerStatus
-from disagg.workers.router import RECEIPT_S, Output, Router
-from disagg.workers.text import Decoder, TextStream
+from disagg.server.text import Piece, TextStream, TextTokenizer
+from disagg.workers.router import Output, Router
 
-MAX_SEED = 2**63
+FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
+MAX_UNKNOWN = 100  # names of unknown fields that are remembered, so that each is told once
+MAX_SHOWN = 64  # characters of such a name
 
-
-class TextTokenizer(Protocol):
-    """Text to tokens and back; `disagg.model.tokenizer.Tokenizer` is one."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-
-    def detokenizer(self) -> Decoder:
-        """A new decoder for one stream of tokens."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served: the name clients use, the limits of the model, the usual codec."""
+    """What is served: the name clients use, the limits of the model, the usual codec.
+
+    longest_token:  characters of the longest token
+    alias:          another name that is taken for the model: where it was loaded from
+    max_body_bytes: of a request
+    """
 
     name: str
     context_length: int
     vocab_size: int
     codec: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some more text; the last piece says why it ended and what the hand-off cost."""
-
-    text: str
-    num_tokens: int
-    finish_reason: str | None = None
-    kv: Mapping[str, Any] = field(default_factory=dict)
+    longest_token: int
+    alias: str | None = None
+    max_body_bytes: int = 8 << 20
 
 
 class Completions:
@@ -64,63 +54,61 @@ class Completions:
     ):
         self.served = served
         self.router = router
-        self.metrics = Metrics(served.name, "router")
+        self.counts = Counts(served.name)
         self._tokenizer = tokenizer
         self._clock = clock
-        self._worker_counts = WorkerCounts(self.metrics)
-        self._gauges = Gauge(
-            "disagg_worker",
-            "What a worker holds, by the name of the thing",
-            ["worker", "role", "what"],
-            registry=self.metrics.registry,
-        )
+        self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
+        self._unknown: set[str] = set()
 
-    def tokens_of(self, request: CompletionRequest) -> tuple[int, ...]:
-        """The prompt as token ids; RequestError or ModelError if it cannot be served."""
-        request.check_extras()
-        served = self.served
-        if request.model not in (None, served.name):
-            raise ModelError(f"model {request.model!r} is not served here; {served.name!r} is")
-        if isinstance(request.prompt, str):
-            tokens = tuple(self._tokenizer.encode(request.prompt)) if request.prompt else ()
-        else:
-            tokens = tuple(request.prompt)
-        check_prompt(len(tokens), served.context_length)
-        if max(tokens) >= served.vocab_size:
-            raise RequestError(f"token id {max(tokens)} is not below {served.vocab_size}")
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}; at least 1 is wanted")
-        return tokens
+    async def prepare(
+        self, body: AsyncIterable[bytes]
+    ) -> tuple[CompletionRequest, tuple[int, ...]]:
+        """A request and its prompt as token ids, from the pieces of a body.
+
+        Raises RequestError and its kinds, or ModelError, for what cannot be served.
+        """
+        try:
+            whole = await limits.read_body(body, self.served.max_body_bytes)
+            request = CompletionRequest.read(whole)
+            self._warn(request.unknown)
+            if request.model not in (None, self.served.name, self.served.alias):
+                other = f"model {request.model!r} is not served here; {self.served.name!r} is"
+                raise ModelError(other, "model")
+            return request, await self._tokens_of(request.prompt)
+        except DisaggError as error:
+            self.counts.failed(error.reason)
+            raise
 
     async def stream(
         self, request: CompletionRequest, tokens: tuple[int, ...]
     ) -> AsyncGenerator[Piece]:
-        """The answer, piece by piece. Leaving the iteration cancels the request on every worker."""
-        arrived = self._clock()
-        seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
-        params = {
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "seed": seed,
-            "ignore_eos": request.ignore_eos,
-        }
-        text, times = TextStream(self._tokenizer.detokenizer(), request.stops), [arrived]
-        outputs = self.router.generate(tokens, params, request.codec or self.served.codec)
+        """The answer, piece by piece. Leaving the iteration cancels the request on every worker.
+
+        It ends with the model's context, wherever `max_tokens` is.
+        """
+        times = [self._clock()]
+        failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
+        text = TextStream(self._tokenizer.detokenizer(), request.stop)
+        codec = request.codec or self.served.codec
+        outputs = self.router.generate(tokens, self._params(request, len(tokens)), codec)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     piece = self._piece(text, output, times)
-                    if piece.finish_reason is not None and not piece.kv:
-                        piece = replace(piece, kv=await _figures(outputs))
+                    if piece.finish_reason is not None:
+                        piece = replace(piece, kv=piece.kv or await _figures(outputs))
+                        own = codec != self.served.codec
+                        self.counts.finished(_ends(times), piece, len(tokens), own)
+                        failure = None
                     yield piece
                     if piece.finish_reason is not None:
-                        self._note(times, piece)
                         return
-        except DisaggError as error:
-            self.metrics.add(self.metrics.success, finished_reason=error.reason)
+        except Exception as error:
+            failure = error.reason if isinstance(error, DisaggError) else DisaggError.reason
             raise
+        finally:
+            if failure is not None:
+                self.counts.failed(failure)
 
     async def status(self) -> dict[str, Any]:
         """What is served, and what every worker says of itself."""
@@ -130,24 +118,42 @@ class Completions:
             answer = answers.get(name)
             started = peer.started
             worker = {"name": name, "role": started.role.value, "address": started.address}
-            if isinstance(answer, WorkerStatus):
+            if answer is None or isinstance(answer, DisaggError):
+                workers.append(worker | {"error": str(answer)})
+            else:
                 said = {"epoch": answer.epoch, "gauges": dict(answer.gauges), **answer.info}
                 workers.append(worker | said)
-            else:
-                workers.append(worker | {"error": str(answer)})
         served = {"model": self.served.name, "codec": self.served.codec}
         return served | {"requests": self.router.running, "workers": workers}
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        self._gauges.clear()
-        workers = (await self.status())["workers"]
-        self._worker_counts.load(workers)
-        for worker in workers:
-            for name, value in worker.get("gauges", {}).items():
-                self._gauges.labels(worker["name"], worker["role"], name).set(value)
-            self._worker_counts.take(worker)
-        return self.metrics.render()
+        return self.counts.scrape((await self.status())["workers"])
+
+    async def _tokens_of(self, prompt: str | list[Any]) -> tuple[int, ...]:
+        served, ids = self.served, prompt
+        if isinstance(ids, str):
+            limits.check_text(len(ids), served.context_length, served.longest_token)
+            async with self._one_long_text if len(ids) > limits.LONG_TEXT_CHARS else nullcontext():
+                ids = await asyncio.to_thread(self._tokenizer.encode, ids) if ids else []
+        limits.check_prompt(len(ids), served.context_length)
+        limits.check_ids(ids, served.vocab_size)
+        return tuple(ids)
+
+    def _params(self, request: CompletionRequest, tokens: int) -> dict[str, int | float | bool]:
+        seed = (
+            secrets.randbelow(limits.MAX_SEED)
+            if request.seed is None
+            else request.seed % limits.MAX_SEED
+        )
+        return {
+            "max_tokens": min(request.max_tokens, self.served.context_length - tokens),
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": max(0, request.top_k),
+            "seed": seed,
+            "ignore_eos": request.ignore_eos,
+        }
 
     def _piece(self, text: TextStream, output: Output, times: list[float]) -> Piece:
         """The text of one output; `times` collects when each token came."""
@@ -158,27 +164,24 @@ class Completions:
             return Piece(shown, len(times) - 1, reason, output.kv)
         return Piece(text.finish(), len(times) - 1, output.finish_reason, output.kv)
 
-    def _note(self, times: list[float], piece: Piece) -> None:
-        metrics, kv = self.metrics, piece.kv
-        ends = RequestTimes(times[0], times[min(1, len(times) - 1)], times[-1], piece.num_tokens)
-        metrics.finished(ends, piece.finish_reason or "")
-        metrics.add(metrics.generation_tokens, piece.num_tokens)
-        if not kv:
-            return
-        metrics.add(metrics.prompt_tokens, kv["tokens"])
-        for kind in ("fp16", "wire", "cached", "resident"):
-            amount = kv.get(f"{kind}_bytes", 0)
-            metrics.add(metrics.transfer_bytes, amount, kind=kind, codec=kv["codec"])
-        for phase in ("encode", "queue", "wire", "verify", "admit"):
-            seconds = kv.get(f"{phase}_ms", 0.0) / 1e3
-            metrics.observe(metrics.transfer_seconds, seconds, phase=phase)
-        metrics.observe(metrics.exposed_seconds, kv["exposed_ms"] / 1e3)
+    def _warn(self, names: list[str]) -> None:
+        """Tell of fields that nobody knows: of each once, and not of endlessly many."""
+        for name in names:
+            shown = name[:MAX_SHOWN]
+            if shown not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
+                self._unknown.add(shown)
+                log.warning("field %r of a completion request is unknown and ignored", shown)
+
+
+def _ends(times: list[float]) -> RequestTimes:
+    """From when a request arrived and each of its tokens came."""
+    return RequestTimes(times[0], times[min(1, len(times) - 1)], times[-1], len(times) - 1)
 
 
 async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:
     """What the hand-off cost, for an answer that a stop string ended before the figures came."""
     with suppress(TimeoutError, DisaggError):
-        async with asyncio.timeout(RECEIPT_S):
+        async with asyncio.timeout(FIGURES_S):
             async for output in outputs:
                 if output.kv:
                     return output.kv

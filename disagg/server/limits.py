@@ -1,14 +1,60 @@
-"""What a prompt must be to be served: the checks that need nothing but its length."""
+"""How much a client may send: a body, a prompt, stop strings, numbers. No HTTP, no schema.
 
-from disagg.errors import PromptTooLongError, RequestError
+Everything here is cheap and comes before what is not: a body is counted while it arrives, a text
+is measured before it becomes tokens.
+"""
+
+import reprlib
+from collections.abc import AsyncIterable, Sequence
+from typing import Any
+
+from disagg.errors import PromptTooLongError, RequestError, TooLargeError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256  # every token is compared with all begins of all stop strings
+MAX_COUNT = 2**31 - 1  # of tokens, or of choices among them
+MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
+MAX_NAME_CHARS = 1024  # of a model
+MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
+LONG_TEXT_CHARS = 64 << 10  # texts above are tokenised one at a time
+
+
+async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
+    """The pieces of a body as one; TooLargeError as soon as they are more than `max_bytes`."""
+    body = bytearray()
+    async for chunk in chunks:
+        if len(body) + len(chunk) > max_bytes:
+            raise TooLargeError(f"the body is too long; at most {max_bytes:,} bytes are taken")
+        body += chunk
+    return body
+
+
+def check_text(chars: int, context_length: int, longest_token: int) -> None:
+    """PromptTooLongError for a text that cannot fit, whatever its tokens are."""
+    most = context_length * longest_token
+    if chars > most:
+        raise PromptTooLongError(
+            f"the prompt has {chars:,} characters; the model's context of {context_length} tokens "
+            f"holds at most {most:,}",
+            "prompt",
+        )
 
 
 def check_prompt(tokens: int, context_length: int) -> None:
     """RequestError for an empty prompt, PromptTooLongError for one with no room behind it."""
     if tokens == 0:
-        raise RequestError("the prompt is empty; at least one token is wanted")
+        raise RequestError("the prompt is empty; at least one token is wanted", "prompt")
     if tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt has {tokens} tokens; the model's context of {context_length} holds at "
-            f"most {context_length - 1} and an answer"
+            f"most {context_length - 1} and an answer",
+            "prompt",
         )
+
+
+def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
+    """RequestError for a prompt that holds anything but token ids of the model."""
+    for each in ids:
+        if type(each) is not int or not 0 <= each < vocab_size:
+            known = f"whole numbers from 0 to {vocab_size - 1} are"
+            raise RequestError(f"prompt: {reprlib.repr(each)} is no token id; {known}", "prompt")

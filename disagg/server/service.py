@@ -10,8 +10,10 @@ import logging
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -38,10 +40,15 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`."""
+    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`.
 
-    def __init__(self, config: Config):
+    say: is told what goes on while the service starts, in words
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
         self.config = config
+        self.name = served_name(config)
+        self._say = say
         self.stopped = threading.Event()
         self.secret = secrets.token_hex(16)
         self._stack = ExitStack()
@@ -67,9 +74,12 @@ class Service:
             # here, not above: Ray reads its environment when it is imported
             from disagg.workers.launch import Cluster
 
+            self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
             workers = Cluster(self.config, token, session.folder if session else None)
             stack.callback(workers.close)
             workers.connect()
+            count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
+            self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)
             self.links = workers.links
@@ -106,10 +116,17 @@ class Service:
         from disagg.server.completions import Completions, Served
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
-        name = config.model.name or DEFAULT_NAME
-        served = Served(name, info.context_length, info.vocab_size, config.codec)
-        self._router = Router(config.router)
         tokenizer = Tokenizer.load(config.model.name)
+        served = Served(
+            self.name,
+            info.context_length,
+            info.vocab_size,
+            config.codec,
+            tokenizer.longest_token,
+            alias=config.model.name,
+            max_body_bytes=config.server.max_body_bytes,
+        )
+        self._router = Router(config.router)
         completions = Completions(served, tokenizer, self._router)
         app = create_app(completions, self.secret, self.stopped.set)
         options = uvicorn.Config(
@@ -173,6 +190,14 @@ def check_secret(config: Config, security: Security) -> None:
             "or say security.insecure=true"
         )
     log.warning("%s: security.insecure is true", open_)
+
+
+def served_name(config: Config) -> str:
+    """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
+    name = config.server.served_model_name or config.model.name or DEFAULT_NAME
+    folder = Path(name).expanduser()
+    is_folder = name == config.model.name and folder.is_dir()
+    return folder.resolve().name if is_folder else name
 
 
 def bind(host: str, port: int) -> socket.socket:

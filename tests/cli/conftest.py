@@ -1,4 +1,4 @@
-"""A real HTTP server on a free port, with fakes behind it, for commands that need a service."""
+"""A real HTTP server on a free port, with a fake behind it, for commands that need a service."""
 
 import asyncio
 import os
@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from disagg.cli.state import State, write_state
+from disagg.cli.client import RunningService, write_state
+from disagg.config import DEFAULT_CODEC
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
-from disagg.workers.router import Router
-from tests.server.conftest import Letters
-from tests.workers.fakes import Network
+from tests.server.conftest import FakeRouter, Letters
 
 STATS = {
-    "codec": "kivi:bits=2,group=64,residual=64",
-    "tokens": 3,
+    "codec": DEFAULT_CODEC,
+    "tokens": 300,
     "fp16_bytes": 4000,
     "fp8_bytes": 2000,
     "wire_bytes": 1000,
@@ -38,34 +37,30 @@ class Running:
     """The service, and what a test may look at."""
 
     url: str
-    network: Network
-    completions: Completions
+    router: FakeRouter
     loop: asyncio.AbstractEventLoop
     stopped: threading.Event
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setattr("tests.workers.fakes.STATS", STATS)
+def running() -> Iterator[Running]:
     listening, stopped = bind("127.0.0.1", 0), threading.Event()
     started: list[Running] = []
     ready, servers = threading.Event(), list[uvicorn.Server]()
 
     async def serve() -> None:
-        network = Network()
-        served = Served("tiny", context_length=200, vocab_size=200, codec="raw")
-        completions = Completions(served, Letters(), Router())
-        for worker in network.pair():
-            completions.router.add(worker.peer)
+        router = FakeRouter()
+        router.kv = STATS
+        served = Served("tiny", 200, 200, "raw", longest_token=10)
+        completions = Completions(served, Letters(), router)  # type: ignore[arg-type]
         app = create_app(completions, "secret", stopped.set)
         config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
         servers.append(uvicorn.Server(config))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         loop = asyncio.get_running_loop()
-        started.append(Running(url, network, completions, loop, stopped))
+        started.append(Running(url, router, loop, stopped))
         ready.set()
         await servers[0].serve([listening])
-        await completions.router.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
@@ -89,5 +84,5 @@ def state_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def known(running: Running, state_file: Path) -> Running:
     """The service, announced in a state file under the id of this process."""
-    write_state(state_file, State(running.url, os.getpid(), "secret"))
+    write_state(state_file, RunningService(running.url, os.getpid(), "secret"))
     return running

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli.client import complete, get
-from disagg.cli.state import State, read_state
+from disagg.cli.client import RunningService, complete, get, read_state
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -63,7 +62,7 @@ def serve(folder: Path, address: str, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def serving(folder: Path) -> State:
+def serving(folder: Path) -> RunningService:
     wait_for((folder / "disagg.json").exists)
     state = read_state(folder / "disagg.json")
     assert state is not None
@@ -76,7 +75,7 @@ def stop(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0
 
 
-def pids(state: State) -> set[int]:
+def pids(state: RunningService) -> set[int]:
     return {worker["pid"] for worker in get(state.url, "/status")["workers"]}
 
 

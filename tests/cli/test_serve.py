@@ -1,22 +1,28 @@
 """`serve`, `status`, `stop` and the file by which they find each other."""
 
+import io
 import json
 import os
+import re
 import stat
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from disagg.cli.app import run
-from disagg.cli.state import State, announced, read_state, write_state
-from disagg.config import load_config
+from disagg.cli.client import RunningService, announced, read_state, write_state
+from disagg.cli.output import stages
+from disagg.config import Config, load_config
 from disagg.errors import ConfigError
+from disagg.server.service import served_name
 from tests.cli.conftest import Running
 
 
 def test_the_state_file_is_for_its_owner_alone(state_file: Path) -> None:
-    state = State("http://127.0.0.1:1", os.getpid(), "secret")
+    state = RunningService("http://127.0.0.1:1", os.getpid(), "secret")
     write_state(state_file, state)
     write_state(state_file, state)
     assert stat.S_IMODE(state_file.stat().st_mode) == 0o600
@@ -25,7 +31,7 @@ def test_the_state_file_is_for_its_owner_alone(state_file: Path) -> None:
 
 
 def test_a_state_file_that_others_may_write_is_not_believed(state_file: Path) -> None:
-    write_state(state_file, State("http://127.0.0.1:1", os.getpid(), "secret"))
+    write_state(state_file, RunningService("http://127.0.0.1:1", os.getpid(), "secret"))
     state_file.chmod(0o666)
     with pytest.raises(ConfigError, match="open to others"):
         read_state(state_file)
@@ -36,13 +42,13 @@ def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file: Path) ->
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    write_state(state_file, State("http://127.0.0.1:1", pid, "secret"))
+    write_state(state_file, RunningService("http://127.0.0.1:1", pid, "secret"))
     assert read_state(state_file) is None
 
 
 def test_a_service_removes_its_own_state_file_and_no_other(state_file: Path) -> None:
-    ours = State("http://127.0.0.1:1", os.getpid(), "ours")
-    other = State("http://127.0.0.1:2", os.getpid(), "other")
+    ours = RunningService("http://127.0.0.1:1", os.getpid(), "ours")
+    other = RunningService("http://127.0.0.1:2", os.getpid(), "other")
     with announced(state_file, ours):
         assert read_state(state_file) == ours
     assert not state_file.exists()
@@ -51,8 +57,91 @@ def test_a_service_removes_its_own_state_file_and_no_other(state_file: Path) -> 
     assert read_state(state_file) == other
 
 
+def test_a_service_does_not_take_the_state_file_of_another_one(
+    state_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it starts nothing: what would is not even imported."""
+    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
+    first = RunningService("http://127.0.0.1:1", os.getpid(), "secret")
+    write_state(state_file, first)
+    assert run(["serve", "--state-file", str(state_file)]) == 2
+    said = capsys.readouterr().err
+    for word in (first.url, str(first.pid), "--state-file", "disagg stop"):
+        assert word in said
+    with pytest.raises(ConfigError, match="a service runs"), announced(state_file, first):
+        pass
+    assert read_state(state_file) == first
+
+
+class Started:
+    """A service that stops as soon as it is asked to wait."""
+
+    url, name, secret, links = "http://127.0.0.1:7", "tiny", "secret", ("a link",)
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        self.stopped = threading.Event()
+        self.stopped.set()
+        self._say = say
+
+    def __enter__(self) -> "Started":
+        self._say("starting a private Ray")
+        self._say("loading tiny")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "warned"),
+    [("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0", 1), ("10.0.0.7", 1), ("host.example", 1)],
+)
+def test_serve_says_what_it_does_and_who_may_use_it(
+    host: str,
+    warned: int,
+    state_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("disagg.server.service.Service", Started)
+    assert run(["serve", "--state-file", str(state_file), "--host", host]) == 0
+    first, second, link, *warnings, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r" +\d+\.\d s  starting a private Ray \.\.\.", first)
+    assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
+    assert (link, last) == ("a link", "serving tiny at http://127.0.0.1:7")
+    assert [host in line and "without a key" in line for line in warnings] == [True] * warned
+
+
+def test_a_terminal_gets_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with stages() as say:
+        say("loading [tiny]")
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "loading [tiny]" in shown
+    assert "0:00:00" in shown
+
+
+def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    folder = str(tmp_path / "llama")
+    for given, name in (
+        ({}, "default"),
+        ({"model.name": folder}, "llama"),
+        ({"model.name": f"{folder}/"}, "llama"),
+        ({"model.name": "meta/llama"}, "meta/llama"),
+        ({"model.name": folder, "server.served_model_name": "mine"}, "mine"),
+        ({"server.served_model_name": str(tmp_path)}, str(tmp_path)),
+    ):
+        assert served_name(load_config(None, given)) == name
+
+
 def test_a_broken_state_file_is_named(state_file: Path) -> None:
-    write_state(state_file, State("http://127.0.0.1:1", os.getpid(), "secret"))
+    write_state(state_file, RunningService("http://127.0.0.1:1", os.getpid(), "secret"))
     state_file.write_text("{")
     with pytest.raises(ConfigError, match=str(state_file)):
         read_state(state_file)
@@ -71,7 +160,7 @@ def test_status_shows_every_worker(
 def test_stop_asks_the_service_and_waits_for_its_end(
     known: Running, state_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(State, "alive", property(lambda self: not known.stopped.is_set()))
+    monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
     assert run(["stop", "--state-file", str(state_file)]) == 0
     assert known.stopped.is_set()
 
@@ -79,7 +168,7 @@ def test_stop_asks_the_service_and_waits_for_its_end(
 def test_stop_with_a_wrong_secret_stops_nothing(
     known: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_state(state_file, State(known.url, os.getpid(), "wrong"))
+    write_state(state_file, RunningService(known.url, os.getpid(), "wrong"))
     assert run(["stop", "--state-file", str(state_file)]) == 1
     assert "token" in capsys.readouterr().err
     assert not known.stopped.is_set()
@@ -97,17 +186,20 @@ def test_show_config_prints_what_config_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--codec", "raw", "--port", "0", "--set", "router.deadline_s=9"]
+    flags += ["--served-model-name", "mine"]
     assert run(["serve", "--show-config", *flags]) == 0
     path = tmp_path / "config.yaml"
     path.write_text(capsys.readouterr().out)
-    wanted = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
+    wanted: dict[str, object] = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
+    wanted["server.served_model_name"] = "mine"
     assert load_config(path) == load_config(None, wanted)
 
 
 def test_a_port_that_is_taken_is_a_config_error(
-    running: Running, capsys: pytest.CaptureFixture[str]
+    running: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = running.url.rpartition(":")[2]
-    assert run(["serve", "--port", port]) == 2
+    where = ["--state-file", str(state_file)]
+    assert run(["serve", "--port", port, *where]) == 2
     assert "cannot listen" in capsys.readouterr().err
     assert threading.active_count() < 10

@@ -1,11 +1,9 @@
 """`disagg submit` against a running service, and every prompt that cannot be."""
 
-import asyncio
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.app import run
+from disagg.cli.client import Answer
+from disagg.cli.output import print_savings
+from disagg.errors import PeerLostError
 from tests.cli.conftest import STATS, Running, take_ctrl_c
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
@@ -28,6 +29,50 @@ def test_the_continuation_goes_to_stdout_and_a_table_follows(
     wire = next(line.split() for line in table.splitlines() if "on the wire" in line)
     assert wire[-3:] == ["1,000", "25.0", "50.0"]
     assert "3 prompt tokens, 5 generated" in table
+
+
+def test_what_was_known_there_before_is_told(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.router.kv = STATS | {"cached_bytes": 500}
+    assert run(["submit", "abc", "--url", running.url]) == 0
+    told = [x.split() for x in capsys.readouterr().out.splitlines() if "known there" in x]
+    assert told == [["known", "there", "before", "500", "12.5", "25.0"]]
+
+
+SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
+
+
+@pytest.mark.parametrize(
+    ("kv", "first"),
+    [
+        ({}, "5 prompt tokens"),
+        (
+            SHORT,
+            "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n",
+        ),
+        ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
+        (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
+    ],
+    ids=["no-figures", "short", "no-times", "long"],
+)
+def test_the_figures_that_came_are_told_and_no_more(
+    kv: dict[str, object], first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = Answer("x", 5, 1, "length", ttft_ms=1.0, kv=kv)
+    print_savings(answer, max_tokens=1)
+    printed = capsys.readouterr().out
+    assert printed.startswith(first)
+    assert "context" not in printed
+    assert ("% of fp16" in printed) == ("kivi" in first)
+
+
+def test_an_answer_that_the_context_ended_says_so_in_one_line(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "a" * 195, "--url", running.url, "--max-tokens", "100000"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "context" in line]
+    assert said == ["the model's context is full: 5 of 100000 tokens could be generated"]
 
 
 def test_json_is_one_object_with_the_promised_keys(
@@ -52,10 +97,9 @@ def test_the_state_file_leads_to_the_running_service(
 def test_options_reach_the_service(running: Running) -> None:
     options = ["--codec", "kivi", "--seed", "7", "--temperature", "0.5", "--top-k", "3"]
     assert run(["submit", "abc", "--url", running.url, *options, "--stop", "cd", "--json"]) == 0
-    submit = running.network.workers["p"].submitted[0]
-    assert submit.codec == "kivi"
-    assert (submit.sampling["seed"], submit.sampling["temperature"]) == (7, 0.5)
-    assert submit.sampling["top_k"] == 3
+    ((_, params, codec),) = running.router.asked
+    assert codec == "kivi"
+    assert (params["seed"], params["temperature"], params["top_k"]) == (7, 0.5, 3)
 
 
 @pytest.mark.parametrize("way", ["file", "stdin"])
@@ -67,7 +111,7 @@ def test_a_prompt_can_come_from_elsewhere(
     monkeypatch.setattr(sys, "stdin", path.open())
     text = f"@{path}" if way == "file" else "-"
     assert run(["submit", text, "--url", running.url, "--json"]) == 0
-    assert len(running.network.workers["p"].submitted[0].prompt) == 4
+    assert len(running.router.asked[0][0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -76,6 +120,7 @@ def test_a_prompt_can_come_from_elsewhere(
         (["", "--url", "{url}"], 4, "request"),
         (["@/no/such/file", "--url", "{url}"], 4, "request"),
         (["x" * 200, "--url", "{url}"], 4, "prompt_too_long"),
+        (["x" * 9_000_000, "--url", "{url}"], 4, "too_large"),
         (["abc", "--url", "{url}", "--model", "gpt-4"], 3, "model"),
         (["abc", "--url", "http://127.0.0.1:1"], 8, "peer_lost"),
         (["abc", "--url", "ftp://x"], 2, "config"),
@@ -98,6 +143,7 @@ def test_a_prompt_can_come_from_elsewhere(
         "empty",
         "no-file",
         "too-long",
+        "too-large",
         "other-model",
         "wrong-port",
         "no-url",
@@ -163,19 +209,10 @@ def test_an_unknown_codec_is_named_with_the_known_ones(
 def test_an_answer_that_ends_in_an_error_has_its_exit_code(
     running: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode = running.network.workers["d"]
-    decode.pause_at = 2
-
-    def close() -> None:
-        wait_for(decode.paused.is_set)
-        router = running.completions.router
-        asyncio.run_coroutine_threadsafe(router.close(), running.loop).result()
-
-    closing = threading.Thread(target=close)
-    closing.start()
+    running.router.pause_at, running.router.breaks = 2, PeerLostError("the worker is gone")
+    running.loop.call_soon_threadsafe(running.router.go.set)
     assert run(["submit", "abc", "--url", running.url]) == 8
-    closing.join()
-    assert "shutting down" in capsys.readouterr().err
+    assert "the worker is gone" in capsys.readouterr().err
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -186,19 +223,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_ctrl_c_cancels_the_request_at_the_service(running: Running) -> None:
-    decode = running.network.workers["d"]
-    decode.pause_at = 2
+    running.router.pause_at = 2
     command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_ctrl_c
     )
-    wait_for(decode.paused.is_set)
+    assert running.router.paused.wait(30)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert said == "error: cancelled\n"
-    wait_for(lambda: bool(decode.aborted))
-    assert running.completions.router.running == 0
+    wait_for(lambda: running.router.running == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
+from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg.errors import ModelError
 from disagg.model.tokenizer import Tokenizer
 from tests.model.tiny import byte_tokenizer
 
+packaged = cache(Tokenizer.load)
 TEXT = "Grüße aus 東京 🎉, naïve “quotes”."
 
 
@@ -16,6 +21,20 @@ def tokenizer() -> Tokenizer:
 
 def test_decode_gives_back_what_was_encoded(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_encoding_lets_other_threads_go_on() -> None:
+    """`encode` of the library holds Python's lock, for seconds if the text is long."""
+    backend = Mock()
+    backend.encode_batch.return_value = [Mock(ids=[1, 2])]
+    assert Tokenizer(backend).encode("text") == [1, 2]
+    backend.encode.assert_not_called()
+
+
+@given(st.text())
+def test_no_text_has_fewer_tokens_than_the_longest_token_allows(text: str) -> None:
+    tokenizer = packaged()
+    assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

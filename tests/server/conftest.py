@@ -1,21 +1,42 @@
-"""A server over a router of fakes: answers are the letters a, b, c ..."""
+"""A server over a router of one line: answers are the letters a, b, c ..."""
 
-from collections.abc import Iterable
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
+from disagg.errors import DisaggError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
-from disagg.workers.router import Router
-from tests.server.visits import STATS_OF_A_PROMPT
-from tests.workers.fakes import Network
+from disagg.workers.router import Output
+
+KV = {
+    "codec": "raw",
+    "tokens": 3,
+    "fp16_bytes": 40,
+    "fp8_bytes": 20,
+    "wire_bytes": 10,
+    "resident_bytes": 8,
+    "encode_ms": 1.0,
+    "wire_ms": 2.0,
+    "exposed_ms": 0.5,
+    "admit_ms": 0.1,
+}
 
 
 class Letters:
-    """Token 100 is "a". Encoding counts letters."""
+    """Token 100 is "a". Encoding counts letters, and remembers on which threads."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
 
     def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread())
+        text.encode()
         return [ord(letter) % 100 for letter in text]
 
     def detokenizer(self) -> "Letters":
@@ -28,26 +49,77 @@ class Letters:
         return ""
 
 
-@pytest.fixture
-def served() -> Served:
-    return Served("tiny", context_length=20, vocab_size=200, codec="raw")
+class FakeRouter:
+    """Answers every prompt with the tokens 100, 101 ...
+
+    pause_at: an answer stops before this token and says so: `paused`; it ends with `breaks`
+    refuses:  raised instead of the first token
+    kv:       what every token and the end carry
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
+        self.running = 0
+        self.ready = True
+        self.pause_at = 10**9
+        self.paused, self.go = threading.Event(), asyncio.Event()
+        self.breaks: DisaggError | None = None
+        self.refuses: Exception | None = None
+        self.kv: Mapping[str, Any] = KV
+        self.peers = {name: _peer(role, name) for name, role in (("p", "prefill"), ("d", "decode"))}
+        self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
+
+    async def generate(
+        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str
+    ) -> AsyncGenerator[Output]:
+        self.asked.append((prompt, dict(params), codec))
+        self.running += 1
+        try:
+            if self.refuses is not None:
+                raise self.refuses
+            for index in range(params["max_tokens"]):
+                await asyncio.sleep(0)
+                if index == self.pause_at:
+                    self.paused.set()
+                    await self.go.wait()
+                    if self.breaks is not None:
+                        raise self.breaks
+                yield Output(100 + index, None, self.kv)
+            yield Output(None, "length", self.kv)
+        finally:
+            self.running -= 1
+
+    async def status(self) -> dict[str, Any]:
+        return self.says
+
+
+def _peer(role: str, name: str) -> Any:
+    return SimpleNamespace(
+        started=SimpleNamespace(role=SimpleNamespace(value=role), address=f"{name}:1")
+    )
+
+
+def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> Any:
+    """What a worker says of itself."""
+    return SimpleNamespace(epoch=epoch, gauges=gauges, info=info)
 
 
 @pytest.fixture
-def network() -> Network:
-    return Network()
+def router() -> FakeRouter:
+    return FakeRouter()
 
 
 @pytest.fixture
-def completions(served: Served) -> Completions:
-    return Completions(served, Letters(), Router())
+def letters() -> Letters:
+    return Letters()
 
 
 @pytest.fixture
-def app(completions: Completions) -> FastAPI:
+def completions(router: FakeRouter, letters: Letters) -> Completions:
+    served = Served("tiny", 20, 200, "raw", longest_token=2, alias="/models/tiny")
+    return Completions(served, letters, router)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def app(completions: Completions) -> ASGIApp:
     return create_app(completions, token="secret")
-
-
-@pytest.fixture(autouse=True)
-def figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.workers.fakes.STATS", STATS_OF_A_PROMPT)

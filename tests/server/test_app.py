@@ -2,115 +2,93 @@
 
 import asyncio
 import json
-import logging
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError
-from disagg.server.completions import Completions
-from disagg.workers.lifecycle import Action
-from tests.server.visits import STATS_OF_A_PROMPT, ask, events, visit
-from tests.workers.fakes import Network, until
+from tests.server.conftest import KV, FakeRouter
+from tests.server.visits import ask, events, get, post, visit
 
 
-def test_a_completion_has_the_shape_that_clients_know(
-    app: FastAPI, completions: Completions, network: Network
+def test_a_completion_has_the_shape_that_clients_know(app: ASGIApp) -> None:
+    body = post(app).json()
+    assert (body["object"], body["model"]) == ("text_completion", "tiny")
+    choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
+    assert body["choices"] == [choice]
+    details = body["usage"].pop("prompt_tokens_details")
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert details == {"cached_tokens": 0}
+    assert "kv" not in body
+
+
+def test_the_figures_of_the_hand_off_come_when_they_are_asked_for(app: ASGIApp) -> None:
+    assert post(app, kv=True).json()["kv"] == KV
+    streamed = events(post(app, kv=True, stream=True).text)
+    assert [event.get("kv") for event in streamed][-1] == KV
+
+
+def test_an_answer_without_figures_has_none(app: ASGIApp, router: FakeRouter) -> None:
+    router.kv = {}
+    answer = post(app, kv=True, max_tokens=1).json()
+    assert (answer["choices"][0]["text"], answer["kv"]) == ("a", {})
+
+
+def test_a_stream_says_every_token_then_the_usage_then_done(app: ASGIApp) -> None:
+    response = post(app, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage = events(response.text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c", "d", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_what_is_asked_reaches_the_router(app: ASGIApp, router: FakeRouter) -> None:
+    fields = {"codec": "kivi", "seed": 9, "top_k": -1, "top_p": 0.5, "temperature": 2}
+    post(app, prompt=[5, 6, 7], **fields)
+    params = {"max_tokens": 4, "ignore_eos": False, "seed": 9}
+    params |= {"temperature": 2.0, "top_p": 0.5, "top_k": 0}
+    assert router.asked == [((5, 6, 7), params, "kivi")]
+
+
+@pytest.mark.parametrize("prompt", [["abc"], [[97, 98, 99]]], ids=["text", "ids"])
+def test_a_list_of_one_prompt_is_a_prompt(prompt: Any, app: ASGIApp, router: FakeRouter) -> None:
+    assert post(app, prompt=prompt).status_code == 200
+    assert router.asked[0][0] == (97, 98, 99)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_with_the_context_and_says_so(
+    stream: bool, app: ASGIApp, router: FakeRouter
 ) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        body = (await client.post("/v1/completions", json=ask())).json()
-        assert body["object"] == "text_completion"
-        assert body["model"] == "tiny"
-        choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
-        assert body["choices"] == [choice]
-        usage = body["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
-            3,
-            4,
-            7,
-        )
-        assert "kv" not in body
-
-    visit(app, completions, network, scene)
-
-
-def test_the_figures_of_the_hand_off_come_when_they_are_asked_for(
-    app: FastAPI, completions: Completions, network: Network
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        whole = (await client.post("/v1/completions", json=ask(kv=True))).json()
-        assert whole["kv"] == STATS_OF_A_PROMPT
-        streamed = await client.post("/v1/completions", json=ask(kv=True, stream=True))
-        assert [event.get("kv") for event in events(streamed.text)][-1] == STATS_OF_A_PROMPT
-
-    visit(app, completions, network, scene)
-
-
-def test_a_stream_says_every_token_then_the_usage_then_done(
-    app: FastAPI, completions: Completions, network: Network
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        response = await client.post("/v1/completions", json=ask(**options))
-        assert response.headers["content-type"].startswith("text/event-stream")
-        *chunks, usage = events(response.text)
-        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c", "d", ""]
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
-        assert usage["choices"] == []
-        assert usage["usage"]["completion_tokens"] == 4
-        assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
-        assert all("usage" not in chunk for chunk in chunks)
-
-    visit(app, completions, network, scene)
-
-
-def test_token_ids_are_a_prompt_too(
-    app: FastAPI, completions: Completions, network: Network
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        await client.post("/v1/completions", json=ask(prompt=[5, 6, 7], codec="kivi", seed=9))
-        submit = network.workers["p"].submitted[0]
-        assert (submit.prompt, submit.codec) == ((5, 6, 7), "kivi")
-        assert submit.sampling["seed"] == 9
-
-    visit(app, completions, network, scene)
+    options = {"stream": stream, "stream_options": {"include_usage": True}}
+    response = post(app, max_tokens=2**31 - 1, **options)
+    found = events(response.text)[-2:] if stream else [response.json()] * 2
+    assert found[0]["choices"][0]["finish_reason"] == "length"
+    assert found[1]["usage"]["total_tokens"] == 20
+    assert router.asked[0][1]["max_tokens"] == 17
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_and_frees_the_workers(
-    stream: bool, app: FastAPI, completions: Completions, network: Network
+    stream: bool, app: ASGIApp, router: FakeRouter
 ) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        network.workers["d"].pause_at = 4
-        body = ask(max_tokens=9, stop=["zz", "cd"], stream=stream)
-        response = await client.post("/v1/completions", json=body)
-        chunks = events(response.text) if stream else [response.json()]
-        choices = [chunk["choices"][0] for chunk in chunks]
-        assert "".join(choice["text"] for choice in choices) == "ab"
-        assert choices[-1]["finish_reason"] == "stop"
-        await until(lambda: bool(network.workers["d"].aborted))
-        assert completions.router.running == 0
-
-    visit(app, completions, network, scene)
+    router.pause_at = 4
+    response = post(app, max_tokens=9, stop=["zz", "cd"], stream=stream, kv=True)
+    chunks = events(response.text) if stream else [response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == "ab"
+    assert choices[-1]["finish_reason"] == "stop"
+    assert chunks[-1]["kv"] == KV
+    assert router.running == 0
 
 
-def test_an_answer_that_a_stop_string_ends_has_the_figures_of_its_hand_off(
-    app: FastAPI, completions: Completions, network: Network
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        body = ask(max_tokens=9, stop="ab", kv=True)
-        answer = (await client.post("/v1/completions", json=body)).json()
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        assert answer["kv"]["wire_bytes"] == STATS_OF_A_PROMPT["wire_bytes"]
-
-    visit(app, completions, network, scene)
-
-
-def test_the_body_counts_and_not_its_content_type(
-    app: FastAPI, completions: Completions, network: Network
-) -> None:
+def test_the_body_counts_and_not_its_content_type(app: ASGIApp) -> None:
     async def scene(client: httpx.AsyncClient) -> None:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
         body = json.dumps(ask())
@@ -120,120 +98,77 @@ def test_the_body_counts_and_not_its_content_type(
         assert broken.status_code == 400
         assert "JSON" in broken.json()["error"]["message"]
 
-    visit(app, completions, network, scene)
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "reason", "says"),
-    [
-        ({"prompt": ""}, 400, "request", "empty"),
-        ({"prompt": []}, 400, "request", "empty"),
-        ({"prompt": "x" * 20}, 400, "prompt_too_long", "at most 19"),
-        ({"prompt": [200]}, 400, "request", "not below 200"),
-        ({"prompt": [[1], [2]]}, 400, "request", "prompt"),
-        ({"max_tokens": 0}, 400, "request", "max_tokens"),
-        ({"max_tokens": "many"}, 400, "request", "max_tokens"),
-        ({"model": "gpt-4"}, 404, "model", "'tiny' is"),
-        ({"n": 2}, 400, "request", "n=2"),
-        ({"echo": True}, 400, "request", "echo=True"),
-    ],
-    ids=lambda value: str(value)[:24] if isinstance(value, dict) else None,
-)
-def test_a_request_that_cannot_be_gets_its_status_and_reason(
-    fields: dict[str, Any],
-    status: int,
-    reason: str,
-    says: str,
-    app: FastAPI,
-    completions: Completions,
-    network: Network,
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        for stream in (False, True):
-            response = await client.post("/v1/completions", json=ask(**fields, stream=stream))
-            assert response.status_code == status
-            error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-            assert (error["type"], error["code"]) == (reason, status)
-            assert says in error["message"]
-
-    visit(app, completions, network, scene)
+    visit(app, scene)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_workers_refuse_has_a_status_of_its_own(
-    stream: bool, app: FastAPI, completions: Completions, network: Network
+    stream: bool, app: ASGIApp, router: FakeRouter
+) -> None:
+    router.refuses = ConfigError("unknown codec 'zip'")
+    response = post(app, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "config"
+
+
+def test_an_error_in_mid_stream_is_an_event(app: ASGIApp, router: FakeRouter) -> None:
+    router.pause_at, router.breaks = 2, PeerLostError("gone")
+    router.go.set()
+    *_, last = events(post(app, max_tokens=9, stream=True).text)
+    assert last["error"]["type"] == "peer_lost"
+
+
+@pytest.mark.parametrize("error", [CapacityError("full"), PeerLostError("gone")])
+def test_come_back_later_says_when(error: DisaggError, app: ASGIApp, router: FakeRouter) -> None:
+    router.refuses = error
+    response = post(app)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/chat/completions", 404), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
+)
+def test_what_is_not_there_has_the_body_of_an_error_too(
+    method: str, path: str, status: int, app: ASGIApp
 ) -> None:
     async def scene(client: httpx.AsyncClient) -> None:
-        network.workers["p"].refuses = ConfigError("unknown codec 'zip'")
-        response = await client.post("/v1/completions", json=ask(stream=stream))
-        assert response.status_code == 400
-        assert response.json()["error"]["type"] == "config"
+        response = await client.request(method, path)
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert f"{method} {path}" in error["message"]
 
-    visit(app, completions, network, scene)
+    visit(app, scene)
 
 
-def test_an_error_in_mid_stream_is_an_event(
-    app: FastAPI, completions: Completions, network: Network
+def test_a_failure_of_ours_has_the_body_of_an_error_and_tells_nothing(
+    app: ASGIApp, router: FakeRouter
 ) -> None:
+    router.refuses = ZeroDivisionError("a secret")
+    response = post(app, raises=False)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "internal"
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
+def test_every_response_can_be_found_again_by_its_request_id(path: str, app: ASGIApp) -> None:
     async def scene(client: httpx.AsyncClient) -> None:
-        decode = network.workers["d"]
-        decode.pause_at = 2
-        body = ask(max_tokens=9, stream=True)
-        asking = asyncio.create_task(client.post("/v1/completions", json=body))
-        await decode.paused.wait()
-        await completions.router.close()
-        *_, last = events((await asking).text)
-        assert last["error"]["type"] == "peer_lost"
+        ours = (await client.get(path, headers={"X-Request-Id": "mine-7"})).headers
+        assert ours["x-request-id"] == "mine-7"
+        made = [(await client.get(path)).headers["x-request-id"] for _ in range(2)]
+        assert len(set(made)) == 2
+        long = (await client.get(path, headers={"X-Request-Id": "x" * 1000})).headers
+        assert len(long["x-request-id"]) == 32
 
-    visit(app, completions, network, scene)
+    visit(app, scene)
 
 
-def test_unknown_fields_are_ignored_with_a_warning(
-    app: FastAPI, completions: Completions, network: Network, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        body = ask(flavour="mint", user="me", n=1)
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
-
-    with caplog.at_level(logging.WARNING):
-        visit(app, completions, network, scene)
-    assert "'flavour'" in caplog.text
-    assert "'user'" not in caplog.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_both_sides(
-    stream: bool, app: FastAPI, completions: Completions, network: Network
-) -> None:
-    """Spoken to as a web server would, because the client library cannot leave in the middle."""
-    sent: list[Any] = []
-    left = asyncio.Event()
-
-    async def scene(client: httpx.AsyncClient) -> None:
-        decode = network.workers["d"]
-        decode.pause_at = 2
-        body = json.dumps(ask(max_tokens=9, stream=stream)).encode()
-        arrived = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def receive() -> dict[str, Any]:
-            for message in arrived:
-                return message
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        serving = asyncio.create_task(app(SCOPE, receive, send))  # type: ignore[arg-type]
-        await decode.paused.wait()
-        left.set()
-        await asyncio.wait([serving])
-        await until(lambda: bool(decode.aborted and network.workers["p"].aborted))
-        assert not decode.jobs
-        assert completions.router.running == 0
-
-    visit(app, completions, network, scene)
+def test_a_failure_has_a_request_id_too(app: ASGIApp, router: FakeRouter) -> None:
+    router.refuses = ZeroDivisionError()
+    assert len(post(app, raises=False).headers["x-request-id"]) == 32
 
 
 SCOPE = {
@@ -248,19 +183,47 @@ SCOPE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(CapacityError("full"), 503), (PeerLostError("gone"), 503)]
-)
-def test_come_back_later_says_when(
-    error: DisaggError, status: int, app: FastAPI, completions: Completions, network: Network
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(
+    stream: bool, app: ASGIApp, router: FakeRouter
 ) -> None:
-    async def scene(client: httpx.AsyncClient) -> None:
-        def refuse(*args: object) -> list[Action]:
-            raise error
+    """Spoken to as a web server would, because the client library cannot leave in the middle."""
+    router.pause_at = 2
+    body = json.dumps(ask(max_tokens=9, stream=stream)).encode()
+    arrived = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-        completions.router.dispatch.submit = refuse  # type: ignore[method-assign,assignment]
-        response = await client.post("/v1/completions", json=ask())
-        assert response.status_code == status
-        assert response.headers["retry-after"] == "1"
+    async def receive() -> dict[str, Any]:
+        for message in arrived:
+            return message
+        while not router.paused.is_set():
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
-    visit(app, completions, network, scene)
+    async def send(message: Any) -> None:
+        pass
+
+    async def scene() -> None:
+        async with asyncio.timeout(30):
+            await app(SCOPE, receive, send)  # type: ignore[arg-type]
+        assert router.running == 0
+
+    asyncio.run(scene())
+    assert 'disagg_request_failures_total{model_name="tiny",reason="cancelled"} 1.0' in (
+        get(app, "/metrics").text
+    )
+
+
+def test_a_client_that_leaves_in_mid_body_is_no_failure(app: ASGIApp) -> None:
+    sent: list[Any] = []
+    messages = iter(
+        [{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}]
+    )
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(SCOPE, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 499

@@ -1,4 +1,4 @@
-"""Scenes: a client and the application, with a pair of fakes behind it."""
+"""Scenes: a client and the application."""
 
 import asyncio
 import json
@@ -6,44 +6,44 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
-
-from disagg.server.completions import Completions
-from tests.workers.fakes import Network
+from starlette.types import ASGIApp
 
 Scene = Callable[[httpx.AsyncClient], Awaitable[None]]
-STATS_OF_A_PROMPT = {
-    "codec": "raw",
-    "tokens": 3,
-    "fp16_bytes": 40,
-    "fp8_bytes": 20,
-    "wire_bytes": 10,
-    "resident_bytes": 8,
-    "encode_ms": 1.0,
-    "wire_ms": 2.0,
-    "exposed_ms": 0.5,
-    "admit_ms": 0.1,
-}
 
 
-def visit(app: FastAPI, completions: Completions, network: Network, scene: Scene) -> None:
-    """Run a scene against the application, with a pair of fakes behind it."""
+def visit(app: ASGIApp, scene: Scene, raises: bool = True) -> None:
+    """Run a scene against the application. raises: what nobody expected ends the test."""
 
     async def run() -> None:
-        prefill, decode = network.pair()
-        for worker in (prefill, decode):
-            completions.router.add(worker.peer)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        try:
-            async with (
-                asyncio.timeout(30),
-                httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-            ):
-                await scene(client)
-        finally:
-            await completions.router.close()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
+        async with (
+            asyncio.timeout(30),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            await scene(client)
 
     asyncio.run(run())
+
+
+def post(app: ASGIApp, raises: bool = True, **fields: Any) -> httpx.Response:
+    """The answer to one completion request."""
+    answers: list[httpx.Response] = []
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        answers.append(await client.post("/v1/completions", json=ask(**fields)))
+
+    visit(app, scene, raises)
+    return answers[0]
+
+
+def get(app: ASGIApp, path: str) -> httpx.Response:
+    answers: list[httpx.Response] = []
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        answers.append(await client.get(path))
+
+    visit(app, scene)
+    return answers[0]
 
 
 def ask(**fields: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.workers.text import TextStream
+from disagg.server.text import TextStream
 
 
 class Letters:

@@ -1,10 +1,11 @@
 """From tokens to the text a client sees: whole characters, and nothing behind a stop string."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Turns tokens into text piece by piece; `disagg.model.tokenizer.Detokenizer` is one."""
 
     def add(self, ids: Iterable[int]) -> str:
@@ -14,10 +15,30 @@ class Decoder(Protocol):
         """The rest."""
 
 
+class TextTokenizer(Protocol):
+    """Text to tokens and back; `disagg.model.tokenizer.Tokenizer` is one."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Called on threads of its own."""
+
+    def detokenizer(self) -> TextDecoder:
+        """A new decoder for one stream of tokens."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some more text; the last piece says why it ended and what the hand-off cost."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None = None
+    kv: Mapping[str, Any] = field(default_factory=dict)
+
+
 class TextStream:
     """One answer. Text that may be the begin of a stop string is held back until that is clear."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str] = ()):
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()):
         self.stopped = False
         self._decoder = decoder
         self._stops = [stop for stop in stops if stop]

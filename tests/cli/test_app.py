@@ -1,0 +1,68 @@
+"""What every command line offers: help, a version, completion, and a quiet terminal."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from disagg import __main__ as program
+from disagg.cli.app import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"disagg {version('disagg')}\n"
+
+
+@pytest.mark.parametrize("command", ["", "submit", "serve", "bench", "bench decode"])
+def test_help_has_a_short_name_everywhere(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flag in ("-h", "--help"):
+        assert run([*command.split(), flag]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "-h, --help" in shown[0]
+
+
+def test_no_summary_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    _, _, commands = capsys.readouterr().out.partition("Commands:")
+    assert "submit" in commands
+    assert "..." not in commands
+
+
+def test_a_shell_can_complete_commands() -> None:
+    words = {"COMP_WORDS": "disagg se", "COMP_CWORD": "1", "_DISAGG_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-m", "disagg"],
+        cwd=ROOT,
+        env=os.environ | words,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["serve"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("DEBUG", "DEBUG")])
+def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is run, so before they are imported, and for all processes of a service."""
+    for name in program.QUIET:
+        monkeypatch.setenv(name, "")  # whatever is set below goes when the test ends
+        monkeypatch.delenv(name)
+    if before is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", before)
+    heard: list[str | None] = []
+    monkeypatch.setattr(program, "run", lambda _: heard.append(os.environ.get("GRPC_VERBOSITY")))
+    with pytest.raises(SystemExit):
+        program.main()
+    assert heard == [after]

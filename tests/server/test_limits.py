@@ -1,0 +1,241 @@
+"""Whatever a client sends has an answer, or a refusal that names the field; we never fail."""
+
+import json
+import logging
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.types import ASGIApp
+
+from disagg.errors import RequestError
+from disagg.server.app import create_app
+from disagg.server.completions import MAX_UNKNOWN, Completions, Served
+from disagg.server.schema import NEUTRAL, CompletionRequest
+from tests.server.conftest import FakeRouter, Letters
+from tests.server.visits import ask, get, post, visit
+
+HUGE = 2**64  # does not fit where integers of 64 bits are wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": None}, "prompt", "required"),
+        ({"prompt": 5}, "prompt", "a text or a list of token ids"),
+        ({"prompt": {"a": 1}}, "prompt", "a text or a list of token ids"),
+        ({"prompt": [200]}, "prompt", "200 is no token id"),
+        ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 199 are"),
+        ({"prompt": [1, HUGE]}, "prompt", "no token id"),
+        ({"prompt": [1, True]}, "prompt", "True is no token id"),
+        ({"prompt": [1, "a"]}, "prompt", "'a' is no token id"),
+        ({"prompt": ["a", "b"]}, "prompt", "list of 2 prompts; one is answered at a time"),
+        ({"prompt": [[1], [2], [3]]}, "prompt", "list of 3 prompts"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
+        ({"max_tokens": 10**4000}, "max_tokens", "less than or equal to"),
+        ({"max_tokens": "many"}, "max_tokens", "integer"),
+        ({"max_tokens": 1.5}, "max_tokens", "integer"),
+        ({"top_k": HUGE}, "top_k", "less than or equal to"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"seed": HUGE}, "seed", "less than"),
+        ({"seed": -HUGE}, "seed", "greater than"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": 10**400}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 1.01}, "top_p", "less than or equal to 1"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": "x" * 257}, "stop", "at most 256"),
+        ({"stop": [5]}, "stop", "string"),
+        ({"codec": "x" * 20_000}, "codec", "at most"),
+        ({"model": "x" * 2000}, "model", "at most"),
+        ({"stream_options": 5}, "stream_options", "StreamOptions"),
+    ],
+    ids=lambda value: str(value)[:32] if isinstance(value, dict) else "",
+)
+def test_a_field_out_of_its_bounds_is_named(
+    fields: dict[str, Any], param: str, says: str, app: ASGIApp, router: FakeRouter
+) -> None:
+    for stream in (False, True):
+        response = post(app, **fields, stream=stream)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (error["type"], error["code"], error["param"]) == ("request", 400, param)
+        assert says in error["message"]
+        assert len(error["message"]) < 200
+    assert not router.asked
+
+
+INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinity", "NaN")]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "[]", "5", "{", "[" * 10_000, '{"a": 1e}', "\ud800", *INFINITE]
+)
+def test_a_body_that_is_no_json_object_is_refused(body: str, app: ASGIApp) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        content = body.encode("utf-8", "surrogatepass")
+        response = await client.post("/v1/completions", content=content)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "request")
+
+    visit(app, scene)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [("x" * 20, "20 tokens"), ("x" * 41, "41 characters"), ([1] * 20, "20 tokens")],
+    ids=["tokens", "characters", "ids"],
+)
+def test_a_prompt_that_the_context_cannot_hold_is_too_long(
+    prompt: Any, says: str, app: ASGIApp
+) -> None:
+    response = post(app, prompt=prompt)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "prompt_too_long")
+    assert error["param"] == "prompt"
+    assert says in error["message"]
+
+
+def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
+    app: ASGIApp, letters: Letters
+) -> None:
+    assert post(app, prompt="x" * 3_000_000).status_code == 400
+    assert letters.threads == []
+    assert post(app, prompt="abc").status_code == 200
+    assert len(letters.threads) == 1
+    assert letters.threads[0] is not threading.current_thread()
+
+
+def test_a_body_beyond_the_limit_is_refused_without_being_read(letters: Letters) -> None:
+    served = Served("tiny", 20, 200, "raw", longest_token=10**9, max_body_bytes=5000)
+    router = FakeRouter()
+    app = create_app(Completions(served, letters, router))  # type: ignore[arg-type]
+    read: list[int] = []
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        async def chunks() -> Any:
+            for index in range(1000):
+                read.append(index)
+                yield b" " * 1000
+
+        response = await client.post("/v1/completions", content=chunks())
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["code"]) == (413, "too_large", 413)
+        assert "5,000 bytes" in error["message"]
+        whole = json.dumps(ask(prompt="x")).encode()
+        fits = await client.post("/v1/completions", content=whole + b" " * (5000 - len(whole)))
+        assert fits.status_code == 200
+
+    visit(app, scene)
+    assert len(read) == 6
+    assert len(router.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "/models/tiny", None])
+def test_the_model_has_the_name_it_is_served_by_and_the_one_it_was_loaded_by(
+    name: str | None, app: ASGIApp
+) -> None:
+    assert post(app, model=name).json()["model"] == "tiny"
+
+
+def test_another_model_is_not_found(app: ASGIApp) -> None:
+    response = post(app, model="gpt-4")
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (404, "model", "model")
+    assert "'tiny' is" in error["message"]
+
+
+def test_null_is_the_default_wherever_openai_allows_it(app: ASGIApp, router: FakeRouter) -> None:
+    ours = "temperature top_p top_k max_tokens stream stream_options stop seed codec kv ignore_eos"
+    names = [*ours.split(), "model", *NEUTRAL, "user"]
+    del router.asked[:]
+    assert post(app, **dict.fromkeys(names)).status_code == 200
+    ((_, params, codec),) = router.asked
+    assert params.pop("seed") >= 0
+    assert params == {
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "ignore_eos": False,
+    }
+    assert codec == "raw"
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
+def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(
+    name: str, value: Any, app: ASGIApp
+) -> None:
+    assert post(app, **{name: value}).status_code == 200
+    others: dict[str, Any] = {"logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}
+    changing = others.get(name, 7 if value in (0, 1) else [3])
+    response = post(app, **{name: changing})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("request", name)
+    assert f"{name}=" in error["message"]
+
+
+def test_the_neutral_values_of_numbers_and_switches_are_not_confused() -> None:
+    assert CompletionRequest.read(b'{"prompt": "a", "presence_penalty": 0.0}')
+    for body in (b'{"prompt": "a", "logprobs": 0}', b'{"prompt": "a", "n": true}'):
+        with pytest.raises(RequestError, match="is not supported"):
+            CompletionRequest.read(body)
+
+
+def test_unknown_fields_are_ignored_with_one_warning_each(
+    app: ASGIApp, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert post(app, flavour="mint", user="me", **{"x" * 1000: 1}).status_code == 200
+        assert caplog.text.count("'flavour'") == 1
+        assert "'user'" not in caplog.text
+        assert max(map(len, caplog.messages)) < 200
+        post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN)})
+    assert len(caplog.messages) == MAX_UNKNOWN
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**4000),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL])
+
+
+@pytest.fixture(scope="module")
+def counted() -> Completions:
+    served = Served("tiny", 20, 200, "raw", longest_token=2)
+    return Completions(served, Letters(), FakeRouter())  # type: ignore[arg-type]
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.dictionaries(NAMES | st.text(max_size=5), VALUES, max_size=6))
+def test_no_body_makes_the_service_fail(counted: Completions, fields: dict[str, Any]) -> None:
+    try:
+        body = json.dumps({"prompt": "abc", **fields})
+    except ValueError:  # an integer that Python does not print
+        return
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        response = await client.post("/v1/completions", content=body.encode())
+        assert response.status_code in (200, 400, 404), response.text
+
+    visit(create_app(counted), scene)
+
+
+def test_refusals_are_counted_by_reason_and_not_as_successes(app: ASGIApp) -> None:
+    for fields in ({"n": 2}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
+        post(app, **fields)
+    text = get(app, "/metrics").text
+    for reason, count in {"request": 2, "prompt_too_long": 1, "model": 1}.items():
+        line = f'disagg_request_failures_total{{model_name="tiny",reason="{reason}"}} {count}.0'
+        assert line in text
+    assert "vllm:request_success_total{" not in text
