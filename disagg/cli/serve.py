@@ -116,7 +116,8 @@ def run_service(config: Config, as_json: bool) -> None:
             told = f"serving {service.name} at {service.url}"
             for line in (*service.links, *_open_to_all(config), told):
                 print(line, file=sys.stderr, flush=True)
-            service.stopped.wait()
+            while not service.stopped.wait(1.0):
+                signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
 

@@ -179,14 +179,6 @@ class Service:
         self._thread.join()
 
 
-def served_name(config: Config) -> str:
-    """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
-    name = config.server.served_model_name or config.model.name or DEFAULT_NAME
-    folder = Path(name).expanduser()
-    is_folder = name == config.model.name and folder.is_dir()
-    return folder.resolve().name if is_folder else name
-
-
 def check_secret(config: Config, security: Security) -> None:
     """ConfigError for a cluster that whoever reaches its ports may use, unless that is wanted."""
     if config.cluster.address == LOCAL or security.token is not None or security.mutual:
@@ -198,6 +190,14 @@ def check_secret(config: Config, security: Security) -> None:
             "or say security.insecure=true"
         )
     log.warning("%s: security.insecure is true", open_)
+
+
+def served_name(config: Config) -> str:
+    """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
+    name = config.server.served_model_name or config.model.name or DEFAULT_NAME
+    folder = Path(name).expanduser()
+    is_folder = name == config.model.name and folder.is_dir()
+    return folder.resolve().name if is_folder else name
 
 
 def bind(host: str, port: int) -> socket.socket:

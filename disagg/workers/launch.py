@@ -225,18 +225,11 @@ class Cluster:
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
-        if self._private or not self._config.cluster.detach:
-            ends = [] if self._private else [each.end for each in self._watched]
-            try:
-                for each in self._watched if ends else ():
-                    each.handle.stop.remote()
-                if ends:
-                    patience_s = self._config.cluster.grace_s + RETRY_S
-                    ray.wait(ends, num_returns=len(ends), timeout=patience_s)
-                for handle in [x.handle for x in (*self._watched, *self._starting)]:
-                    ray.kill(handle)
-            except RayError as error:
-                log.error("the workers could not be stopped: %s", error)
+        try:
+            if self._private or not self._config.cluster.detach:
+                self._stop()
+        except RayError as error:
+            log.error("the workers could not be stopped: %s", error)
         ray.shutdown()
 
     # -- inside
@@ -254,6 +247,18 @@ class Cluster:
         done = set(ray.wait(calls, timeout=CHECK_S)[0])
         ended = [each for each in self._watched if each.end in done]
         return ended, [each for each in self._starting if each.ready in done]
+
+    def _stop(self) -> None:
+        if not self._private and self._watched:
+            for each in self._watched:
+                each.handle.stop.remote()
+            ends, patience_s = (
+                [x.end for x in self._watched],
+                self._config.cluster.grace_s + RETRY_S,
+            )
+            ray.wait(ends, num_returns=len(ends), timeout=patience_s)
+        for handle in [x.handle for x in self._watched] + [x.handle for x in self._starting]:
+            ray.kill(handle)
 
     def _start_anew(self, on_down: Callable[[str], None]) -> None:
         """Ray is gone, and its workers with it: another one, with all workers."""

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster outlive their service for a while, and the next one takes them over."""
+"""Workers on a Ray cluster: stopped with their service, taken over if it was killed."""
 
 import os
 import shutil
@@ -83,24 +83,34 @@ def alive(workers: set[int]) -> bool:
     return any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_workers_are_taken_over_by_a_service_of_the_same_settings_and_leave_without_one(
+def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
     address: str, tmp_path: Path
 ) -> None:
-    first = serve(tmp_path, address)
+    (tmp_path / "token").write_text("a secret of all hosts")
+    secret = ("--set", f"security.token_file={tmp_path / 'token'}")
+    open_ = serve(tmp_path, address)
+    _, error = open_.communicate(timeout=60)
+    assert open_.returncode == 2
+    assert "security.token_file" in error
+
+    first = serve(tmp_path, address, *secret)
     workers = pids(serving(tmp_path))
-    stop(first)
-    second = serve(tmp_path, address)
+    first.kill()
+    first.communicate()
+    (tmp_path / "disagg.json").unlink()
+    second = serve(tmp_path, address, *secret)
     state = serving(tmp_path)
     assert pids(state) == workers
     said = complete(state.url, ASKED, lambda piece: None)
     assert said.completion_tokens == 8
     stop(second)
-    other = serve(tmp_path, address, "--codec", "raw")
+    assert not alive(workers)
+
+    detached = serve(tmp_path, address, *secret, "--set", "cluster.detach=true")
+    workers = pids(serving(tmp_path))
+    stop(detached)
+    other = serve(tmp_path, address, *secret, "--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
     assert "runs with other settings, until 8 s after its last router" in error
     wait_for(lambda: not alive(workers))
-    third = serve(tmp_path, address, "--codec", "raw")
-    state = serving(tmp_path)
-    assert complete(state.url, ASKED, lambda piece: None).kv["codec"].startswith("raw")
-    stop(third)

@@ -62,6 +62,18 @@ class Home:
         theirs = {name for name in ours for folder in self.before if name.startswith(f"{folder}/")}
         return f"HOME={self.folder}".encode() in variables or ours > theirs
 
+    def pids(self, name: str) -> list[int]:
+        """The processes of a program that were started with this home."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                program = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
+                if Path(program).name == name and self.started(entry):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
     def left(self) -> list[object]:
         """Processes, session folders, files at home."""
         return [
@@ -99,7 +111,7 @@ def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
     assert process.returncode == 0, err
     answer = json.loads(out)
     assert answer["completion_tokens"] == 16
-    assert answer["kv"]["wire_bytes"] > answer["kv"]["resident_bytes"] > 0
+    assert answer["kv"]["wire_bytes"] > answer["kv"]["payload_bytes"] > 0
     stages = [line.partition(" s  ")[2].partition(" ")[0] for line in err.splitlines()]
     assert stages == ["starting", "loading"]  # and nothing that a library has to say
     assert home.left() == []
@@ -134,6 +146,28 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
     process.kill()
     process.communicate()
     path.unlink()
+
+
+def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into_its_folder(
+    home: Home,
+) -> None:
+    path = home.folder / "disagg.json"
+    process = home.start("serve", "--port", "0")
+    wait_for(path.exists)
+    state = read_state(path)
+    assert state is not None
+    (folder,) = set(Path("/tmp").glob("dg-*")) - home.before
+    assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
+    asked = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    whole = complete(state.url, asked, lambda piece: None)
+    (pid,) = home.pids("raylet")
+    os.kill(pid, signal.SIGKILL)
+    assert complete(state.url, asked, lambda piece: None).text == whole.text
+    wait_for(lambda: home.pids("raylet") not in ([], [pid]))
+    wait_for(lambda: len([worker for worker in workers(state) if "pid" in worker]) == 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
 
 
 def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
