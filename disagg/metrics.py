@@ -1,62 +1,13 @@
-"""What is counted and timed: the life of a sequence, and the Prometheus names of a worker.
+"""What is counted and timed: figures of requests and hand-offs, and their Prometheus names.
 
-The life of a sequence in one engine:
-
-               room for it            its last chunk        acknowledged, or aborted
-    QUEUED ──────────────► PREFILL ───────────────► HELD ─────────────────────► DONE
-      ▲ │                     │  prefilled here for another worker
-      │ │ KV came from        │
-      │ │ another worker      │ prefilled for itself
-      │ ▼                     ▼
-      │ └─────────────────► DECODE ──────────────────► DONE
-      └──────────────────────┘    end of text, length, abort
-        preempted: its records are freed; it prefills and replays when there is room
-
-Every state can end in DONE. Times are seconds of whatever monotonic clock the caller reads; nothing
-here looks at a clock or at a sequence.
+Times are seconds of whatever monotonic clock the caller reads; nothing here looks at a clock.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class Status(StrEnum):
-    """Where a sequence is in its life; the drawing above has the arrows."""
-
-    QUEUED = "queued"
-    PREFILL = "prefill"
-    HELD = "held"
-    DECODE = "decode"
-    DONE = "done"
-
-
-ARROWS: Mapping[Status, tuple[Status, ...]] = {
-    Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
-    Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
-    Status.HELD: (Status.DONE,),
-    Status.DECODE: (Status.QUEUED, Status.DONE),
-    Status.DONE: (),
-}
-
-
-@dataclass
-class Life:
-    """The state of one sequence, and how long it was in each."""
-
-    since: float
-    status: Status = Status.QUEUED
-    spent: dict[Status, float] = field(default_factory=dict)
-
-    def enter(self, status: Status, now: float) -> None:
-        """Follow an arrow of the drawing at time `now`."""
-        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
-        self.spent[self.status] = self.spent.get(self.status, 0.0) + now - self.since
-        self.status, self.since = status, now
 
 
 @dataclass(frozen=True)
@@ -82,6 +33,40 @@ class RequestTimes:
     def e2e_s(self) -> float:
         """From arrival to the last token."""
         return self.ended - self.arrived
+
+
+@dataclass(frozen=True)
+class HandoffStats:
+    """What the KV of one prompt took and what handing it over cost: bytes and milliseconds.
+
+    fp16_bytes, fp8_bytes: of the same tokens, uncompressed
+    wire_bytes:     every message of the hand-off, both ways, control included
+    payload_bytes:  of records, in those messages
+    cached_bytes:   not sent, because the decode worker had them of another prompt
+    resident_bytes: of the prompt's records at the decode worker
+    encode_ms:      compressing
+    queue_ms:       the longest that an item waited for its frame to leave
+    wire_ms:        from the first frame to the acknowledgement
+    verify_ms:      digests and copies at the receiver · admit_ms: from the commit to the engine
+    exposed_ms:     from the last item offered to the acknowledgement: what computing did not hide
+    attaches:       how often the sender attached; 1 if nothing broke
+    """
+
+    codec: str
+    tokens: int
+    fp16_bytes: int
+    fp8_bytes: int
+    wire_bytes: int = 0
+    payload_bytes: int = 0
+    cached_bytes: int = 0
+    resident_bytes: int = 0
+    encode_ms: float = 0.0
+    queue_ms: float = 0.0
+    wire_ms: float = 0.0
+    verify_ms: float = 0.0
+    admit_ms: float = 0.0
+    exposed_ms: float = 0.0
+    attaches: int = 1
 
 
 class Metrics:

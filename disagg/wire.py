@@ -3,8 +3,8 @@
     prelude, 32 bytes: magic · version · type · sizes · xxh3 │ header: msgpack │ payload: bytes
 
 The unit is an *item*, one layer page of one record, named (kind, group, layer, record) and never by
-an address. A page frame carries items of one layout, each with its digest; a renew frame keeps a
-reservation alive; the commit frame is the last of a stream and names the digest of every item.
+an address. A page frame carries items of one layout and size, each with its digest; the commit
+frame is the last of a hand-off and names the digest of every item.
 The prelude's checksum covers prelude and header, the header's digests cover the payload: every
 byte is checked, each once. Packing joins nothing and unpacking copies nothing.
 """
@@ -21,11 +21,12 @@ from xxhash import xxh3_64_intdigest
 from disagg.errors import CorruptFrameError, VersionError
 from disagg.page import Kind
 
-MAGIC, WIRE_VERSION = b"dgKV", 1
+MAGIC, WIRE_VERSION = b"dgKV", 2
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
 MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
-MAX_FRAME_BYTES = 64 << 20  # what a receiver accepts unless it knows better
+MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
 
+_FRAME_TAG = b"\x0a"  # protobuf: field 1, length-delimited; of PushRequest and CommitRequest
 _PRELUDE = struct.Struct("<4sHHQQ")
 _CHECKSUM = struct.Struct("<Q")
 PRELUDE_BYTES = _PRELUDE.size + _CHECKSUM.size
@@ -85,21 +86,14 @@ class PageFrame:
 
 
 @dataclass(frozen=True)
-class RenewFrame:
-    """No items: the sender is alive and still computing. Also the first frame of a stream."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True)
 class Commit:
     """The end of a hand-off: what must have arrived, and what only prefill knows.
 
     tokens:      length of the prompt
     plan:        fingerprint of the plan that fixes the order of the items
-    digests:     one per item, in the order of `transfer.items.Checklist`
+    digests:     one per item, in the order of `transfer.records.Checklist`
     first_token: sampled by prefill; decode starts behind it
-    extras:      plain values for the decode worker (token ids, sampling, log-probabilities)
+    extras:      plain values that only prefill knows (log-probabilities, say)
     timings:     milliseconds by phase, as measured by prefill
     """
 
@@ -113,16 +107,16 @@ class Commit:
 
 @dataclass(frozen=True)
 class CommitFrame:
-    """The last frame of a stream. Only this completes a hand-off; the end of a stream does not."""
+    """The last frame of a hand-off. Only this completes it; the end of a stream does not."""
 
     ticket: Ticket
     commit: Commit
 
 
-Frame = PageFrame | RenewFrame | CommitFrame
+Frame = PageFrame | CommitFrame
 
 
-FrameType = IntEnum("FrameType", ["PAGES", "RENEW", "COMMIT"])  # numbers in the prelude
+FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
 _FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
 _PAGES = {"kind": str, "group": int, "layout": str, "layers": list, "records": list}
 _COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int}
@@ -143,12 +137,10 @@ def pack(frame: Frame) -> list[Buffer]:
         header |= {"kind": frame.kind.value, "group": frame.group, "layout": frame.layout}
         header |= {"layers": frame.layers, "records": frame.records}
         header["digests"] = pack_digests(frame.digests)
-    elif isinstance(frame, CommitFrame):
+    else:
         commit = vars(frame.commit) | {"digests": pack_digests(frame.commit.digests)}
         what, payload = FrameType.COMMIT, (msgpack.packb(commit),)
         header["digests"] = pack_digests([digest(payload[0])])
-    else:
-        what = FrameType.RENEW
     packed = msgpack.packb(header)
     size = sum(map(len, payload))
     prelude = _PRELUDE.pack(MAGIC, WIRE_VERSION, what, len(packed), size)
@@ -169,11 +161,30 @@ def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
     ticket = Ticket(header["nonce"], header["epoch"], header["gen"])
     if what is FrameType.PAGES:
         return _page_frame(ticket, header, payload)
-    if what is FrameType.RENEW and not payload and not header["digests"]:
-        return RenewFrame(ticket)
-    if what is FrameType.RENEW or unpack_digests(header["digests"]) != (digest(payload),):
-        raise CorruptFrameError(f"the digest of a {what.name.lower()} frame does not match")
+    if unpack_digests(header["digests"]) != (digest(payload),):
+        raise CorruptFrameError("the digest of a commit frame does not match")
     return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
+
+
+def frame_message(parts: Sequence[Buffer]) -> bytes:
+    """The buffers of a frame as the bytes of a PushRequest or a CommitRequest: one copy."""
+    return b"".join([_FRAME_TAG, _varint(sum(map(len, parts))), *parts])
+
+
+def message_frame(message: Buffer) -> memoryview:
+    """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
+    view = memoryview(message)
+    if view[:1] != _FRAME_TAG:
+        raise CorruptFrameError(f"a message of {len(view)} bytes where one frame was expected")
+    size = shift = 0
+    for place, byte in enumerate(view[1:11], 2):
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if size != len(view) - place:
+                break
+            return view[place:]
+    raise CorruptFrameError(f"a message of {len(view)} bytes is not one frame")
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -248,3 +259,13 @@ def _commit(body: Mapping[str, Any]) -> Commit:
 
 def _refuse_extension(code: int, data: bytes) -> object:
     raise ValueError(f"extension type {code} is not used here")
+
+
+def _varint(value: int) -> bytes:
+    """As protobuf writes a size: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,29 +1,4 @@
-import pytest
-
-from disagg.metrics import ARROWS, Life, Metrics, RequestTimes, Status
-
-
-def test_a_life_sums_the_time_in_each_state() -> None:
-    life = Life(since=10.0)
-    for status, now in (
-        (Status.PREFILL, 11.0),
-        (Status.DECODE, 14.0),
-        (Status.QUEUED, 15.0),
-        (Status.PREFILL, 20.0),
-        (Status.DECODE, 21.0),
-        (Status.DONE, 24.0),
-    ):
-        life.enter(status, now)
-    assert life.spent == {Status.QUEUED: 6.0, Status.PREFILL: 4.0, Status.DECODE: 4.0}
-
-
-def test_every_state_can_end_and_the_end_is_final() -> None:
-    assert set(ARROWS) == set(Status)
-    assert all(Status.DONE in after for before, after in ARROWS.items() if before != Status.DONE)
-    assert ARROWS[Status.DONE] == ()
-    life = Life(since=0.0, status=Status.DONE)
-    with pytest.raises(AssertionError, match="done does not become decode"):
-        life.enter(Status.DECODE, 1.0)
+from disagg.metrics import Metrics, RequestTimes
 
 
 def test_times_of_a_request() -> None:

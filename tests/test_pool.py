@@ -1,3 +1,6 @@
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +19,14 @@ SMALL, ODD, ZEROED = (
 
 def make_pool(nbytes: int = 16384, slab: int = 4096) -> Pool:
     return Pool(HostArena(bytearray(b"\xff" * nbytes)), slab)
+
+
+def keep(pool: Pool, key: bytes, count: int, shape: RecordShape = SMALL) -> list[int]:
+    """Pages that are only cached."""
+    pages = pool.allocate(shape, count)
+    pool.keep(key, pages, key.decode())
+    pool.release(pages)
+    return pages
 
 
 def test_a_page_id_is_its_address() -> None:
@@ -86,44 +97,201 @@ def test_integrity_check_sees_a_page_that_is_owned_and_free() -> None:
         pool.check_integrity()
 
 
+def test_kept_pages_outlive_their_owners_and_are_counted_apart() -> None:
+    pool = make_pool()
+    pages = keep(pool, b"a", 3)
+    assert (pool.referenced_pages, pool.used_bytes) == (0, 0)
+    assert (pool.cached_pages, pool.cached_bytes) == (3, 768)
+    (kept,) = pool.take([b"a"])
+    assert (kept.pages, kept.note) == (tuple(pages), "a")
+    assert (pool.referenced_pages, pool.used_bytes, pool.cached_pages) == (3, 768, 0)
+
+
+def test_what_is_found_ends_at_the_first_unknown_key() -> None:
+    pool = make_pool()
+    keep(pool, b"a", 1)
+    keep(pool, b"c", 1)
+    assert [kept.note for kept in pool.take([b"a", b"b", b"c"])] == ["a"]
+
+
+def test_cached_pages_make_room_those_least_recently_used_first() -> None:
+    pool = make_pool()
+    for key in (b"a", b"b", b"c", b"d"):
+        keep(pool, key, 16)
+    pool.used([b"a", b"b"])
+    pool.allocate(ODD, 6)
+    assert set(pool.kept_keys) == {b"a", b"b", b"d"}
+
+
+def test_of_what_was_used_together_the_first_goes_last() -> None:
+    pool = make_pool()
+    for key in (b"a", b"b", b"c"):
+        keep(pool, key, 16)
+    pool.used([b"a", b"b", b"c"])
+    pool.allocate(SMALL, 32)
+    assert set(pool.kept_keys) == {b"a", b"b"}
+
+
+def test_being_read_is_not_being_used() -> None:
+    pool = make_pool()
+    for key in (b"a", b"b", b"c", b"d"):
+        keep(pool, key, 16)
+    for key in (b"b", b"a"):
+        for kept in pool.take([key]):
+            pool.release(kept.pages)
+    pool.allocate(SMALL, 16)
+    assert set(pool.kept_keys) == {b"b", b"c", b"d"}
+
+
+def test_what_somebody_owns_is_never_taken_for_room() -> None:
+    pool = make_pool()
+    keep(pool, b"a", 32)
+    keep(pool, b"b", 32)
+    pool.take([b"a"])
+    with pytest.raises(CapacityError):
+        pool.allocate(SMALL, 33)
+    assert pool.take([b"a"])
+    assert len(pool.allocate(SMALL, 32)) == 32
+
+
+def test_pages_that_are_only_kept_cannot_be_released() -> None:
+    pool = make_pool()
+    pages = keep(pool, b"a", 1)
+    with pytest.raises(LayoutError, match="only kept"):
+        pool.release(pages)
+
+
+def test_the_first_who_keeps_under_a_key_is_right() -> None:
+    pool = make_pool()
+    first = keep(pool, b"a", 1)
+    keep(pool, b"a", 1)
+    assert pool.take([b"a"])[0].pages == tuple(first)
+    assert pool.cached_pages == 0
+
+
+def test_what_is_dropped_stays_with_its_owners() -> None:
+    pool = make_pool()
+    pages = pool.allocate(SMALL, 2)
+    pool.keep(b"a", pages, None)
+    pool.drop(b"a")
+    assert not pool.take([b"a"])
+    assert pool.referenced_pages == 2
+    pool.release(pages)
+    assert pool.referenced_pages == pool.cached_pages == 0
+
+
+def calls_to_make_room(units: int) -> int:
+    """Python calls of a claim of 100 pages that evicts, where the older half of all is in use."""
+    pool = make_pool(units * SMALL.nbytes)
+    pages = pool.claim(SMALL, units)
+    for page in pages:
+        pool.keep(b"%d" % page, [page], None)
+    pool.release(pages[units // 2 :])
+    calls = 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        pool.claim(SMALL, 100)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_making_room_costs_what_it_evicts_and_not_what_is_kept() -> None:
+    assert calls_to_make_room(4096) <= calls_to_make_room(512)
+
+
+def test_notes_of_the_order_of_use_do_not_pile_up() -> None:
+    pool = make_pool()
+    for key in (b"a", b"b", b"c", b"d"):
+        keep(pool, key, 16)
+    for _ in range(500):
+        pool.used([b"c", b"b", b"d"])
+    assert len(pool._oldest) < 100
+    pool.allocate(SMALL, 32)
+    assert set(pool.kept_keys) == {b"b", b"c"}
+
+
+def test_two_threads_never_own_the_same_page() -> None:
+    pool = make_pool(1 << 19)
+
+    def churn(name: int) -> set[int]:
+        own: set[int] = set()
+        for turn in range(200):
+            pages = pool.allocate(SMALL, 3)
+            pool.keep(b"%d %d" % (name, turn), pages[1:2], None)
+            pool.release(pages[1:])
+            own.add(pages[0])
+        return own
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(churn, range(2))
+    assert not first & second
+    assert pool.referenced_pages == len(first) + len(second) == 400
+    assert pool.used_bytes == 400 * SMALL.nbytes
+    pool.check_integrity()
+
+
+KEYS = [b"a", b"b", b"c"]
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of allocate, retain and release keeps the pool's books."""
+    """Owners that allocate, share, keep, take and release in any order: the books stay right."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = make_pool()
-        self.owned: list[int] = []
+        self.owned: list[list[int]] = []
 
     @rule(shape=st.sampled_from([SMALL, ODD, ZEROED]), count=st.integers(0, 20))
     def allocate(self, shape: RecordShape, count: int) -> None:
-        free = self.pool.free_pages(shape)
-        if count > free:
-            with pytest.raises(CapacityError):
-                self.pool.allocate(shape, count)
-        else:
+        free, cached = self.pool.free_pages(shape), self.pool.cached_pages
+        try:
             pages = self.pool.allocate(shape, count)
-            assert not set(pages) & set(self.owned)
-            self.owned.extend(pages)
+        except CapacityError:
+            assert count > free
+            assert not self.pool.cached_pages or self.owned
+        else:
+            assert count <= free or cached
+            assert not set(pages) & {page for pages in self.owned for page in pages}
+            self.owned.append(pages)
 
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         if self.owned:
-            page = data.draw(st.sampled_from(self.owned))
-            self.pool.retain([page])
-            self.owned.append(page)
+            pages = data.draw(st.sampled_from(self.owned))
+            self.pool.retain(pages)
+            self.owned.append(pages)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.owned:
-            page = data.draw(st.sampled_from(self.owned))
-            self.owned.remove(page)
-            self.pool.release([page])
+            place = data.draw(st.integers(0, len(self.owned) - 1))
+            self.pool.release(self.owned.pop(place))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def keep(self, data: st.DataObject, key: bytes) -> None:
+        if self.owned:
+            self.pool.keep(key, data.draw(st.sampled_from(self.owned)), None)
+
+    @rule(keys=st.permutations(KEYS))
+    def take(self, keys: list[bytes]) -> None:
+        self.owned += [list(kept.pages) for kept in self.pool.take(keys)]
+        self.pool.used(keys)
+
+    @rule(key=st.sampled_from(KEYS))
+    def drop(self, key: bytes) -> None:
+        self.pool.drop(key)
 
     @invariant()
-    def books_are_right(self) -> None:
+    def every_page_is_counted_once(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.referenced_pages == len(set(self.owned))
+        assert self.pool.referenced_pages == len({x for pages in self.owned for x in pages})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

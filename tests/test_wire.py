@@ -16,7 +16,6 @@ from disagg.wire import (
     CommitFrame,
     Frame,
     PageFrame,
-    RenewFrame,
     Ticket,
     digest,
     pack,
@@ -51,7 +50,7 @@ COMMIT = CommitFrame(
         timings={"encode": 1.5},
     ),
 )
-FRAMES = {"pages": PAGES, "commit": COMMIT, "renew": RenewFrame(TICKET)}
+FRAMES = {"pages": PAGES, "commit": COMMIT}
 
 
 def joined(frame: Frame) -> bytes:

@@ -13,8 +13,7 @@ from disagg.bench.sink import EPOCH, MODEL, Sink
 from disagg.config import EngineConfig, ModelConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Admit, Drain, Replay, StepOutput
-from disagg.engine.sequence import Request, SamplingParams
-from disagg.metrics import Status
+from disagg.engine.sequence import Request, SamplingParams, Status
 from disagg.model.device import load_runner
 from disagg.plan import Plan
 from disagg.transfer.messages import Admission

@@ -1,18 +1,15 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from threading import RLock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from disagg.page import ARENA_UNIT, RAW_TOKENS, align
-from disagg.plan import RecordShape
-from disagg.pool import DEFAULT_SLAB_BYTES, Arena, HostArena
-from disagg.transfer.keeping import KeepingPool, Kept
+from disagg.pool import DEFAULT_SLAB_BYTES, HostArena, Pool
 
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
@@ -106,60 +103,13 @@ class SideStream:
         return (lambda: None) if self._stream is None else self._stream.record_event().synchronize
 
 
-class SharedPool(KeepingPool):
-    """A pool that an engine and an io thread share: every call is atomic, bytes are not locked."""
-
-    def __init__(self, arena: Arena, slab_bytes: int):
-        super().__init__(arena, slab_bytes)
-        self._lock = RLock()
-
-    def allocate(self, shape: RecordShape, count: int) -> list[int]:
-        with self._lock:
-            return super().allocate(shape, count)
-
-    def claim(self, shape: RecordShape, count: int) -> list[int]:
-        with self._lock:
-            return super().claim(shape, count)
-
-    def retain(self, pages: Iterable[int]) -> None:
-        with self._lock:
-            super().retain(pages)
-
-    def release(self, pages: Sequence[int]) -> None:
-        with self._lock:
-            super().release(pages)
-
-    def keep(self, key: bytes, pages: Sequence[int], note: object) -> None:
-        with self._lock:
-            super().keep(key, pages, note)
-
-    def take(self, keys: Sequence[bytes]) -> list[Kept]:
-        with self._lock:
-            return super().take(keys)
-
-    def used(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            super().used(keys)
-
-    def drop(self, key: bytes) -> None:
-        with self._lock:
-            super().drop(key)
-
-    def free_pages(self, shape: RecordShape) -> int:
-        with self._lock:
-            return super().free_pages(shape)
-
-    @property
-    def used_bytes(self) -> int:
-        with self._lock:
-            return super().used_bytes
-
-    def check_integrity(self) -> None:
-        with self._lock:
-            super().check_integrity()
+def wait_for_kernels(device: torch.device) -> None:
+    """Return when all that this thread has started on a device is done; on a CPU it is anyway."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
-def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[SharedPool, Tensor]:
+def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
     """A pool over `nbytes` of a device, and the same bytes as the tensor that kernels read.
 
     On a host by way of numpy, which asks for huge pages: frames enter and leave them faster.
@@ -167,9 +117,9 @@ def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Share
     size = align(nbytes, ARENA_UNIT)
     if device.type == "cpu":
         buffer = np.empty(size, np.uint8)
-        return SharedPool(HostArena(buffer.data), slab_bytes), torch.from_numpy(buffer)
+        return Pool(HostArena(buffer.data), slab_bytes), torch.from_numpy(buffer)
     tensor = torch.empty(size, dtype=torch.uint8, device=device)
-    return SharedPool(DeviceArena(tensor), slab_bytes), tensor
+    return Pool(DeviceArena(tensor), slab_bytes), tensor
 
 
 def slab_bytes_for(layers: int, heads: int, head_dim: int) -> int:

@@ -2,34 +2,58 @@
 
     drain inbox  →  schedule  →  forward (layers: encode, offer)  →  sample  →  one StepOutput
 
-It blocks on an empty inbox and on nothing else: never on a peer, a socket or a credit.
+It blocks on an empty inbox and on its own kernels, and on nothing else: never on a peer, a socket
+or a credit. Whatever goes wrong with one request ends that request: its pages are freed, and its
+`Failed` says why. Where nobody can tell whose fault it was, all of the step end; the engine lives.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
+from itertools import count
 from queue import Empty, SimpleQueue
 
+import torch
 from torch import Tensor
 
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.config import EngineConfig
-from disagg.engine.arena import make_pool, slab_bytes_for
-from disagg.engine.intake import Intake
-from disagg.engine.messages import Failed, Load, Message, Prefilled, StepOutput, Token
+from disagg.engine.arena import make_pool, slab_bytes_for, wait_for_kernels
+from disagg.engine.messages import (
+    Abort,
+    Admit,
+    Failed,
+    Load,
+    Message,
+    Prefill,
+    Prefilled,
+    Release,
+    Replay,
+    StepOutput,
+    Token,
+)
 from disagg.engine.sampler import sample
 from disagg.engine.scheduler import Scheduler, Share
-from disagg.engine.sequence import Sequence
+from disagg.engine.sequence import Life, Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
-from disagg.errors import CapacityError, ConfigError, PromptTooLongError
-from disagg.metrics import Status
+from disagg.errors import (
+    CapacityError,
+    DisaggError,
+    PeerLostError,
+    PromptTooLongError,
+    RequestError,
+)
 from disagg.model.attention import Chunk
 from disagg.model.runner import Runner
+from disagg.plan import Plan
 from disagg.wire import Item
 
 WAIT_S = 0.05  # how often a sequence without room looks again
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -42,8 +66,6 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         config = config or EngineConfig()
-        if config.max_batch_tokens < 1 or config.max_sequences < 1:
-            raise ConfigError("max_batch_tokens and max_sequences must be at least 1")
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         self.pool, self.arena = make_pool(config.arena_bytes, slab_bytes, runner.device)
@@ -55,13 +77,19 @@ class Engine:
         self._scheduler = Scheduler(
             self.pool, config.max_batch_tokens, config.max_sequences, config.watermark
         )
-        self._intake = Intake(runner.info, self._scheduler, self.pool, self.plan, clock)
+        self._orders = count()
+        self._draining = False
+        self._crowded = False  # a sequence found no room in the last step
         self._events: list[Token | Prefilled | Failed] = []
         self._preempted: list[str] = []
 
     def submit(self, message: Message) -> None:
         """Put a message into the inbox, from any thread."""
         self._inbox.put(message)
+
+    def may_reserve(self) -> bool:
+        """Whether room may be promised to others: no sequence here waits for any. Any thread."""
+        return not self._crowded
 
     @property
     def idle(self) -> bool:
@@ -72,9 +100,8 @@ class Engine:
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
         """Step until drained; the life of the engine's thread. `deliver` must not block."""
         load = Load()
-        while not (self._intake.draining and self.idle):
-            busy = self._scheduler.active or not self._inbox.empty()
-            if not busy:
+        while not (self._draining and self.idle):
+            if not self._scheduler.active and self._inbox.empty():
                 self._wait()
             output = self.step()
             if not output.empty or output.load != load:
@@ -83,14 +110,14 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
-        self._drain_inbox()
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
         shares, stash = self._schedule()
         if shares:
-            batch = build_batch(shares, stash, self.arena, self._chunk)
-            logits = self._runner.forward(batch)
-            for decode in batch.decodes:
-                self.pool.release(decode.step.freed)
-            self._advance(shares, logits)
+            try:
+                self._compute(shares, stash)
+            except Exception as error:
+                self._give_up(shares, stash, error)
         return self._take_output()
 
     # -- drain inbox
@@ -99,25 +126,85 @@ class Engine:
         """Block until there is a message; not for long where a sequence waits for room."""
         timeout = WAIT_S if self._scheduler.waiting else None
         try:
-            self._events += self._intake.take(self._inbox.get(timeout=timeout))
+            self._take(self._inbox.get(timeout=timeout))
         except Empty:
             return
 
-    def _drain_inbox(self) -> None:
-        while not self._inbox.empty():
-            self._events += self._intake.take(self._inbox.get())
+    def _take(self, message: Message) -> None:
+        """Do what a message says."""
+        match message:
+            case Abort(rid) | Release(rid):
+                sequence = self._scheduler.find(rid)
+                if sequence is not None:
+                    self._end(sequence)
+            case Prefill() | Replay() | Admit():
+                try:
+                    self._start(message)
+                except Exception as error:
+                    for state in message.groups if isinstance(message, Admit) else ():
+                        self.pool.release(list(state.ids()))
+                    self._events.append(Failed(message.request.rid, named(error)))
+            case _:
+                self._draining = True
+
+    def _start(self, message: Prefill | Replay | Admit) -> None:
+        """Queue a new sequence, and repeat the last token known of it: it may have been the end."""
+        emitted = () if isinstance(message, Prefill) else message.emitted
+        plan = self._check(message, emitted)
+        life, order = Life(self._clock()), next(self._orders)
+        sequence = Sequence(message.request, plan, life, order, emitted=list(emitted))
+        if isinstance(message, Prefill):
+            sequence.handoff = message.handoff
+        if isinstance(message, Admit):
+            sequence.groups, sequence.n = message.groups, sequence.prompt_len
+            sequence.life.enter(Status.DECODE, self._clock())
+            self._scheduler.activate(sequence)
+        else:
+            self._scheduler.queue(sequence)
+        if emitted:
+            self._say(sequence, sequence.finish_reason(self._runner.info))
+
+    def _check(self, message: Prefill | Replay | Admit, emitted: tuple[int, ...]) -> Plan:
+        """The plan of a request, or the error that says why it can never be served here."""
+        request, info = message.request, self._runner.info
+        tokens = len(request.tokens)
+        if self._draining:
+            raise PeerLostError("this worker is draining; it takes no new requests")
+        if self._scheduler.find(request.rid) is not None:
+            raise RequestError(f"request {request.rid!r} is here already")
+        if tokens >= info.context_length:
+            raise PromptTooLongError(
+                f"prompt of {tokens} tokens; the model's context of {info.context_length} "
+                f"holds at most {info.context_length - 1} and an answer"
+            )
+        for token in (*request.tokens, *emitted):
+            if not 0 <= token < info.vocab_size:
+                raise RequestError(f"token {token} is outside the vocabulary of {info.vocab_size}")
+        if isinstance(message, Admit) and not emitted:
+            raise RequestError(f"request {request.rid!r} is admitted without its first token")
+        plan = self.plan(request.codec)
+        needed, room = plan.nbytes(tokens + 1), self.pool.arena.nbytes
+        if needed > room:
+            raise PromptTooLongError(
+                f"prompt of {tokens} tokens needs {needed} bytes of KV; the pool holds {room}"
+            )
+        return plan
 
     # -- schedule
 
     def _schedule(self) -> tuple[list[Share], Stash]:
+        """Who computes how many tokens, with the records that decoding needs for it."""
         shares, stash = self._grow()
-        used = sum(share.count for share in shares)
-        prefills = self._scheduler.prefill_shares(used)
-        while used + sum(x.count for x in prefills) < self._config.max_batch_tokens:
-            if self._preempted or not self._admit():
+        left = self._config.max_batch_tokens - sum(share.count for share in shares)
+        self._crowded = bool(self._preempted)  # what was freed belongs to who needed it
+        for sequence in self._scheduler.prompts(self._clock()):
+            if left <= 0:
                 break
-            prefills = self._scheduler.prefill_shares(used)
-        return shares + prefills, stash
+            count = min(sequence.prompt_len - sequence.n, left)
+            if self._prepare(sequence, count):
+                shares.append(Share(sequence, count))
+                left -= count
+        return shares, stash
 
     def _grow(self) -> tuple[list[Share], Stash]:
         """Decoding shares with the records they need; newer sequences make room for older ones.
@@ -134,89 +221,154 @@ class Engine:
                 victim.life.enter(Status.QUEUED, self._clock())
                 self._preempted.append(victim.rid)
                 if not self.pool.referenced_pages:
-                    self._events.append(self._intake.full(victim))
+                    self._say(victim, "length")
 
-    def _admit(self) -> bool:
-        """Start the oldest waiting prompt if there is room; whether something changed."""
+    def _prepare(self, sequence: Sequence, count: int) -> bool:
+        """Whether a prompt can compute its next `count` tokens now; it has room for them then."""
         try:
-            sequence = self._scheduler.next_admissible()
-        except CapacityError as error:
-            oldest = self._scheduler.waiting[0]
-            self._fail(oldest, PromptTooLongError(f"{oldest.prompt_len} tokens: {error}"))
-            return True
-        if sequence is None:
+            if sequence.life.status is Status.QUEUED and not self._admit(sequence):
+                return False
+            if sequence.workspace is None:
+                self._make_workspace(sequence, count)
+        except Exception as error:
+            self._fail(sequence, named(error))
             return False
-        sequence.life.enter(Status.PREFILL, self._clock())
-        if sequence.handoff is not None:
-            sequence.handoff.begin(sequence.plan, sequence.groups)
         return True
 
-    def _fail(self, sequence: Sequence, error: PromptTooLongError) -> None:
-        self._intake.end(sequence)
-        self._events.append(Failed(sequence.rid, error))
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a prompt room, if there is any and nobody more urgent waits for it."""
+        if self._crowded:
+            return False
+        try:
+            self._crowded = not self._scheduler.admit(sequence)
+        except CapacityError as error:
+            raise PromptTooLongError(f"{sequence.prompt_len} tokens: {error}") from error
+        if not self._crowded:
+            sequence.life.enter(Status.PREFILL, self._clock())
+            if sequence.handoff is not None:
+                sequence.handoff.begin(sequence.plan, sequence.groups)
+        return not self._crowded
+
+    def _make_workspace(self, sequence: Sequence, count: int) -> None:
+        """Room for exact K and V; taken at once where the prompt comes in more than one chunk."""
+        sequence.workspace = self._runner.workspace(sequence.prompt_len)
+        if count < sequence.prompt_len:
+            dtype = getattr(torch, self._runner.info.dtype)
+            try:
+                sequence.workspace.reserve(dtype, self._runner.device)
+            except (MemoryError, RuntimeError) as error:
+                what = f"no memory for the exact KV of a prompt of {sequence.prompt_len} tokens"
+                raise CapacityError(f"{what}: {error}") from None
 
     # -- forward
 
+    def _compute(self, shares: Seq[Share], stash: Stash) -> None:
+        """One forward pass, and one more token for who has fed all it knows."""
+        batch = build_batch(shares, stash, self.arena, self._chunk)
+        logits = self._runner.forward(batch)
+        ready = [share.sequence for share in shares if share.completes]
+        tokens = self._choose(ready, logits)
+        wait_for_kernels(self._runner.device)  # what they read may be written once it is released
+        for decode in batch.decodes:
+            self.pool.release(decode.step.freed)
+        stash.loose.clear()
+        self._advance(shares, ready, tokens)
+
     def _chunk(self, share: Share, row: int) -> Chunk:
         """A chunk of a prompt whose layers are encoded and offered as they finish."""
-        sequence, total = share.sequence, share.sequence.prompt_len
-        workspace = sequence.workspace or self._runner.workspace(total)
-        sequence.workspace = workspace
-        codecs = [codec_of(group) for group in sequence.plan.groups]
+        sequence, workspace = share.sequence, share.sequence.workspace
+        assert workspace is not None
 
         def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
-            index = sequence.plan.group_of[layer]
-            group, state = sequence.plan.groups[index], sequence.groups[index]
-            start = time.perf_counter()
-            q = workspace.queries(layer)
-            written = write_prompt(
-                codecs[index], group, state, layer, self.arena, k, v, before, total, q
-            )
-            sequence.encode_s += time.perf_counter() - start
-            if sequence.handoff is not None and written:
-                sequence.handoff.offer(
-                    [
-                        Item(w.kind, index, layer, i)
-                        for w in written
-                        for i in range(w.first, w.first + w.count)
-                    ]
-                )
+            if sequence.error is None:
+                try:
+                    self._encode(sequence, layer, k, v, before)
+                except Exception as error:
+                    sequence.error = named(error)
 
         return Chunk(row, share.count, sequence.n, workspace, sink)
 
+    def _encode(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, before: int) -> None:
+        """Compress what a chunk made final in one layer, and offer it."""
+        index, total = sequence.plan.group_of[layer], sequence.prompt_len
+        group, state = sequence.plan.groups[index], sequence.groups[index]
+        assert sequence.workspace is not None
+        start = time.perf_counter()
+        q, codec = sequence.workspace.queries(layer), codec_of(group)
+        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, q)
+        sequence.encode_s += time.perf_counter() - start
+        if sequence.handoff is not None and written:
+            sequence.handoff.offer(
+                [
+                    Item(w.kind, index, layer, i)
+                    for w in written
+                    for i in range(w.first, w.first + w.count)
+                ]
+            )
+
+    def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
+        """A step broke and nobody can say for whom: all that were in it end."""
+        wait_for_kernels(self._runner.device)
+        self.pool.release(stash.lost(shares))
+        for share in shares:
+            if share.sequence.life.status is not Status.DONE:
+                self._fail(share.sequence, share.sequence.error or named(error))
+
     # -- sample
 
-    def _advance(self, shares: Seq[Share], logits: Tensor) -> None:
-        """Count the tokens that were fed; sample for the sequences that have none left."""
-        ready = [share.sequence for share in shares if share.completes]
-        params = [sequence.request.params for sequence in ready]
-        tokens = sample(logits, params, [len(sequence.emitted) for sequence in ready])
+    def _choose(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+        """The next token of each; for one that cannot be sampled, an error and any token."""
+        params = [sequence.request.params for sequence in sequences]
+        indices = [len(sequence.emitted) for sequence in sequences]
+        try:
+            return sample(logits, params, indices)
+        except Exception:
+            tokens = [0] * len(sequences)
+        for i, sequence in enumerate(sequences):
+            try:
+                (tokens[i],) = sample(logits[i : i + 1], params[i : i + 1], indices[i : i + 1])
+            except Exception as error:
+                sequence.error = named(error)
+        return tokens
+
+    def _advance(self, shares: Seq[Share], ready: Seq[Sequence], tokens: Seq[int]) -> None:
+        """Count the tokens that were fed, and say which came of them."""
         for share in shares:
             sequence = share.sequence
             sequence.n += share.count
-            if sequence.life.status is Status.PREFILL and sequence.n == sequence.prompt_len:
+            if sequence.error is not None:
+                self._fail(sequence, sequence.error)
+            elif sequence.life.status is Status.PREFILL and sequence.n == sequence.prompt_len:
                 sequence.workspace = None
                 local = sequence.handoff is None
                 sequence.life.enter(Status.DECODE if local else Status.HELD, self._clock())
         for sequence, token in zip(ready, tokens, strict=True):
-            sequence.emitted.append(token)
-            self._events.append(self._report(sequence))
+            if sequence.error is None:
+                sequence.emitted.append(token)
+                self._say(sequence, sequence.finish_reason(self._runner.info))
 
-    def _report(self, sequence: Sequence) -> Token | Prefilled:
-        """What the world hears of a sequence that has a new token."""
-        reason = self._intake.finish_reason(sequence)
+    # -- what the world hears
+
+    def _say(self, sequence: Sequence, reason: str | None) -> None:
+        """Report the last token of a sequence; with a reason it is the end of the answer."""
         rid, token = sequence.rid, sequence.emitted[-1]
-        usage = sequence.usage(sequence.n)
         if sequence.life.status is Status.HELD:
-            self._scheduler.active.remove(sequence)
-            self._scheduler.held[rid] = sequence
-            plan, spent = sequence.plan.fingerprint, dict(sequence.life.spent)
-            return Prefilled(rid, token, reason, plan, usage, spent)
-        index = len(sequence.emitted) - 1
-        if reason is None:
-            return Token(rid, index, token)
-        self._intake.end(sequence)
-        return Token(rid, index, token, reason, usage, dict(sequence.life.spent))
+            self._scheduler.hold(sequence)
+            self._events.append(Prefilled(rid, token, reason, 1e3 * sequence.encode_s))
+            return
+        if reason is not None:
+            self._end(sequence)
+        spent = dict(sequence.life.spent) if reason else {}
+        self._events.append(Token(rid, len(sequence.emitted) - 1, token, reason, spent))
+
+    def _fail(self, sequence: Sequence, error: DisaggError) -> None:
+        self._end(sequence)
+        self._events.append(Failed(sequence.rid, error))
+
+    def _end(self, sequence: Sequence) -> None:
+        """Free a sequence and everything of it."""
+        self._scheduler.remove(sequence)
+        sequence.life.enter(Status.DONE, self._clock())
 
     def _take_output(self) -> StepOutput:
         events, preempted = self._events, self._preempted
@@ -233,5 +385,16 @@ class Engine:
                 held=len(queues.held),
                 used_bytes=self.pool.used_bytes,
                 arena_bytes=self.pool.arena.nbytes,
+                free_bytes=queues.free_bytes,
+                slots=queues.slots,
             ),
         )
+
+
+def named(error: Exception) -> DisaggError:
+    """An error that can be told to others, without the frames and the tensors that it came by."""
+    if isinstance(error, DisaggError):
+        return error.with_traceback(None)
+    log.error("a request broke", exc_info=error)
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return (CapacityError if full else DisaggError)(f"{type(error).__name__}: {error}")

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from disagg.engine.sequence import Handoff, KVUsage, Request
+from disagg.engine.sequence import Handoff, Request, Status
 from disagg.errors import DisaggError
-from disagg.metrics import Status
 from disagg.state import GroupState
 
 
@@ -27,7 +26,6 @@ class Admit:
     request: Request
     groups: tuple[GroupState, ...]
     emitted: tuple[int, ...]
-    encode_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,17 @@ Message = Prefill | Admit | Replay | Release | Abort | Drain
 
 @dataclass(frozen=True)
 class Token:
-    """Token `index` of an answer; the last one says why it ended and what it took.
+    """Token `index` of an answer; the last one says why it ended.
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    spent: seconds in each state of its life here
+    spent: with the last one, seconds in each state of its life here
     """
 
     rid: str
     index: int
     token: int
     finish_reason: str | None = None
-    usage: KVUsage | None = None
     spent: Mapping[Status, float] = field(default_factory=dict)
 
 
@@ -81,21 +78,19 @@ class Token:
 class Prefilled:
     """A prompt is computed, its records are final and held.
 
-    finish_reason: there is nothing to decode · plan: fingerprint
-    spent: seconds in each state of its life so far
+    finish_reason: there is nothing to decode, so nothing need be sent
+    encode_ms:     time spent compressing it
     """
 
     rid: str
     first_token: int
     finish_reason: str | None
-    plan: str
-    usage: KVUsage
-    spent: Mapping[Status, float] = field(default_factory=dict)
+    encode_ms: float
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that cannot be served here; everything of it is freed."""
+    """A request that ends without its answer; everything of it is freed."""
 
     rid: str
     error: DisaggError
@@ -103,13 +98,20 @@ class Failed:
 
 @dataclass(frozen=True)
 class Load:
-    """Sequences by what they do, and bytes of the pool."""
+    """Sequences by what they do, bytes of the pool, and what could be taken now.
+
+    waiting:    for room or for their turn
+    free_bytes: beside what is kept free for sequences that grow
+    slots:      more sequences that may compute
+    """
 
     running: int = 0
     waiting: int = 0
     held: int = 0
     used_bytes: int = 0
     arena_bytes: int = 0
+    free_bytes: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,35 @@
 """Who computes in the next step: decoding sequences first, then chunks of prompts.
 
-    waiting ──room: all records of the prompt──► active ──► finished
-       ▲                                           │
-       └──────── preempted: records freed ◄────────┘ newest first, when a tail cannot grow
+    waiting ──its turn, and room for all records of the prompt──► active ──► finished
+       ▲                                                            │
+       └─────────────── preempted: records freed ◄──────────────────┘ newest first, when a
+                                                                      tail cannot grow
+Prompts share the tokens that decoding leaves in the order of `urgency`: a short one computes in the
+step after it came, a long one has what is left, and the longer any waits the less can pass it. Room
+is given in the same order: who finds none keeps those behind it from taking it.
 
 Room is counted in compressed bytes: what the plan of a sequence really stores. Knows no model.
 """
 
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from disagg.codecs.tables import block_size
-from disagg.engine.sequence import Sequence
+from disagg.engine.sequence import Sequence, Status
 from disagg.errors import CapacityError
-from disagg.metrics import Status
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
+
+AGEING_S = 1.0
+
+
+def urgency(left: int, waited_s: float, ageing_s: float = AGEING_S) -> float:
+    """Whose turn it is: the least of these.
+
+    left: tokens to compute, counted half for every `ageing_s` seconds of waiting. So prompts of l
+    tokens pass one of L only if they come within ageing_s * log2(L / l) seconds after it.
+    """
+    return left * 2.0 ** (-waited_s / ageing_s)
 
 
 @dataclass(frozen=True)
@@ -47,15 +60,30 @@ class Scheduler:
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
-        self._free_bytes = int(pool.arena.nbytes * watermark)
+        self._reserve_bytes = int(pool.arena.nbytes * watermark)
+
+    @property
+    def slots(self) -> int:
+        """How many more sequences may compute, those that wait counted."""
+        return max(0, self._max_sequences - len(self.active) - len(self.waiting))
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for prompts: what nobody owns, but for what is kept for sequences that grow."""
+        return max(0, self._pool.arena.nbytes - self._pool.used_bytes - self._reserve_bytes)
 
     def queue(self, sequence: Sequence) -> None:
-        """Wait for room, behind older sequences."""
+        """Wait for room."""
         insort(self.waiting, sequence, key=lambda x: x.order)
 
     def activate(self, sequence: Sequence) -> None:
         """Compute from the next step on."""
         insort(self.active, sequence, key=lambda x: x.order)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Compute no more, and keep the records for another worker."""
+        self.active.remove(sequence)
+        self.held[sequence.rid] = sequence
 
     def find(self, rid: str) -> Sequence | None:
         """The sequence of a request, in whatever state."""
@@ -68,10 +96,6 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self.held.pop(sequence.rid, None)
-        self.free(sequence)
-
-    def free(self, sequence: Sequence) -> None:
-        """Release all that a sequence has stored."""
         for state in sequence.groups:
             self._pool.release(list(state.ids()))
         sequence.groups, sequence.n, sequence.workspace = (), 0, None
@@ -91,37 +115,31 @@ class Scheduler:
             spare -= count - 1
         return shares
 
-    def prefill_shares(self, used: int) -> list[Share]:
-        """Chunks of prompts, oldest first, in the token budget that `used` tokens leave."""
-        left, shares = self._max_batch_tokens - used, []
-        for sequence in self.active:
-            count = min(sequence.prompt_len - sequence.n, left)
-            if sequence.life.status is Status.PREFILL and count > 0:
-                shares.append(Share(sequence, count))
-                left -= count
-        return shares
+    def prompts(self, now: float) -> list[Sequence]:
+        """Whose prompts are not computed, the most urgent first; some have no room yet."""
+        begun = [x for x in self.active if x.life.status is Status.PREFILL]
+        key = {x: urgency(x.length - x.n, x.life.age(now)) for x in (*begun, *self.waiting)}
+        return sorted(key, key=lambda x: (key[x], x.order))
 
-    def next_admissible(self) -> Sequence | None:
-        """The oldest waiting sequence, now with records for its prompt; None: it has to wait.
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence records for its prompt; False: there is no room now.
 
         CapacityError if it had the whole pool to itself and that was not enough.
         """
-        if not self.waiting or len(self.active) >= self._max_sequences:
-            return None
-        sequence = self.waiting[0]
+        if len(self.active) >= self._max_sequences:
+            return False
         alone = not self._pool.referenced_pages
-        needed = sequence.plan.nbytes(sequence.length + 1) + self._free_bytes
-        if not alone and needed > self._pool.arena.nbytes - self._pool.used_bytes:
-            return None
+        if not alone and sequence.plan.nbytes(sequence.length + 1) > self.free_bytes:
+            return False
         try:
             sequence.groups = self._allocate(sequence)
         except CapacityError:
             if alone:
                 raise
-            return None
+            return False
         self.waiting.remove(sequence)
         self.activate(sequence)
-        return sequence
+        return True
 
     def preempt(self) -> Sequence | None:
         """Free the newest sequence that can start again, and let it wait; None: there is none.
@@ -141,10 +159,7 @@ class Scheduler:
             for group in sequence.plan.groups:
                 taken.append(allocate_group(group, sequence.prompt_len, self._pool))
         except CapacityError:
-            self._release_all(taken)
+            for state in taken:
+                self._pool.release(list(state.ids()))
             raise
         return tuple(taken)
-
-    def _release_all(self, states: Iterable[GroupState]) -> None:
-        for state in states:
-            self._pool.release(list(state.ids()))

@@ -1,31 +1,83 @@
-"""A request and its sequence: what is asked, what is known so far, where its KV is.
+"""A request and its sequence: what is asked, what is known so far, where its KV is, where in life.
 
     tokens    │ prompt ............................ │ emitted ........ │
     KV        │ 0 ........................ n │        pending: tokens[n:] are still to be fed
 
 A sequence whose prompt is in the pool feeds its pending tokens; when none is left, the last logits
-give the next token. One pending token is ordinary decoding, more are a replay.
+give the next token. One pending token is ordinary decoding, more are a replay. Its life in one
+engine, where every state can end in DONE:
+
+               room for it            its last chunk        acknowledged, or aborted
+    QUEUED ──────────────► PREFILL ───────────────► HELD ─────────────────────► DONE
+      ▲ │                     │  prefilled here for another worker
+      │ │ KV came from        │
+      │ │ another worker      │ prefilled for itself
+      │ ▼                     ▼
+      │ └─────────────────► DECODE ──────────────────► DONE
+      └──────────────────────┘    end of text, length, abort
+        preempted: its records are freed; it prefills and replays when there is room
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from disagg.errors import RequestError
-from disagg.metrics import Life
+from disagg.errors import DisaggError, RequestError
+from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.state import GroupState
 from disagg.wire import Item
 
 if TYPE_CHECKING:
     from disagg.model.cache import Workspace
+    from disagg.model.describe import ModelInfo
 
-MAX_SEED = 2**63
+MAX_NUMBER = 2**63
+
+
+class Status(StrEnum):
+    """Where a sequence is in its life; the drawing above has the arrows."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    HELD = "held"
+    DECODE = "decode"
+    DONE = "done"
+
+
+ARROWS: Mapping[Status, tuple[Status, ...]] = {
+    Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
+    Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
+    Status.HELD: (Status.DONE,),
+    Status.DECODE: (Status.QUEUED, Status.DONE),
+    Status.DONE: (),
+}
+
+
+@dataclass
+class Life:
+    """The state of one sequence, and how long it was in each: seconds of any monotonic clock."""
+
+    since: float
+    status: Status = Status.QUEUED
+    spent: dict[Status, float] = field(default_factory=dict)
+
+    def enter(self, status: Status, now: float) -> None:
+        """Follow an arrow of the drawing at time `now`."""
+        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
+        self.spent[self.status] = self.spent.get(self.status, 0.0) + now - self.since
+        self.status, self.since = status, now
+
+    def age(self, now: float) -> float:
+        """Seconds since it began."""
+        return sum(self.spent.values()) + now - self.since
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop.
+    """How tokens are chosen, and when to stop. RequestError for what makes no sense.
 
     max_tokens:  tokens to generate, at least 1
     temperature: 0: the most likely token
@@ -43,12 +95,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; at least 1 is wanted")
-        warm = 0 <= self.temperature < float("inf")
-        _require(warm, f"temperature is {self.temperature}; 0 or more is wanted")
+        for name, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
+            number = getattr(self, name)
+            fits = isinstance(number, int) and least <= number < MAX_NUMBER
+            _require(fits, f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted")
+        for name in ("temperature", "top_p"):
+            number = getattr(self, name)
+            _require(isinstance(number, int | float), f"{name} is {number!r}; a number is wanted")
+        warm = 0 <= self.temperature < MAX_NUMBER
+        _require(warm, f"temperature is {self.temperature}; 0 or more, below 2**63 is wanted")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; more than 0, at most 1 is wanted")
-        _require(self.top_k >= 0, f"top_k is {self.top_k}; 0 (all) or more is wanted")
-        _require(0 <= self.seed < MAX_SEED, f"seed is {self.seed}; 0 to 2**63-1 is wanted")
 
 
 @dataclass(frozen=True)
@@ -67,24 +123,11 @@ class Request:
         _require(bool(self.tokens), "the prompt is empty; at least one token is wanted")
 
 
-@dataclass(frozen=True)
-class KVUsage:
-    """What the KV of `tokens` tokens takes here, and what it would take elsewhere.
-
-    fp16_bytes, fp8_bytes: uncompressed, at 2 and 1 bytes a number
-    resident_bytes:        pages, segments, side records and tail, as stored
-    encode_ms:             time spent compressing the prompt
-    """
-
-    tokens: int
-    fp16_bytes: int
-    fp8_bytes: int
-    resident_bytes: int
-    encode_ms: float
-
-
 class Handoff(Protocol):
-    """Where the records of a prompt go while it prefills. Called by the engine; must not block."""
+    """Where the records of a prompt go while it prefills. Called by the engine; must not block.
+
+    What these raise ends the request, and no other.
+    """
 
     def begin(self, plan: Plan, groups: Seq[GroupState]) -> None:
         """The records are allocated; the first chunk is about to be computed."""
@@ -97,10 +140,11 @@ class Handoff(Protocol):
 class Sequence:
     """One request in an engine. The engine's thread alone changes it.
 
-    n:        tokens in the pool · groups: their records, one state per layer group; empty: none
-    emitted:  tokens generated so far, here or elsewhere
-    order:    who came first keeps its place
+    n:         tokens in the pool · groups: their records, one state per layer group; empty: none
+    emitted:   tokens generated so far, here or elsewhere
+    order:     who came first keeps its place
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
+    error:     why it has to end with the step that is running
     """
 
     request: Request
@@ -113,6 +157,7 @@ class Sequence:
     groups: tuple[GroupState, ...] = ()
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
+    error: DisaggError | None = None
 
     @property
     def rid(self) -> str:
@@ -134,11 +179,26 @@ class Sequence:
         first = self.n - self.prompt_len
         return self.emitted[first : first + limit]
 
-    def usage(self, tokens: int) -> KVUsage:
-        """What the KV of the first `tokens` tokens takes."""
-        numbers = tokens * sum(2 * len(g.layers) * g.heads * g.head_dim for g in self.plan.groups)
-        resident = self.plan.nbytes(tokens)
-        return KVUsage(tokens, 2 * numbers, numbers, resident, 1e3 * self.encode_s)
+    def finish_reason(self, info: "ModelInfo") -> str | None:
+        """Why the answer of a model ends with its last token; None: it goes on."""
+        params = self.request.params
+        if self.emitted and self.emitted[-1] in info.eos_ids and not params.ignore_eos:
+            return "stop"
+        full = self.length >= info.context_length
+        return "length" if full or len(self.emitted) >= params.max_tokens else None
+
+
+def handoff_stats(plan: Plan, tokens: int, encode_ms: float = 0.0) -> HandoffStats:
+    """What the KV of the first `tokens` tokens takes, before anything of it was sent."""
+    numbers = tokens * sum(2 * len(g.layers) * g.heads * g.head_dim for g in plan.groups)
+    return HandoffStats(
+        codec=plan.spec,
+        tokens=tokens,
+        fp16_bytes=2 * numbers,
+        fp8_bytes=numbers,
+        resident_bytes=plan.nbytes(tokens),
+        encode_ms=encode_ms,
+    )
 
 
 def _require(condition: bool, message: str) -> None:

@@ -22,9 +22,13 @@ from disagg.state import Allocator
 
 @dataclass
 class Stash:
-    """Records taken from the pool for one step: the allocator that its plans are made with."""
+    """Records taken from the pool for one step: the allocator that its plans are made with.
+
+    loose: what may be in nobody's state while the step runs: taken, or in a tail that it may seal
+    """
 
     pages: dict[RecordShape, list[int]] = field(default_factory=dict)
+    loose: list[int] = field(default_factory=list)
 
     def allocate(self, shape: RecordShape, count: int) -> list[int]:
         """`count` of the pages taken; they were counted before."""
@@ -35,6 +39,12 @@ class Stash:
 
     def release(self, pages: Sequence[int]) -> None:
         raise AssertionError("a counted step has nothing to give back")
+
+    def lost(self, shares: Sequence[Share]) -> list[int]:
+        """After a step that broke: what is in no state of its sequences, and not freed either."""
+        states = [state for share in shares for state in share.sequence.groups]
+        owned = {page for state in states for page in state.ids()}
+        return [page for page in self.loose if page not in owned]
 
 
 @dataclass
@@ -64,6 +74,10 @@ def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
         for pages in stash.pages.values():
             allocator.release(pages)
         raise
+    states = [state for x in shares if x.decodes for state in x.sequence.groups]
+    stash.loose = [
+        page for pages in (*stash.pages.values(), *(x.tail for x in states)) for page in pages
+    ]
     return stash
 
 

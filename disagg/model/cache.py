@@ -45,6 +45,14 @@ class Workspace:
         """Bytes held now."""
         return sum(x.nbytes for x in self._layers if x is not None)
 
+    def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory for all layers at once, before chunks come: it is there, or this raises.
+
+        MemoryError, or the RuntimeError of torch, where there is none
+        """
+        made = [torch.empty(self._shape, dtype=dtype, device=device) for _ in self._layers]
+        self._layers = list(made)
+
     def extend(self, layer: int, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, done, D] so far."""
         done = before + k.shape[1]

@@ -1,8 +1,15 @@
-"""Who may speak on the plane, and how its bytes are protected."""
+"""Who may speak on the plane, and how its bytes are protected; from files, every host its own.
 
+The same certificates serve gRPC and direct connections.
+"""
+
+import ssl
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
-TOKEN_KEY = "authorization"
+from disagg.config import SecurityConfig
+from disagg.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,87 @@ class Security:
     @property
     def tls(self) -> bool:
         return self.ca is not None or self.certificate is not None
+
+    def own_papers(self) -> tuple[bytes, bytes]:
+        """Key and certificate; ConfigError without them."""
+        if self.key is None or self.certificate is None:
+            raise ConfigError("a server with TLS needs a certificate and its key")
+        return self.key, self.certificate
+
+
+def load_security(config: SecurityConfig, token: str | None = None) -> Security:
+    """What protects the plane of this process; `token` where the configuration names none.
+
+    ConfigError for a file that cannot be read, and for TLS of which a part is missing: whoever
+    serves and connects needs a certificate, its key and the authority of its peers.
+    """
+    found = {
+        name: _read(name, path)
+        for name in ("token_file", "ca", "certificate", "key")
+        if (path := getattr(config, name)) is not None
+    }
+    missing = {"ca", "certificate", "key"} - set(found)
+    if missing and (config.mutual or len(missing) < 3):
+        named = ", ".join(f"security.{name}" for name in sorted(missing))
+        raise ConfigError(f"TLS needs {named} too")
+    if "token_file" in found:
+        token = found.pop("token_file").decode(errors="replace").strip()
+        if not (token.isascii() and token.isprintable() and token):
+            raise ConfigError(f"security.token_file {config.token_file} holds no line of ASCII")
+    return Security(token=token, mutual=config.mutual, **found)
+
+
+def client_context(security: Security) -> ssl.SSLContext | None:
+    """For direct connections to a server, whose name is checked; none without TLS.
+
+    ConfigError for what is no certificate or key.
+    """
+    if not security.tls:
+        return None
+    context = _authority(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security)
+    return _certificate(context, security) if security.certificate else context
+
+
+def server_context(security: Security) -> ssl.SSLContext | None:
+    """For a server of them; none without TLS. ConfigError without a certificate and its key."""
+    if not security.tls:
+        return None
+    security.own_papers()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if security.mutual:
+        _authority(context, security).verify_mode = ssl.CERT_REQUIRED
+    return _certificate(context, security)
+
+
+def _read(name: str, path: str) -> bytes:
+    if not Path(path).is_absolute():
+        wanted = "an absolute path is wanted, since every host reads its own file"
+        raise ConfigError(f"security.{name} is {path!r}; {wanted}")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read security.{name} {path}: {error.strerror}") from error
+
+
+def _authority(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
+    if security.ca is None:
+        context.load_default_certs()
+        return context
+    try:
+        context.load_verify_locations(cadata=security.ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"the authority of TLS is no PEM of certificates: {error}") from error
+    return context
+
+
+def _certificate(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
+    """OpenSSL reads a key from a file only: one that nobody else can read and that is gone then."""
+    key, certificate = security.own_papers()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(certificate + b"\n" + key)
+        file.flush()
+        try:
+            context.load_cert_chain(file.name, password="")  # one for a key would be asked for
+        except ssl.SSLError as error:
+            raise ConfigError(f"the certificate and key of TLS cannot be used: {error}") from error
+    return context

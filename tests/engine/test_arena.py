@@ -1,5 +1,3 @@
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from disagg.engine.arena import DeviceArena, make_pool, slab_bytes_for
@@ -13,25 +11,6 @@ def test_the_pool_and_the_kernels_see_the_same_bytes() -> None:
     (page,) = pool.allocate(SHAPE, 1)
     pool.write(page, 3, b"abc")
     assert bytes(tensor[page * 128 : page * 128 + 7].tolist()) == b"\0\0\0abc\0"
-
-
-def test_two_threads_never_own_the_same_page() -> None:
-    pool, _ = make_pool(4 << 20, 1 << 18, torch.device("cpu"))
-
-    def churn(_: int) -> set[int]:
-        kept: set[int] = set()
-        for _ in range(200):
-            pages = pool.allocate(SHAPE, 3)
-            pool.release(pages[1:])
-            kept.add(pages[0])
-        return kept
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(churn, range(2))
-    assert not first & second
-    assert pool.referenced_pages == len(first) + len(second) == 400
-    assert pool.used_bytes == 400 * SHAPE.nbytes
-    pool.check_integrity()
 
 
 def test_a_device_arena_copies_both_ways() -> None:

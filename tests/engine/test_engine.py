@@ -9,7 +9,7 @@ import torch
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Release, Replay, StepOutput
-from disagg.engine.sequence import KVUsage
+from disagg.engine.sequence import Status
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Inventory
@@ -128,7 +128,6 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner: Run
     *tokens, last = [token for output in outputs for token in output.tokens]
     assert not any(token.finish_reason for token in tokens)
     assert (last.finish_reason, last.index) == ("length", len(tokens) - 1)
-    assert last.usage is not None
     said = [token.token for token in tokens]
     assert 10 < len(said) < 300
     assert said == expected[: len(said)]
@@ -149,10 +148,8 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner: Runner) ->
     ]
     assert handoff.events[0] == "begin"
     assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)
-    assert done.plan == plan.fingerprint
-    assert done.usage.resident_bytes == plan.nbytes(n) == engine.pool.used_bytes
-    assert done.usage.fp16_bytes == 2 * done.usage.fp8_bytes == n * 3 * 2 * 2 * 64 * 2
-    assert done.usage.encode_ms > 0
+    assert plan.nbytes(n) == engine.pool.used_bytes
+    assert done.encode_ms > 0
     engine.submit(Release("a"))
     run_until_idle(engine)
 
@@ -216,7 +213,7 @@ def test_an_end_of_text_stops_unless_it_is_ignored(runner: Runner) -> None:
     last = {t.rid: t for output in outputs for t in output.tokens if t.finish_reason}
     assert last["stop"].index == whole.index(stop)
     assert (last["stop"].finish_reason, last["on"].finish_reason) == ("stop", "length")
-    assert isinstance(last["stop"].usage, KVUsage)
+    assert set(last["stop"].spent) == {Status.QUEUED, Status.PREFILL, Status.DECODE}
     assert answers(outputs)["on"] == whole
 
 

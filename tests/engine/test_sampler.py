@@ -73,8 +73,14 @@ def test_uniform_numbers_are_fixed_for_ever() -> None:
         {"top_p": 1.5},
         {"top_k": -1},
         {"seed": -1},
+        {"max_tokens": 2**63},
+        {"top_k": 2**64},
+        {"seed": 2**63},
+        {"temperature": 10**400},
+        {"max_tokens": 1.5},
+        {"temperature": "warm"},
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)  # type: ignore[arg-type]

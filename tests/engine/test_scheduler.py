@@ -1,10 +1,9 @@
 import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
-from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Request, SamplingParams, Sequence
+from disagg.engine.scheduler import Scheduler, urgency
+from disagg.engine.sequence import Life, Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
-from disagg.metrics import Life, Status
 from disagg.pool import HostArena, Pool
 
 SHAPE = KVShape(num_layers=2, heads=2, head_dim=64, dtype="float32", windows=(None, None))
@@ -16,17 +15,22 @@ def make(arena_bytes: int = 4 << 20, tokens: int = 100, sequences: int = 8, wate
     return Scheduler(pool, tokens, sequences, watermark), pool
 
 
-def sequence(order: int, prompt: int, codec: str = KIVI, emitted: int = 0) -> Sequence:
+def sequence(
+    order: int, prompt: int, codec: str = KIVI, emitted: int = 0, born: float = 0.0
+) -> Sequence:
     request = Request(str(order), (1,) * prompt, SamplingParams(max_tokens=50), codec)
-    return Sequence(request, parse_plan(codec, SHAPE), Life(0.0), order, emitted=[2] * emitted)
+    return Sequence(request, parse_plan(codec, SHAPE), Life(born), order, emitted=[2] * emitted)
 
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
     """Admit what has room, as the engine does."""
     admitted = []
-    while found := scheduler.next_admissible():
-        found.life.enter(Status.PREFILL, 0.0)
-        admitted.append(found)
+    for found in scheduler.prompts(now=0.0):
+        if found.life.status is Status.QUEUED:
+            if not scheduler.admit(found):
+                break
+            found.life.enter(Status.PREFILL, 0.0)
+            admitted.append(found)
     return admitted
 
 
@@ -52,15 +56,23 @@ def test_who_came_first_is_served_first_also_after_a_preemption() -> None:
     assert [x.order for x in scheduler.waiting] == [2, 3]
 
 
-def test_chunks_share_the_budget_that_decoding_leaves() -> None:
-    scheduler, _ = make(tokens=100)
-    decoding(scheduler, 0, 30, emitted=1)
-    for order, prompt in ((1, 60), (2, 90)):
-        scheduler.queue(sequence(order, prompt))
-    admit_all(scheduler)
-    decodes = scheduler.decode_shares()
-    chunks = scheduler.prefill_shares(sum(share.count for share in decodes))
-    assert [(x.sequence.order, x.count) for x in decodes + chunks] == [(0, 1), (1, 60), (2, 39)]
+def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second() -> None:
+    scheduler, _ = make()
+    for order, prompt, born in ((0, 80, 0.0), (1, 20, 0.0), (2, 21, 2.0), (3, 19, 2.0)):
+        scheduler.queue(sequence(order, prompt, born=born))
+    assert [x.order for x in scheduler.prompts(now=2.0)] == [1, 3, 0, 2]
+    begun = scheduler.waiting[0]
+    assert scheduler.admit(begun)
+    begun.life.enter(Status.PREFILL, 2.0)
+    begun.n = 70
+    assert [x.order for x in scheduler.prompts(now=2.0)] == [0, 1, 3, 2]
+
+
+def test_urgency_is_defined_for_all_that_ever_waits() -> None:
+    assert urgency(1500, 0.0) == 1500
+    assert urgency(1500, 1.0) == urgency(750, 0.0)
+    assert urgency(1500, 3.0, ageing_s=3.0) == 750
+    assert 0 <= urgency(1500, 1e9) <= urgency(1, 1e6)
 
 
 def test_decoding_is_never_held_back_and_replays_use_what_is_spare() -> None:
@@ -102,7 +114,7 @@ def test_one_prompt_may_have_the_whole_pool_and_no_prompt_more() -> None:
     assert not pool.referenced_pages
     scheduler.queue(sequence(1, fitting + 1, "raw"))
     with pytest.raises(CapacityError):
-        scheduler.next_admissible()
+        scheduler.admit(scheduler.waiting[0])
     assert not pool.referenced_pages
 
 

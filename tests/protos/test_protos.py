@@ -26,7 +26,7 @@ def test_the_committed_stubs_are_what_the_generator_writes(tmp_path, monkeypatch
 
     generate(tmp_path)
     written = sorted((tmp_path / "disagg" / "protos" / "v1").iterdir())
-    assert len(written) == 3 * len(PROTOS)
+    assert len(written) == 2 * len(PROTOS)
     for path in written:
         assert (FOLDER / path.name).read_text() == path.read_text(), f"{path.name} is stale"
 

@@ -1,58 +1,119 @@
-"""A ledger over a pool, with what a receiver does around it, for its tests."""
+"""Reservations over a pool, with what a receiver does around them, for their tests."""
 
 from itertools import count
 
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Admission, Admit, Grant, State
-from disagg.wire import PageFrame, Ticket
-from tests.transfer.prompts import (
-    Prompt,
-    make_pool,
-    make_terms,
-)
+from disagg.errors import CorruptFrameError
+from disagg.transfer.messages import Ack, Attach, Attached, Grant, State
+from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations
+from disagg.wire import CommitFrame, PageFrame, Ticket
+from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 
 
 class Desk:
-    """A ledger over a pool, with what the receiver does around it."""
+    """Reservations, their pool, and an engine that keeps what it gets."""
 
     def __init__(self, nbytes: int = 1 << 20, **terms: object):
         self.pool = make_pool(nbytes)
         nonces = count(1000)
-        self.ledger = Ledger(make_terms(self.pool, **terms), self.pool, lambda: next(nonces))
+        self.terms = make_terms(self.pool, **terms)
+        self.ledger = Reservations(self.terms, self.pool, lambda: next(nonces))
+        self.engine: dict[str, Admission] = {}
+        self.dropped: list[Dropped] = []
 
-    def reserve(self, prompt: Prompt, now: float = 0.0, **changes: object) -> Grant:
-        waiter = self.ledger.reserve(prompt.request(**changes), now)
-        if waiter.error:
-            raise waiter.error
-        assert waiter.grant
-        return waiter.grant
+    def reserve(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Grant:
+        epoch = changes.pop("epoch", self.ledger.epoch)
+        return self.ledger.reserve(prompt.job(**changes), epoch, now)
 
-    def attach(self, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
+    def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
+        """Attach; `attach` when it has to succeed."""
         ticket = Ticket(grant.nonce, grant.epoch, gen)
-        assert self.ledger.attach(ticket, now).state is State.ATTACHED
-        return ticket
+        attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+        return self.ledger.attach(attach, now)
 
-    def store(self, frame: PageFrame, now: float = 0.0) -> None:
-        write = self.ledger.begin_write(frame, now)
+    def attach(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
+        assert self.ask(prompt, grant, gen, now).state is State.ATTACHED
+        return Ticket(grant.nonce, grant.epoch, gen)
+
+    def begin(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Ticket:
+        """Reserve and attach."""
+        return self.attach(prompt, self.reserve(prompt, now, **changes), now=now)
+
+    def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> None:
+        write = self.ledger.begin_write(frame, now, channel)
         written = False
         try:
             frame.verify()
-            for placement in write.placements:
-                self.pool.arena.write([(placement.start, placement.data)])
+            self.pool.arena.write(list(write.pieces(frame.payload)))
             written = True
         finally:
             self.ledger.end_write(write, written)
 
-    def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> None:
-        for frame in prompt.frames(ticket):
-            self.store(frame, now)
+    def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
+        """Send all that is not there; the bytes of it."""
+        reservation = self.ledger._by_nonce[ticket.nonce]
+        assert reservation.contents
+        have, sent = reservation.contents.have(), 0
+        for item in prompt.checklist.items:
+            if item not in have:
+                self.store(prompt.frame(ticket, [item]), now)
+                sent += prompt.checklist.nbytes(item)
+        return sent
 
-    def admitted(self) -> list[Admission]:
-        return [x.admission for x in self.ledger.take_actions() if isinstance(x, Admit)]
+    def give(self, prompt: Prompt, rid: str = "r", **changes: object) -> int:
+        """A whole hand-off; the bytes that were sent. What is here keeps its digests."""
+        ticket = self.begin(prompt, rid=rid, **changes)
+        sent = self.push(prompt, ticket)
+        contents = self.ledger._by_nonce[ticket.nonce].contents
+        assert contents
+        commit = prompt.commit()
+        digests = tuple(contents.have()[item] for item in prompt.checklist.items)
+        commit = type(commit)(**{**vars(commit), "digests": digests})
+        assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
+        self.act()
+        return sent
+
+    def act(self) -> None:
+        for action in self.ledger.take_actions():
+            if isinstance(action, Admission):
+                self.engine[action.job.rid] = action
+            else:
+                self.dropped.append(action)
+
+    def admitted(self) -> Admission:
+        """What was just given to the engine."""
+        (admission,) = self.ledger.take_actions()
+        assert isinstance(admission, Admission)
+        self.engine[admission.job.rid] = admission
+        return admission
+
+    def free(self, *rids: str) -> None:
+        """The engine is done, with all if none is named."""
+        self.act()
+        for rid in rids or list(self.engine):
+            admission = self.engine.pop(rid)
+            for state in admission.groups:
+                self.pool.release(list(state.ids()))
+            self.ledger.finished(rid, admission.job.attempt, 0.0)
+
+    def scrub(self, max_bytes: int = 1 << 30) -> list[Damage]:
+        scrub = self.ledger.cache.begin_scrub(max_bytes)
+        return self.ledger.end_scrub(scrub, scrub.verify(), 0.0)
 
     def assert_nothing_held(self) -> None:
         self.pool.check_integrity()
         assert self.pool.referenced_pages == 0
         assert not any(self.ledger.gauges().values())
+
+
+def corrupt(frame: PageFrame) -> PageFrame:
+    """The same digests for one other bit."""
+    broken = bytearray(frame.payload[-1])
+    broken[0] ^= 1
+    wrong = PageFrame(**{**vars(frame), "payload": (*frame.payload[:-1], bytes(broken))})
+    try:
+        wrong.verify()
+    except CorruptFrameError:
+        return wrong
+    raise AssertionError("a digest did not notice")

@@ -1,17 +1,16 @@
 """Prompts of random bytes under a small plan that has every kind of record."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
+from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import HostArena
+from disagg.pool import Arena, HostArena, Pool
 from disagg.state import GroupState, allocate_group
-from disagg.transfer.items import ArenaSource, Checklist
-from disagg.transfer.keeping import KeepingPool
-from disagg.transfer.messages import Request
-from disagg.transfer.terms import Terms
-from disagg.transfer.units import content_keys, units_of
+from disagg.transfer.messages import Job
+from disagg.transfer.records import Addresses, ArenaSource, Checklist, ids_by_kind, units_of
+from disagg.transfer.reservations import Terms
 from disagg.wire import Commit, Item, PageFrame, Ticket, digest
 
 MODEL = "a-model"
@@ -43,36 +42,45 @@ PLAN = Plan(
     group_of=(0, 1, 0),
 )
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
+BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
+BY_PROMPT = Plan((replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,))
 
 
-def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> KeepingPool:
-    return KeepingPool(HostArena(bytearray(nbytes)), slab_bytes)
+def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
+    return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(pool: KeepingPool, plan: Plan = PLAN, **changes: object) -> Terms:
+def make_terms(pool: Pool, plan: Plan = PLAN, **changes: object) -> Terms:
     capacity = pool.num_slabs * pool.slab_bytes
     return replace(Terms(MODEL, plan, EPOCH, capacity), **changes)
 
 
 @dataclass
 class Prompt:
-    """The records of a prefill worker, filled with the bytes of a seed."""
+    """Token ids, and the records of a prefill worker, filled with the bytes of a seed."""
 
     plan: Plan
-    tokens: int
-    pool: KeepingPool
+    ids: tuple[int, ...]
+    pool: Pool
     states: list[GroupState]
     checklist: Checklist
     read: ArenaSource
-    keys: tuple[bytes, ...] = ()
 
-    def request(self, rid: str = "r", attempt: int = 0, **changes: object) -> Request:
-        made = Request(rid, attempt, EPOCH, self.tokens, MODEL, self.plan.fingerprint)
-        return replace(made, **({"keys": self.keys} | changes))
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
-    def frame(self, ticket: Ticket, items: list[Item]) -> PageFrame:
-        """A frame of items that share kind and group."""
+    def job(self, rid: str = "r", attempt: int = 0, **changes: object) -> Job:
+        return replace(Job(rid, attempt, self.ids), **changes)
+
+    def bytes_of(self, item: Item) -> memoryview:
+        (data,) = self.read.read([item])
+        return data
+
+    def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
+        """A frame of items that share kind, group and size."""
         kind, group = items[0][:2]
+        payload = tuple(self.read.read(items))
         return PageFrame(
             ticket=ticket,
             kind=kind,
@@ -80,51 +88,65 @@ class Prompt:
             layout=self.plan.groups[group].layout(kind).fingerprint,
             layers=tuple(item.layer for item in items),
             records=tuple(item.record for item in items),
-            digests=tuple(digest(self.read(item)) for item in items),
-            payload=tuple(self.read(item) for item in items),
+            digests=tuple(map(digest, payload)),
+            payload=payload,
         )
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
-        """Everything, one frame for each layer, kind and group."""
-        return [
-            self.frame(ticket, [x for x in self.checklist.items if x[:3] == key])
-            for key in dict.fromkeys(item[:3] for item in self.checklist.items)
-        ]
+        """Everything, one frame for each layer, kind, group and size."""
+        by_key: dict[object, list[Item]] = {}
+        for item in self.checklist.items:
+            by_key.setdefault((item[:3], self.checklist.nbytes(item)), []).append(item)
+        return [self.frame(ticket, items) for items in by_key.values()]
 
     def commit(self, first_token: int = 5) -> Commit:
-        digests = tuple(digest(self.read(item)) for item in self.checklist.items)
+        digests = tuple(digest(self.bytes_of(item)) for item in self.checklist.items)
         return Commit(self.tokens, self.plan.fingerprint, digests, first_token, {"ids": [1, 2]})
 
-    def equals(self, arena: HostArena, states: tuple[GroupState, ...]) -> bool:
-        """Whether the records of a receiver hold the same bytes."""
-        there = ArenaSource(arena, self.checklist, states)
-        return all(there(item) == self.read(item) for item in self.checklist.items)
+    def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
+        """Whether the records of a receiver hold the same bytes, those that were not sent too."""
+        there, here = ([ids_by_kind(x) for x in some] for some in (states, self.states))
+        for index, group in enumerate(self.plan.groups):
+            for kind, pages in here[index].items():
+                size = len(group.layers) * group.layer_bytes(group.layout(kind))
+                for ours, theirs in zip(pages, there[index][kind], strict=True):
+                    mine = self.pool.arena.read(ours * ARENA_UNIT, size)
+                    if mine != arena.read(theirs * ARENA_UNIT, size):
+                        return False
+        return True
 
 
-def make_prompt(tokens: int, seed: int = 0, plan: Plan = PLAN) -> Prompt:
+def fill(prompt: Prompt, item: Item, seed: object) -> None:
+    """Other bytes for an item of a prefill worker."""
+    source = random.Random(str(seed))
+    spans = Addresses(prompt.checklist, prompt.states).spans(item)
+    prompt.pool.arena.write([(start, source.randbytes(nbytes)) for start, nbytes in spans])
+
+
+def make_prompt(
+    tokens: int, seed: int = 0, plan: Plan = PLAN, ids: Sequence[int] | None = None
+) -> Prompt:
     pool = make_pool(1 << 22)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
     checklist = Checklist(plan, tokens)
     read = ArenaSource(pool.arena, checklist, states)
-    source = random.Random(seed)
+    prompt = Prompt(plan, tuple(ids or [seed + 2] * tokens), pool, states, checklist, read)
     for item in checklist.items:
-        view = read(item)
-        view[:] = source.randbytes(view.nbytes)
-    return Prompt(plan, tokens, pool, states, checklist, read)
+        fill(prompt, item, (seed, item))
+    return prompt
 
 
 def make_related(
     tokens: int, seed: int, shared: int, plan: Plan = PLAN, noise: int | None = None
 ) -> Prompt:
-    """A prompt with content keys, whose first `shared` tokens are those of all such prompts.
+    """A prompt whose first `shared` tokens, and their records, are those of all such prompts.
 
     noise: another computation of the same prompt, whose bytes are a little different
     """
-    prompt = make_prompt(tokens, seed if noise is None else noise, plan)
-    prompt.keys = content_keys(MODEL, plan, [1] * shared + [seed + 2] * (tokens - shared))
+    ids = [1] * shared + [seed + 2] * (tokens - shared)
+    prompt = make_prompt(tokens, seed if noise is None else noise, plan, ids)
     for unit in [unit for units in units_of(plan, tokens) for unit in units]:
         if unit.end <= shared and noise is None:
             for item in unit.items(plan.groups[unit.group]):
-                view = prompt.read(item)
-                view[:] = random.Random(str(item)).randbytes(view.nbytes)
+                fill(prompt, item, item)
     return prompt

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import CorruptFrameError
-from disagg.transfer.convert import message_frame
-from disagg.transfer.items import items_in_frame
-from disagg.transfer.outbox import Outbox
+from disagg.transfer.records import items_in_frame
+from disagg.transfer.sender import Outbox
 from disagg.wire import Item, Ticket, digest, unpack
 from tests.transfer.prompts import Prompt, make_prompt
 
@@ -34,7 +33,7 @@ def drain(outbox: Outbox) -> list[Item]:
     """Send everything, each frame acknowledged at once."""
     sent: list[Item] = []
     while parcel := outbox.next_parcel(TICKET):
-        frame = unpack(message_frame(b"".join(parcel.parts)))
+        frame = unpack(b"".join(parcel.parts))
         frame.verify()
         sent += frame.items()
         outbox.grant(parcel.size, 1)
@@ -50,7 +49,7 @@ def by_kind(items: Iterable[Item]) -> dict[tuple, list[Item]]:
 
 
 def digests(prompt: Prompt, items: list[Item]) -> dict[Item, int]:
-    return {item: digest(prompt.read(item)) for item in items}
+    return {item: digest(prompt.bytes_of(item)) for item in items}
 
 
 def test_items_of_a_kind_leave_in_the_order_of_offering(prompt):
@@ -67,7 +66,7 @@ def test_every_frame_begins_with_the_item_that_waits_longest(prompt):
     for now, item in enumerate(waiting):
         outbox.offer([item], float(now))
     while parcel := outbox.next_parcel(TICKET):
-        items = unpack(message_frame(b"".join(parcel.parts))).items()
+        items = unpack(b"".join(parcel.parts)).items()
         assert items[0] == waiting[0]
         waiting = [item for item in waiting if item not in items]
         outbox.grant(parcel.size, 1)
@@ -84,8 +83,8 @@ def test_frames_are_filled_over_layers_while_something_is_on_its_way(prompt):
     outbox.offer(prompt.checklist.layer(2), 2.0)  # the last: nothing more will come
     rest = []
     while parcel := outbox.next_parcel(TICKET):
-        rest.append(unpack(message_frame(b"".join(parcel.parts))).items())
-    begun = unpack(message_frame(b"".join(first.parts))).items()
+        rest.append(unpack(b"".join(parcel.parts)).items())
+    begun = unpack(b"".join(first.parts)).items()
     waiting = by_kind(x for x in prompt.checklist.items if x not in begun)
     assert {tuple(items) for items in rest} == {tuple(items) for items in waiting.values()}
 
@@ -105,7 +104,7 @@ def test_only_full_frames_leave_beside_others_while_more_will_come(prompt):
     outbox.next_parcel(TICKET)
     beside = []
     while parcel := outbox.next_parcel(TICKET):
-        beside.append(unpack(message_frame(b"".join(parcel.parts))))
+        beside.append(unpack(b"".join(parcel.parts)))
     assert beside
     for frame in beside:
         assert len(frame.payload) == items_in_frame(FRAME, len(frame.payload[0]))
@@ -124,7 +123,7 @@ def test_frames_hold_one_kind_and_group_and_are_cut_at_their_size(prompt):
     outbox.offer(prompt.checklist.items, 0.0)
     frames = []
     while parcel := outbox.next_parcel(TICKET):
-        frames.append(unpack(message_frame(b"".join(parcel.parts))))
+        frames.append(unpack(b"".join(parcel.parts)))
         assert parcel.size <= FRAME
         outbox.grant(parcel.size, 1)
     for first, second in pairwise(frames):
@@ -138,7 +137,7 @@ def test_an_item_larger_than_a_frame_travels_alone(prompt):
     outbox.offer(prompt.checklist.items, 0.0)
     large = 0
     while parcel := outbox.next_parcel(TICKET):
-        frame = unpack(message_frame(b"".join(parcel.parts)))
+        frame = unpack(b"".join(parcel.parts))
         assert parcel.size <= 600 or len(frame.payload) == 1
         large += parcel.size > 600
         outbox.grant(parcel.size, 1)
@@ -188,9 +187,9 @@ def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
 def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox = make_outbox(prompt)
     outbox.offer(prompt.checklist.items, 0.0)
-    first = unpack(message_frame(b"".join(outbox.next_parcel(TICKET).parts))).items()
+    first = unpack(b"".join(outbox.next_parcel(TICKET).parts)).items()
     outbox.next_parcel(TICKET)
-    outbox.there(digests(prompt, first))
+    outbox.attached(digests(prompt, first))
     assert outbox.bytes_in_flight == 0
     assert outbox.credit == 0
     outbox.grant(PLENTY, 0)
@@ -201,7 +200,7 @@ def test_after_a_new_reservation_everything_goes_out_again(prompt):
     outbox = make_outbox(prompt)
     outbox.offer(prompt.checklist.items, 0.0)
     drain(outbox)
-    outbox.there({})
+    outbox.attached({})
     outbox.grant(PLENTY, 0)
     assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
 
@@ -209,17 +208,17 @@ def test_after_a_new_reservation_everything_goes_out_again(prompt):
 def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
     outbox = make_outbox(prompt)
     known = list(prompt.checklist.items[:9])
-    outbox.there(digests(prompt, known))
+    outbox.attached(digests(prompt, known))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
     assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items[9:])
-    assert outbox.skipped_bytes == sum(map(prompt.checklist.nbytes, known))
+    assert outbox.cached_bytes == sum(map(prompt.checklist.nbytes, known))
     assert outbox.manifest() == prompt.commit().digests
 
 
 def test_items_that_the_receiver_has_with_another_digest_are_sent(prompt):
     outbox = make_outbox(prompt)
-    outbox.there(dict.fromkeys(prompt.checklist.items, 1))
+    outbox.attached(dict.fromkeys(prompt.checklist.items, 1))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
     assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)

@@ -24,59 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"h\n\x07ItemSet\x12\x1d\n\x04kind\x18\x01 \x01(\x0e\x32\x0f.disagg.v1.Kind\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x0f\n\x07records\x18\x04 \x03(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"\x96\x01\n\x0eReserveRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0c\n\x04plan\x18\x06 \x01(\t\x12\x0e\n\x06wait_s\x18\x07 \x01(\x01\x12\x0c\n\x04keys\x18\x08 \x03(\x0c\x12\x0c\n\x04spec\x18\t \x01(\t\"u\n\x0fReserveResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12#\n\x07offered\x18\x04 \x03(\x0b\x32\x12.disagg.v1.ItemSet\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x03(\r\"2\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\"~\n\x0e\x41ttachResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.disagg.v1.HandoffState\x12 \n\x04have\x18\x02 \x03(\x0b\x32\x12.disagg.v1.ItemSet\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x11\n\tpush_port\x18\x04 \x01(\r\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"|\n\x0cPushResponse\x12#\n\x06\x63redit\x18\x01 \x01(\x0b\x32\x11.disagg.v1.CreditH\x00\x12\x1d\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0e.disagg.v1.AckH\x00\x12\x1f\n\x04nack\x18\x03 \x01(\x0b\x32\x0f.disagg.v1.NackH\x00\x42\x07\n\x05reply\"\'\n\x06\x43redit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x02 \x01(\r\"*\n\x03\x41\x63k\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x02 \x01(\x01\"+\n\x04Nack\x12#\n\x07missing\x18\x01 \x03(\x0b\x32\x12.disagg.v1.ItemSet\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"Y\n\x0e\x43ommitResponse\x12\x1d\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.AckH\x00\x12\x1f\n\x04nack\x18\x02 \x01(\x0b\x32\x0f.disagg.v1.NackH\x00\x42\x07\n\x05reply\"<\n\x0c\x41\x62ortRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"3\n\x0eReleaseRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\"\x11\n\x0fReleaseResponse\"\x0e\n\x0cProbeRequest\"\"\n\rProbeResponse\x12\x11\n\tpush_port\x18\x01 \x01(\r\" \n\rAbsorbRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x1f\n\x0e\x41\x62sorbResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04*Z\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_PAGE\x10\x01\x12\x10\n\x0cKIND_SEGMENT\x10\x02\x12\r\n\tKIND_SIDE\x10\x03\x12\x0c\n\x08KIND_RAW\x10\x04*\x80\x01\n\x0cHandoffState\x12\x1d\n\x19HANDOFF_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16HANDOFF_STATE_ATTACHED\x10\x01\x12\x1a\n\x16HANDOFF_STATE_ADMITTED\x10\x02\x12\x19\n\x15HANDOFF_STATE_EXPIRED\x10\x03\x32\x8d\x04\n\x11KvTransferService\x12@\n\x07Reserve\x12\x19.disagg.v1.ReserveRequest\x1a\x1a.disagg.v1.ReserveResponse\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12:\n\x05\x41\x62ort\x12\x17.disagg.v1.AbortRequest\x1a\x18.disagg.v1.AbortResponse\x12@\n\x07Release\x12\x19.disagg.v1.ReleaseRequest\x1a\x1a.disagg.v1.ReleaseResponse\x12:\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponse\x12\x41\n\x06\x41\x62sorb\x12\x18.disagg.v1.AbsorbRequest\x1a\x19.disagg.v1.AbsorbResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"h\n\x07ItemSet\x12\x1d\n\x04kind\x18\x01 \x01(\x0e\x32\x0f.disagg.v1.Kind\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x0f\n\x07records\x18\x04 \x03(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"o\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"\xa6\x01\n\x0e\x41ttachResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.disagg.v1.HandoffState\x12 \n\x04have\x18\x02 \x03(\x0b\x32\x12.disagg.v1.ItemSet\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x03(\r\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x05 \x01(\x04\x12\x0c\n\x04port\x18\x06 \x01(\r\x12\x0b\n\x03key\x18\x07 \x01(\x0c\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"w\n\x0cPushResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\x0b\n\x03gen\x18\x02 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x03 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x04 \x01(\r\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t\x12\x15\n\rerror_message\x18\x06 \x01(\t\"2\n\x0cRenewRequest\x12\"\n\x07tickets\x18\x01 \x03(\x0b\x32\x11.disagg.v1.Ticket\"\x1d\n\rRenewResponse\x12\x0c\n\x04over\x18\x01 \x03(\x06\"*\n\x03\x41\x63k\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x02 \x01(\x01\"+\n\x04Nack\x12#\n\x07missing\x18\x01 \x03(\x0b\x32\x12.disagg.v1.ItemSet\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"Y\n\x0e\x43ommitResponse\x12\x1d\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.AckH\x00\x12\x1f\n\x04nack\x18\x02 \x01(\x0b\x32\x0f.disagg.v1.NackH\x00\x42\x07\n\x05reply\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x1e\n\rProbeResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04*Z\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_PAGE\x10\x01\x12\x10\n\x0cKIND_SEGMENT\x10\x02\x12\r\n\tKIND_SIDE\x10\x03\x12\x0c\n\x08KIND_RAW\x10\x04*\x80\x01\n\x0cHandoffState\x12\x1d\n\x19HANDOFF_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16HANDOFF_STATE_ATTACHED\x10\x01\x12\x1a\n\x16HANDOFF_STATE_ADMITTED\x10\x02\x12\x19\n\x15HANDOFF_STATE_EXPIRED\x10\x03\x32\xca\x02\n\x11KvTransferService\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12:\n\x05Renew\x12\x17.disagg.v1.RenewRequest\x1a\x18.disagg.v1.RenewResponse\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12>\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'disagg.protos.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KIND']._serialized_start=1339
-  _globals['_KIND']._serialized_end=1429
-  _globals['_HANDOFFSTATE']._serialized_start=1432
-  _globals['_HANDOFFSTATE']._serialized_end=1560
+  _globals['_KIND']._serialized_start=1001
+  _globals['_KIND']._serialized_end=1091
+  _globals['_HANDOFFSTATE']._serialized_start=1094
+  _globals['_HANDOFFSTATE']._serialized_end=1222
   _globals['_ITEMSET']._serialized_start=49
   _globals['_ITEMSET']._serialized_end=153
   _globals['_TICKET']._serialized_start=155
   _globals['_TICKET']._serialized_end=206
-  _globals['_RESERVEREQUEST']._serialized_start=209
-  _globals['_RESERVEREQUEST']._serialized_end=359
-  _globals['_RESERVERESPONSE']._serialized_start=361
-  _globals['_RESERVERESPONSE']._serialized_end=478
-  _globals['_ATTACHREQUEST']._serialized_start=480
-  _globals['_ATTACHREQUEST']._serialized_end=530
-  _globals['_ATTACHRESPONSE']._serialized_start=532
-  _globals['_ATTACHRESPONSE']._serialized_end=658
-  _globals['_PUSHREQUEST']._serialized_start=660
-  _globals['_PUSHREQUEST']._serialized_end=688
-  _globals['_PUSHRESPONSE']._serialized_start=690
-  _globals['_PUSHRESPONSE']._serialized_end=814
-  _globals['_CREDIT']._serialized_start=816
-  _globals['_CREDIT']._serialized_end=855
-  _globals['_ACK']._serialized_start=857
-  _globals['_ACK']._serialized_end=899
-  _globals['_NACK']._serialized_start=901
-  _globals['_NACK']._serialized_end=944
-  _globals['_COMMITREQUEST']._serialized_start=946
-  _globals['_COMMITREQUEST']._serialized_end=976
-  _globals['_COMMITRESPONSE']._serialized_start=978
-  _globals['_COMMITRESPONSE']._serialized_end=1067
-  _globals['_ABORTREQUEST']._serialized_start=1069
-  _globals['_ABORTREQUEST']._serialized_end=1129
-  _globals['_ABORTRESPONSE']._serialized_start=1131
-  _globals['_ABORTRESPONSE']._serialized_end=1146
-  _globals['_RELEASEREQUEST']._serialized_start=1148
-  _globals['_RELEASEREQUEST']._serialized_end=1199
-  _globals['_RELEASERESPONSE']._serialized_start=1201
-  _globals['_RELEASERESPONSE']._serialized_end=1218
-  _globals['_PROBEREQUEST']._serialized_start=1220
-  _globals['_PROBEREQUEST']._serialized_end=1234
-  _globals['_PROBERESPONSE']._serialized_start=1236
-  _globals['_PROBERESPONSE']._serialized_end=1270
-  _globals['_ABSORBREQUEST']._serialized_start=1272
-  _globals['_ABSORBREQUEST']._serialized_end=1304
-  _globals['_ABSORBRESPONSE']._serialized_start=1306
-  _globals['_ABSORBRESPONSE']._serialized_end=1337
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1563
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2088
+  _globals['_ATTACHREQUEST']._serialized_start=208
+  _globals['_ATTACHREQUEST']._serialized_end=319
+  _globals['_ATTACHRESPONSE']._serialized_start=322
+  _globals['_ATTACHRESPONSE']._serialized_end=488
+  _globals['_PUSHREQUEST']._serialized_start=490
+  _globals['_PUSHREQUEST']._serialized_end=518
+  _globals['_PUSHRESPONSE']._serialized_start=520
+  _globals['_PUSHRESPONSE']._serialized_end=639
+  _globals['_RENEWREQUEST']._serialized_start=641
+  _globals['_RENEWREQUEST']._serialized_end=691
+  _globals['_RENEWRESPONSE']._serialized_start=693
+  _globals['_RENEWRESPONSE']._serialized_end=722
+  _globals['_ACK']._serialized_start=724
+  _globals['_ACK']._serialized_end=766
+  _globals['_NACK']._serialized_start=768
+  _globals['_NACK']._serialized_end=811
+  _globals['_COMMITREQUEST']._serialized_start=813
+  _globals['_COMMITREQUEST']._serialized_end=843
+  _globals['_COMMITRESPONSE']._serialized_start=845
+  _globals['_COMMITRESPONSE']._serialized_end=934
+  _globals['_PROBEREQUEST']._serialized_start=936
+  _globals['_PROBEREQUEST']._serialized_end=967
+  _globals['_PROBERESPONSE']._serialized_start=969
+  _globals['_PROBERESPONSE']._serialized_end=999
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1225
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1555
 # @@protoc_insertion_point(module_scope)

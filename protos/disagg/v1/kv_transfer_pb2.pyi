@@ -55,59 +55,37 @@ class Ticket(_message.Message):
     gen: int
     def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., gen: _Optional[int] = ...) -> None: ...
 
-class ReserveRequest(_message.Message):
-    __slots__ = ("rid", "attempt", "epoch", "tokens", "model", "plan", "wait_s", "keys", "spec")
-    RID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
+class AttachRequest(_message.Message):
+    __slots__ = ("ticket", "model", "plan", "tokens", "direct")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    rid: str
-    attempt: int
-    epoch: int
-    tokens: int
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
     model: str
     plan: str
-    wait_s: float
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    spec: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., wait_s: _Optional[float] = ..., keys: _Optional[_Iterable[bytes]] = ..., spec: _Optional[str] = ...) -> None: ...
-
-class ReserveResponse(_message.Message):
-    __slots__ = ("nonce", "epoch", "lease_s", "offered", "cached")
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    OFFERED_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
-    nonce: int
-    epoch: int
-    lease_s: float
-    offered: _containers.RepeatedCompositeFieldContainer[ItemSet]
-    cached: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., offered: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., cached: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class AttachRequest(_message.Message):
-    __slots__ = ("ticket",)
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: Ticket
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    tokens: int
+    direct: bool
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., tokens: _Optional[int] = ..., direct: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("state", "have", "lease_s", "push_port")
+    __slots__ = ("state", "have", "cached", "lease_s", "credit", "port", "key")
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    PUSH_PORT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     state: HandoffState
     have: _containers.RepeatedCompositeFieldContainer[ItemSet]
+    cached: _containers.RepeatedScalarFieldContainer[int]
     lease_s: float
-    push_port: int
-    def __init__(self, state: _Optional[_Union[HandoffState, str]] = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., lease_s: _Optional[float] = ..., push_port: _Optional[int] = ...) -> None: ...
+    credit: int
+    port: int
+    key: bytes
+    def __init__(self, state: _Optional[_Union[HandoffState, str]] = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., cached: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., credit: _Optional[int] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("frame",)
@@ -116,22 +94,32 @@ class PushRequest(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("credit", "ack", "nack")
+    __slots__ = ("nonce", "gen", "credit", "frames", "error_reason", "error_message")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    GEN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    NACK_FIELD_NUMBER: _ClassVar[int]
-    credit: Credit
-    ack: Ack
-    nack: Nack
-    def __init__(self, credit: _Optional[_Union[Credit, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ...) -> None: ...
-
-class Credit(_message.Message):
-    __slots__ = ("bytes", "frames")
-    BYTES_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
-    bytes: int
+    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    gen: int
+    credit: int
     frames: int
-    def __init__(self, bytes: _Optional[int] = ..., frames: _Optional[int] = ...) -> None: ...
+    error_reason: str
+    error_message: str
+    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., credit: _Optional[int] = ..., frames: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("tickets",)
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
+    def __init__(self, tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("over",)
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    over: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, over: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("verify_ms", "admit_ms")
@@ -161,47 +149,13 @@ class CommitResponse(_message.Message):
     nack: Nack
     def __init__(self, ack: _Optional[_Union[Ack, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ...) -> None: ...
 
-class AbortRequest(_message.Message):
-    __slots__ = ("rid", "attempt", "reason")
-    RID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    rid: str
-    attempt: int
-    reason: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class AbortResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ReleaseRequest(_message.Message):
-    __slots__ = ("ticket",)
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: Ticket
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
-
-class ReleaseResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class ProbeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ProbeResponse(_message.Message):
-    __slots__ = ("push_port",)
-    PUSH_PORT_FIELD_NUMBER: _ClassVar[int]
-    push_port: int
-    def __init__(self, push_port: _Optional[int] = ...) -> None: ...
-
-class AbsorbRequest(_message.Message):
     __slots__ = ("payload",)
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
-class AbsorbResponse(_message.Message):
+class ProbeResponse(_message.Message):
     __slots__ = ("bytes",)
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int

@@ -11,45 +11,71 @@ class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORK_UNSPECIFIED: _ClassVar[Work]
     WORK_PREFILL: _ClassVar[Work]
-    WORK_REPLAY: _ClassVar[Work]
     WORK_LOCAL: _ClassVar[Work]
 WORK_UNSPECIFIED: Work
 WORK_PREFILL: Work
-WORK_REPLAY: Work
 WORK_LOCAL: Work
 
-class SubmitRequest(_message.Message):
-    __slots__ = ("rid", "attempt", "work", "prompt", "emitted", "sampling", "decode_address", "decode_epoch", "deadline_s", "epoch", "codec")
+class Job(_message.Message):
+    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
-    work: Work
     prompt: _containers.RepeatedScalarFieldContainer[int]
     emitted: _containers.RepeatedScalarFieldContainer[int]
     sampling: str
+    codec: str
+    deadline_s: float
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("job", "epoch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    epoch: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("nonce", "epoch", "lease_s", "cached_tokens")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    epoch: int
+    lease_s: float
+    cached_tokens: int
+    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    work: Work
+    epoch: int
     decode_address: str
     decode_epoch: int
-    deadline_s: float
-    epoch: int
-    codec: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[_Union[Work, str]] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., deadline_s: _Optional[float] = ..., epoch: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
+    nonce: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("have",)
+    __slots__ = ("have", "router")
     class HaveEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,14 +84,30 @@ class EventsRequest(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     have: _containers.ScalarMap[str, int]
-    def __init__(self, have: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    router: str
+    def __init__(self, have: _Optional[_Mapping[str, int]] = ..., router: _Optional[str] = ...) -> None: ...
 
 class EventsResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "load")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[TokenEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ...) -> None: ...
+    load: Load
+    def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("free_bytes", "slots", "running", "waiting")
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    free_bytes: int
+    slots: int
+    running: int
+    waiting: int
+    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats")
@@ -104,7 +146,7 @@ class AcknowledgeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class WorkerServiceAbortRequest(_message.Message):
+class AbortRequest(_message.Message):
     __slots__ = ("rid", "attempt", "reason")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -114,15 +156,17 @@ class WorkerServiceAbortRequest(_message.Message):
     reason: str
     def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class WorkerServiceAbortResponse(_message.Message):
+class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class FenceRequest(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "router")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    router: str
+    def __init__(self, epoch: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class FenceResponse(_message.Message):
     __slots__ = ()

@@ -1,0 +1,101 @@
+"""What a link can do: measured with messages like those of hand-offs, or made slower on purpose.
+
+A slow or wrong transport is the failure that nobody notices, so workers say what they found.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from disagg.errors import PeerLostError
+from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.control import PROBE
+from disagg.transfer.rpc import Link, error_of
+from disagg.wire import FRAME_BYTES, frame_message
+
+TRIPS = 5
+FIRST_BYTES = 64 << 10
+LONG_S = 0.02  # a slow link is not kept busy for longer than a few times this
+CALL_S = 5.0
+BURST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """What a link can do.
+
+    round_trip_ms: of an empty message, the best of some · gbytes_per_s: of frames one after another
+    """
+
+    peer: str
+    transport: str
+    round_trip_ms: float
+    gbytes_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"link to {self.peer}: {self.round_trip_ms:.2f} ms round trip, "
+            f"{self.gbytes_per_s:.3g} GB/s, {self.transport}"
+        )
+
+
+async def measure(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkReport:
+    """Ask a decode worker's receiver. PeerLostError if nobody is there, VersionError if it cannot.
+
+    At most 64 KiB and three frames cross; less where they would take long.
+    """
+    call = link.channel.stream_stream(PROBE)(metadata=link.metadata)
+
+    async def ask(nbytes: int) -> float:
+        message = frame_message([bytes(nbytes)])  # a ProbeRequest looks like any of one field
+        began = clock()
+        async with asyncio.timeout(CALL_S):
+            with suppress(asyncio.InvalidStateError):  # it is over: reading says why
+                await call.write(message)
+            if await call.read() is grpc.aio.EOF:
+                raise PeerLostError(f"{link.address} ended the call of a probe")
+        return max(clock() - began, 1e-9)
+
+    try:
+        await ask(0)  # connects
+        trip = min([await ask(0) for _ in range(TRIPS)])
+        first = max(await ask(FIRST_BYTES) - trip, 1e-9)
+        size = int(min(FRAME_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONG_S / first)))
+        seconds = min([await ask(size) for _ in range(3)])
+    except TimeoutError as error:
+        raise PeerLostError(f"{link.address} did not answer a probe in {CALL_S:g} s") from error
+    except grpc.aio.AioRpcError as failure:
+        raise error_of(failure, link.address) from failure
+    finally:
+        call.cancel()
+    rate = size / max(seconds - trip / 2, seconds / 2)
+    return LinkReport(link.address, link.transport, 1e3 * trip, rate / 1e9)
+
+
+async def absorb(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The receiver's side, as a method of `rpc.rpc_handlers`: says how much came."""
+    async for message in messages:
+        yield kv.ProbeResponse(bytes=len(message)).SerializeToString()
+
+
+class Pace:
+    """A token bucket: what passes at once is at most a burst or one message."""
+
+    def __init__(self, bytes_per_s: float, burst_bytes: int = BURST_BYTES):
+        self.bytes_per_s = bytes_per_s
+        self.burst_bytes = burst_bytes
+        self._tokens = float(burst_bytes)
+        self._since: float | None = None
+
+    def delay(self, nbytes: int, now: float) -> float:
+        """Seconds to wait before `nbytes` pass; they are counted as passed."""
+        if self._since is not None:
+            earned = (now - self._since) * self.bytes_per_s
+            self._tokens = min(self.burst_bytes, self._tokens + earned)
+        self._since = now
+        self._tokens -= nbytes
+        return max(0.0, -self._tokens / self.bytes_per_s)

@@ -1,0 +1,241 @@
+"""What prompts share on a decode worker: units found by their keys, and kept for the next.
+
+    reserve   leading units that are kept  ──► records of the new prompt, with their digests
+    commit    verified units               ──► kept under their keys
+    scrub     digests do not match         ──► no longer kept
+
+Only what was committed is kept, and nothing is ever written to a record that others may own too.
+The pool does the keeping. Knows no peer, no lease and no clock.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
+from disagg.page import ARENA_UNIT, Kind
+from disagg.plan import LayerGroup, Plan, RecordShape
+from disagg.pool import Pool
+from disagg.state import GroupState, allocate_group
+from disagg.transfer.records import Addresses, Checklist, Span, Unit, ids_by_kind, units_of
+from disagg.wire import Item, digest
+
+Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where kept pages come from: a unit of a committed prompt.
+
+    digests: of all items of that prompt, in the order of its checklist
+    """
+
+    unit: Unit
+    checklist: Checklist
+    digests: "array[int]"
+
+    @property
+    def group(self) -> LayerGroup:
+        """The layer group that the records belong to."""
+        return self.checklist.plan.groups[self.unit.group]
+
+    def manifest(self) -> list[tuple[Item, int]]:
+        """The items of the unit with their digests."""
+        items = self.unit.items(self.group)
+        return [(item, self.digests[self.checklist.place(item)]) for item in items]
+
+    def spans(self, pages: Sequence[int]) -> list[Span]:
+        """Where these items lie, from the page ids of the records."""
+        starts = dict(zip(self.unit.records(), pages, strict=True))
+        spans = []
+        for kind, _, layer, record in self.unit.items(self.group):
+            layout = self.group.layout(kind)
+            start = starts[kind, record] * ARENA_UNIT + self.group.layer_offset(layout, layer)
+            spans.append((start, self.group.layer_bytes(layout)))
+        return spans
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The records of one prompt.
+
+    cached:  how many leading units of each layer group were found
+    digests: of their items
+    shared:  page ids that others may own too
+    """
+
+    groups: tuple[GroupState, ...]
+    cached: tuple[int, ...]
+    digests: dict[Item, int]
+    shared: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Find:
+    """A kept unit: its key, its page ids and its note."""
+
+    key: bytes
+    pages: tuple[int, ...]
+    note: Note
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """Kept units that are owned while they are verified. `copies` waits for their bytes."""
+
+    finds: Sequence[Find]
+    copies: Callable[[], list[memoryview]]
+
+    def verify(self) -> dict[bytes, CorruptFrameError]:
+        """By key, what is not as it was committed. For any thread: it only reads."""
+        damaged, copies = dict[bytes, CorruptFrameError](), iter(self.copies())
+        for find in self.finds:
+            for item, expected in find.note.manifest():
+                if (seen := digest(next(copies))) != expected:
+                    text = f"{item} was altered in the pool: it is {seen:x}, was {expected:x}"
+                    damaged.setdefault(find.key, CorruptFrameError(text))
+        return damaged
+
+
+class PrefixCache:
+    """The kept units of a decode worker, and the records of prompts that may share them."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._to_scrub: list[bytes] = []
+
+    def check(self, plan: Plan, tokens: int) -> None:
+        """PromptTooLongError for a prompt whose records do not fit an empty pool.
+
+        Slabs count, as a slab holds records of one shape; what others hold now does not.
+        """
+        size, counts = self._pool.slab_bytes, Counter[RecordShape]()
+        for group in plan.groups:
+            inventory = group.inventory(tokens)
+            for kind in filter(inventory.count, Kind):
+                counts[group.record(group.layout(kind))] += inventory.count(kind)
+        fits = all(shape.nbytes <= size for shape in counts) and self._pool.num_slabs >= sum(
+            -(-count // (size // shape.nbytes)) for shape, count in counts.items()
+        )
+        if not fits:
+            raise PromptTooLongError(
+                f"a prompt of {tokens} tokens is {sum(counts.values())} records; "
+                f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
+            )
+
+    def hold(self, checklist: Checklist, keys: Keys, spare_bytes: int) -> Holding:
+        """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
+
+        spare_bytes: what stays free, unless nobody holds anything
+        """
+        if self._pool.referenced_pages:
+            return self._hold(checklist, keys, spare_bytes)
+        try:
+            return self._hold(checklist, keys, 0)
+        except CapacityError:  # what it would share lies scattered over too many slabs
+            return self._hold(checklist, [()] * len(keys), 0)
+
+    def release(self, groups: Iterable[GroupState]) -> None:
+        """Give up all records of a prompt."""
+        for state in groups:
+            self._pool.release(list(state.ids()))
+
+    def keep(
+        self, checklist: Checklist, keys: Keys, holding: Holding, digests: "array[int]"
+    ) -> frozenset[int]:
+        """Keep the verified units of a prompt, the first longest; the page ids of all units."""
+        found = set[int]()
+        units = units_of(checklist.plan, checklist.tokens)
+        for some, names, state in zip(units, keys, holding.groups, strict=True):
+            ids = ids_by_kind(state)
+            for unit, key in zip(reversed(some), reversed(names), strict=True):
+                pages = unit.ids(ids)
+                self._pool.keep(key, pages, Note(unit, checklist, digests))
+                found.update(pages)
+        return frozenset(found)
+
+    def begin_scrub(self, max_bytes: int) -> Scrub:
+        """The next kept units, at least one, up to `max_bytes`; every scrub is ended."""
+        self._to_scrub = self._to_scrub or self._pool.kept_keys
+        finds, spans = list[Find](), list[Span]()
+        while self._to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
+            for find in self._take([self._to_scrub.pop()]):
+                finds.append(find)
+                spans += find.note.spans(find.pages)
+        return Scrub(finds, self._pool.arena.stage(spans))
+
+    def end_scrub(self, scrub: Scrub, damaged: Iterable[bytes]) -> None:
+        """Keep the damaged no longer, and own none of them any more."""
+        for key in damaged:
+            self._pool.drop(key)
+        for find in scrub.finds:
+            self._pool.release(find.pages)
+
+    def _take(self, keys: Sequence[bytes]) -> list[Find]:
+        """What the leading keys keep; the caller owns it too."""
+        found = []
+        for key, kept in zip(keys, self._pool.take(keys), strict=False):
+            assert isinstance(kept.note, Note)
+            found.append(Find(key, kept.pages, kept.note))
+        return found
+
+    def _hold(self, checklist: Checklist, keys: Keys, spare_bytes: int) -> Holding:
+        found, owned = [self._take(some) for some in keys], list[int]()
+        shared = [find for some in found for find in some]
+        try:
+            owned += chain.from_iterable(find.pages for find in shared)
+            givers = [Giver(self._pool, some, owned) for some in found]
+            self._leave(spare_bytes, checklist, givers)
+            plans = zip(checklist.plan.groups, givers, strict=True)
+            groups = tuple(allocate_group(x, checklist.tokens, giver) for x, giver in plans)
+            for start, nbytes in Addresses(checklist, groups).unsent():
+                self._pool.arena.zero(start, nbytes)
+            for some in found:
+                self._pool.used([find.key for find in some])
+        except BaseException:
+            self._pool.release(owned)
+            raise
+        digests = dict(chain.from_iterable(find.note.manifest() for find in shared))
+        pages = frozenset(chain.from_iterable(find.pages for find in shared))
+        return Holding(groups, tuple(map(len, found)), digests, pages)
+
+    def _leave(self, spare_bytes: int, checklist: Checklist, givers: Sequence["Giver"]) -> None:
+        """CapacityError unless the records leave so much free; nothing was evicted by then."""
+        wanted = checklist.plan.nbytes(checklist.tokens) - sum(x.nbytes for x in givers)
+        free = self._pool.arena.nbytes - self._pool.used_bytes
+        if spare_bytes and wanted + spare_bytes > free:
+            raise CapacityError(
+                f"{wanted} bytes wanted for {checklist.tokens} tokens; of {free} free ones "
+                f"{spare_bytes} stay free for sequences that grow"
+            )
+
+
+class Giver:
+    """An allocator that hands out found pages of each shape first; all it gives is in `owned`.
+
+    Fresh ones come as they are: a prompt is admitted when all its bytes have arrived.
+    """
+
+    def __init__(self, pool: Pool, finds: Sequence[Find], owned: list[int]):
+        self.nbytes = 0
+        self._pool = pool
+        self._owned = owned
+        self._found: dict[RecordShape, list[int]] = {}
+        for find in finds:
+            group = find.note.group
+            for (kind, _), page in zip(find.note.unit.records(), find.pages, strict=True):
+                shape = group.record(group.layout(kind))
+                self.nbytes += shape.nbytes
+                self._found.setdefault(shape, []).append(page)
+
+    def allocate(self, shape: RecordShape, count: int) -> list[int]:
+        """The found pages of a shape, and fresh ones up to `count`."""
+        found = self._found.pop(shape, [])
+        fresh = self._pool.claim(shape, count - len(found))
+        self._owned += fresh
+        return found + fresh
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Nothing: who holds the list of all that is owned gives it up at once."""

@@ -1,0 +1,328 @@
+"""Which items a prompt is made of, where each lies, and which of them prompts can share.
+
+Sender and receiver derive the same list from the plan and the length of the prompt, so a manifest
+is a list of digests, and no peer ever names an address. What can be shared is named by its content.
+Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
+"""
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+from disagg.errors import LayoutError
+from disagg.page import ARENA_UNIT, RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind
+from disagg.plan import LayerGroup, Plan
+from disagg.pool import Arena
+from disagg.state import GroupState
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame
+
+KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
+HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
+ITEM_HEADER_BYTES = 20  # layer, record and digest of each item
+KEY_BYTES = 16
+
+Span = tuple[int, int]  # bytes: the first, and how many
+
+
+def message_bytes(payload: int, items: int) -> int:
+    """An upper bound of the message that carries a payload."""
+    return HEADER_BYTES + items * ITEM_HEADER_BYTES + payload
+
+
+def items_in_frame(frame_bytes: int, nbytes: int) -> int:
+    """How many items of `nbytes` a message of `frame_bytes` carries; a larger one goes alone."""
+    fitting = (frame_bytes - HEADER_BYTES) // (ITEM_HEADER_BYTES + nbytes)
+    return min(MAX_ITEMS, max(1, fitting))
+
+
+# -- the items of a prompt
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last raw record of a layer group, partly filled: only its filled rows are sent.
+
+    spans: of one layer page, from its start: K rows, then V rows, head by head
+    """
+
+    record: int
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.spans)
+
+
+class Checklist:
+    """The items of a prompt of `tokens` tokens under a plan, in the order of a manifest.
+
+    What no token has touched is no item: the empty rows of the last raw record, and the side record
+    of a prompt without pages. Both sides have zeros there.
+    """
+
+    def __init__(self, plan: Plan, tokens: int):
+        self.plan = plan
+        self.tokens = tokens
+        self.tails: dict[int, Tail] = {}  # by layer group
+        self._counts: list[dict[Kind, int]] = []
+        self._nbytes: dict[tuple[int, Kind], int] = {}
+        for index, group in enumerate(plan.groups):
+            inventory = group.inventory(tokens)
+            counts = {kind: inventory.count(kind) for kind in KIND_ORDER}
+            counts[Kind.SIDE] = min(counts[Kind.SIDE], counts[Kind.PAGE])
+            self._counts.append({kind: count for kind, count in counts.items() if count})
+            for kind in self._counts[index]:
+                self._nbytes[index, kind] = group.layer_bytes(group.layout(kind))
+            if rows := inventory.tail_len % RAW_TOKENS:
+                last = inventory.tail_len // RAW_TOKENS
+                self.tails[index] = Tail(last, tuple(_rows(group, rows)))
+        self._firsts: dict[tuple[int, Kind], int] = {}
+        self.num_items = 0
+        for layer, index in enumerate(plan.group_of):
+            for kind, count in self._counts[index].items():
+                self._firsts[layer, kind] = self.num_items
+                self.num_items += count
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All items: layer by layer, segments, pages, side records, raw pages."""
+        return tuple(x for layer in range(len(self.plan.group_of)) for x in self.layer(layer))
+
+    def layer(self, layer: int) -> Iterator[Item]:
+        """The items of one model layer."""
+        group = self.plan.group_of[layer]
+        for kind, count in self._counts[group].items():
+            for record in range(count):
+                yield Item(kind, group, layer, record)
+
+    def select(self, layer: int, kind: Kind, first: int, count: int) -> list[Item]:
+        """The items of records `first` .. `first + count - 1` of one layer, as far as there are."""
+        group = self.plan.group_of[layer]
+        end = min(first + count, self._counts[group].get(kind, 0))
+        return [Item(kind, group, layer, record) for record in range(first, end)]
+
+    def place(self, item: Item) -> int:
+        """Which of all items it is, in their order."""
+        return self._firsts[item.layer, item.kind] + item.record
+
+    def nbytes(self, item: Item) -> int:
+        """Bytes of an item: one block per KV head, or the rows of a tail."""
+        return self._size(item.group, item.kind, item.record)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all items together."""
+        return sum(
+            len(self.plan.groups[group].layers) * self._size(group, kind, record)
+            for group, counts in enumerate(self._counts)
+            for kind, count in counts.items()
+            for record in range(count)
+        )
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
+        return max(FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values()))
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be on the way of one hand-off: two frames."""
+        return 2 * self.frame_bytes
+
+    def check(self, frame: PageFrame) -> None:
+        """LayoutError unless every item of a frame is one of ours, of our layout and size."""
+        if frame.group >= len(self.plan.groups):
+            raise LayoutError(f"no layer group {frame.group}; there are {len(self.plan.groups)}")
+        group = self.plan.groups[frame.group]
+        layout = group.layout(frame.kind)
+        if frame.layout != layout.fingerprint:
+            raise LayoutError(
+                f"{frame.kind} frames of layout {frame.layout}; here they have "
+                f"{layout.fingerprint} ({layout.spec})"
+            )
+        count = self._counts[frame.group].get(frame.kind, 0)
+        if {*frame.layers} <= {*group.layers} and max(frame.records) < count:
+            sizes = {self._size(frame.group, frame.kind, record) for record in {*frame.records}}
+            if len(sizes) == 1 and {*map(len, frame.payload)} == sizes:
+                return
+        raise LayoutError(
+            f"{frame.kind} records {min(frame.records)} to {max(frame.records)} of layers "
+            f"{sorted({*frame.layers})}, {len(frame.payload[0])} bytes; group {frame.group} "
+            f"has {count} of {group.layer_bytes(layout)} bytes in layers {group.layers}"
+        )
+
+    def _size(self, group: int, kind: Kind, record: int) -> int:
+        if kind is Kind.RAW and (tail := self.tails.get(group)) and tail.record == record:
+            return tail.nbytes
+        return self._nbytes[group, kind]
+
+
+def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
+    """The first `rows` tokens of a raw layer page."""
+    for head in range(group.heads):
+        for plane in group.raw.planes:
+            yield head * group.raw.block_bytes + plane.offset, plane.nbytes // RAW_TOKENS * rows
+
+
+# -- where they lie
+
+
+class Addresses:
+    """Where the items of one sequence lie in an arena, from the page ids of its groups."""
+
+    def __init__(self, checklist: Checklist, states: Sequence[GroupState]):
+        self._checklist = checklist
+        self._ids = [ids_by_kind(state) for state in states]
+        self._offsets = {
+            (kind, layer): group.layer_offset(group.layout(kind), layer)
+            for group, ids in zip(checklist.plan.groups, self._ids, strict=True)
+            for kind in ids
+            for layer in group.layers
+        }
+
+    def spans(self, item: Item) -> list[Span]:
+        """The bytes of an item; more than one span only for the rows of a tail."""
+        start = self._ids[item.group][item.kind][item.record] * ARENA_UNIT
+        start += self._offsets[item.kind, item.layer]
+        tail = self._checklist.tails.get(item.group) if item.kind is Kind.RAW else None
+        if tail is not None and tail.record == item.record:
+            return [(start + offset, nbytes) for offset, nbytes in tail.spans]
+        return [(start, self._checklist.nbytes(item))]
+
+    def unsent(self) -> Iterator[Span]:
+        """Records of which not every byte is an item: a receiver fills them with zeros."""
+        for index, group in enumerate(self._checklist.plan.groups):
+            ids, tail = self._ids[index], self._checklist.tails.get(index)
+            records = [(Kind.RAW, tail.record)] if tail else []
+            records += [(Kind.SIDE, 0)] if Kind.SIDE in ids and Kind.PAGE not in ids else []
+            for kind, record in records:
+                yield ids[kind][record] * ARENA_UNIT, group.record(group.layout(kind)).nbytes
+
+
+class ArenaSource:
+    """Reads items of a sequence out of an arena: on the host, without a copy but of tails.
+
+    From a device many are copied at once, when staged; others, and those read again, on the spot.
+    """
+
+    def __init__(self, arena: Arena, checklist: Checklist, states: Sequence[GroupState]):
+        self._arena = arena
+        self._addresses = Addresses(checklist, states)
+        self._staged: dict[Item, memoryview] = {}
+
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items."""
+        if not self._staged:
+            return self._begin(items)()
+        absent = [item for item in items if item not in self._staged]
+        found = dict(zip(absent, self._begin(absent)(), strict=True))
+        return [found[x] if x in found else self._staged.pop(x) for x in items]
+
+    def stage(self, items: Sequence[Item]) -> Callable[[], None]:
+        """Begin to copy items to the host, as they are now; the call waits until they are there."""
+        copies = self._begin(items)
+        return lambda: self._staged.update(zip(items, copies(), strict=True))
+
+    def _begin(self, items: Sequence[Item]) -> Callable[[], list[memoryview]]:
+        spans = [self._addresses.spans(item) for item in items]
+        copies = self._arena.stage([span for some in spans for span in some])
+
+        def wait() -> list[memoryview]:
+            parts = iter(copies())
+            return [_joined([next(parts) for _ in some]) for some in spans]
+
+        return wait
+
+
+def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
+    """The page ids of the records of a prompt, in their order, of the kinds that it has."""
+    segments = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
+    found = {
+        Kind.PAGE: state.page_ids(),
+        Kind.SEGMENT: list(segments),
+        Kind.RAW: state.tail + state.kept,
+        Kind.SIDE: [] if state.side is None else [state.side],
+    }
+    return {kind: ids for kind, ids in found.items() if ids}
+
+
+def _joined(parts: Sequence[memoryview]) -> memoryview:
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+# -- what prompts can share
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tokens `first` .. `end - 1` of one layer group, by the records that hold them.
+
+    What becomes final together is shared whole: a page, or a segment with its pages.
+    """
+
+    group: int
+    first: int
+    end: int
+    pages: range
+    segments: range
+
+    def records(self) -> list[tuple[Kind, int]]:
+        """The records, those that others depend on first."""
+        return [(Kind.SEGMENT, x) for x in self.segments] + [(Kind.PAGE, x) for x in self.pages]
+
+    def items(self, group: LayerGroup) -> list[Item]:
+        """The items of all layers of the group."""
+        return [
+            Item(kind, self.group, layer, record)
+            for layer in group.layers
+            for kind, record in self.records()
+        ]
+
+    def ids(self, ids: Mapping[Kind, Sequence[int]]) -> list[int]:
+        """The page ids of the records, in their order, from those of a whole sequence."""
+        return [ids[kind][record] for kind, record in self.records()]
+
+
+def units_of(plan: Plan, tokens: int) -> tuple[tuple[Unit, ...], ...]:
+    """The units of a prompt of `tokens` tokens: for each layer group, in token order.
+
+    A group has none if its records are final only with the whole prompt: those may be written to
+    while decoding, and what is shared never is.
+    """
+    return tuple(tuple(_units(index, group, tokens)) for index, group in enumerate(plan.groups))
+
+
+def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
+    """The key of every unit of a prompt, by layer group: equal keys mean the same content.
+
+    KV depends on model, layouts and every token before, and on nothing else; so do the keys.
+
+    model: fingerprint of config and weights · prompt: token ids
+    """
+    tokens = array("q", prompt)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    view, size = memoryview(tokens).cast("B"), tokens.itemsize
+    found = []
+    for group, units in zip(plan.groups, units_of(plan, len(prompt)), strict=True):
+        chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
+        keys = []
+        for unit in units:
+            chain.update(view[unit.first * size : unit.end * size])
+            keys.append(chain.digest())
+        found.append(tuple(keys))
+    return tuple(found)
+
+
+def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
+    sealed = 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
+    by_segment = group.final_at is FinalAt.SEGMENT or group.segment is not None
+    step = SEGMENT_TOKENS if by_segment else group.page.tokens
+    for first in range(0, sealed, step):
+        end = min(first + step, sealed)
+        pages = range(first // group.page.tokens, end // group.page.tokens)
+        segments = range(first // SEGMENT_TOKENS, -(-end // SEGMENT_TOKENS))
+        yield Unit(index, first, end, pages, segments if group.segment else range(0))

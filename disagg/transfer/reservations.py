@@ -1,0 +1,588 @@
+"""The rules of the receiver: events in, results and actions out, the time handed in.
+
+           reserve            attach           channel ends
+    room ───────────► HELD ───────────► ATTACHED ───────────► BROKEN
+                       │                 │  ▲ ▲                 │
+                       │           frame └──┘ └──── attach ─────┘
+                       │                 │ commit, complete and verified (BROKEN too)
+                       │                 └──────────► ADMITTED ──► FINISHED
+                       └─► from HELD, ATTACHED and BROKEN:
+                           EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
+
+One thread calls it, and carries out `take_actions()` after every call. Records are freed when a
+reservation is over and no write is open; what ended is remembered by its names, so that what comes
+late is refused by name and lands nowhere.
+"""
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+
+from disagg.errors import CapacityError, CorruptFrameError, LayoutError, PromptTooLongError
+from disagg.errors import RequestError, ReservationError
+from disagg.plan import Plan
+from disagg.pool import Pool
+from disagg.state import GroupState
+from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack, State
+from disagg.transfer.prefix_cache import Holding, Keys, PrefixCache, Scrub
+from disagg.transfer.records import Addresses, Checklist, Span, content_keys, units_of
+from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket, pack_digests
+
+MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
+MAX_TOMBSTONES = 1 << 16
+LEAST_MS = 1e-6  # so that an Ack has the same size whatever was measured
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a decode worker promises and accepts.
+
+    model:           fingerprint of config and weights
+    plan:            the plan whose records it allocates
+    epoch:           its incarnation; a fence raises it by one
+    capacity_bytes:  of the whole pool; longer prompts are refused at once
+    lease_s:         a reservation ends this long after the last sign of life
+    memory_s:        how long ended reservations and aborts are remembered
+    max_sequences:   reservations and admitted prompts together
+    watermark_bytes: what a reservation leaves free for sequences that grow
+    plan_of:         plans of jobs that name a codec of their own; None: there is one plan
+    check:           raises RequestError for a job that the engine can never serve
+    may_reserve:     False while sequences here wait for room
+    """
+
+    model: str
+    plan: Plan
+    epoch: int
+    capacity_bytes: int
+    lease_s: float = 10.0
+    memory_s: float = 900.0
+    max_sequences: int = 1 << 16
+    watermark_bytes: int = 0
+    plan_of: Callable[[str], Plan] | None = None
+    check: Callable[[Job], None] = lambda job: None
+    may_reserve: Callable[[], bool] = lambda: True
+
+    def plan_for(self, job: Job) -> Plan:
+        """The plan of a job that can be served some day; RequestError or ConfigError if not."""
+        _check_names(job.rid, job.codec)
+        self.check(job)
+        plan = self.plan_of(job.codec) if job.codec and self.plan_of else self.plan
+        tokens = len(job.prompt)
+        if not tokens or plan.nbytes(tokens) > self.capacity_bytes:
+            raise PromptTooLongError(
+                f"a prompt of {tokens} tokens for a pool of {self.capacity_bytes} bytes"
+            )
+        return plan
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Do: give a complete prompt to the engine. Its groups are the engine's from here on.
+
+    wire_bytes: all messages between sender and receiver, both ways, the answer to the commit too
+    verify_ms:  spent on digests and copies
+    """
+
+    job: Job
+    groups: tuple[GroupState, ...]
+    commit: Commit
+    wire_bytes: int
+    verify_ms: float
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Do: abort a prompt that was admitted; the engine frees its records."""
+
+    rid: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Kept pages whose bytes are not those that were committed.
+
+    requests: (rid, attempt) of those that had or were promised them, and are over for it
+    """
+
+    error: CorruptFrameError
+    requests: list[tuple[str, int]]
+
+
+class Contents:
+    """What a live reservation holds: records, and what was verified into them."""
+
+    def __init__(self, job: Job, checklist: Checklist, keys: Keys, holding: Holding):
+        self.job = job
+        self.checklist = checklist
+        self.keys = keys
+        self.holding = holding
+        self.digests = array("Q", bytes(8 * checklist.num_items))  # by place in the checklist
+        self.absent = checklist.num_items - len(holding.digests)
+        self._here = bytearray(checklist.num_items)  # 0: absent · 1: being written · 2: verified
+        self._addresses = Addresses(checklist, holding.groups)
+        for item, seen in holding.digests.items():
+            place = checklist.place(item)
+            self.digests[place], self._here[place] = seen, 2
+
+    def begin_write(self, frame: PageFrame) -> tuple[list[int], list[list[Span]]]:
+        """The places that it will fill, and where the bytes of each item of the frame go.
+
+        Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
+        came with another digest before.
+        """
+        self.checklist.check(frame)
+        new: dict[int, int] = {}
+        spans: list[list[Span]] = []
+        for item, expected in zip(frame.items(), frame.digests, strict=True):
+            place = self.checklist.place(item)
+            here = self._here[place] or place in new
+            if here and (seen := new.get(place, self.digests[place])) != expected:
+                raise CorruptFrameError(f"{item} came as {seen:x} before, as {expected:x} now")
+            if not here:
+                new[place] = expected
+            spans.append([] if here else self._addresses.spans(item))
+        for place, expected in new.items():
+            self.digests[place], self._here[place] = expected, 1
+        return list(new), spans
+
+    def end_write(self, places: Iterable[int], written: bool) -> None:
+        """They are verified and in place, or as absent as before."""
+        for place in places:
+            self._here[place] = 2 * written
+            self.absent -= written
+
+    def have(self) -> dict[Item, int]:
+        """Items that are here, with their digests."""
+        known = zip(self.checklist.items, self._here, self.digests, strict=True)
+        return {item: seen for item, here, seen in known if here == 2}
+
+    def missing(self, commit: Commit) -> tuple[Item, ...]:
+        """The items of a commit that are not here.
+
+        Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
+        here with another digest than the commit says.
+        """
+        theirs = commit.tokens, commit.plan, len(commit.digests)
+        ours = self.checklist.tokens, self.checklist.plan.fingerprint, len(self.digests)
+        if theirs != ours:
+            raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
+        if not self.absent and self.digests == array("Q", commit.digests):
+            return ()
+        have = self.have()
+        for item, expected in zip(self.checklist.items, commit.digests, strict=True):
+            if (seen := have.get(item, expected)) != expected:
+                raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
+        return tuple(item for item in self.checklist.items if item not in have)
+
+
+class Reservation:
+    """One hand-off as its decode worker sees it. `contents`: None once given away or freed."""
+
+    def __init__(self, nonce: int, contents: Contents):
+        self.nonce = nonce
+        self.rid, self.attempt = contents.job.rid, contents.job.attempt
+        self.contents: Contents | None = contents
+        self.state = State.HELD
+        self.reason = ""
+        self.gen = 0
+        self.channel: object = None  # what its frames come on
+        self.lossy = False  # a frame of this attachment was dropped: nobody waits for it
+        self.writes = 0
+        self.lease_until = self.ended_at = 0.0
+        self.pages = contents.holding.shared  # that others may own too
+        self.committed = b""  # stands for the commit
+        self.ack: Ack | None = None
+        self.wire_bytes = 0
+        self.verify_ms = 0.0
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"attempt {self.attempt} of {self.rid}"
+
+    def live(self) -> Contents:
+        """What it holds; ReservationError once it is over."""
+        if self.state.live and self.contents is not None:
+            return self.contents
+        raise ReservationError(f"{self.name} is {self.state}: {self.reason}")
+
+    def attached(self, ticket: Ticket, *states: State) -> Contents:
+        """What it holds; ReservationError unless the ticket is of its last attachment."""
+        contents = self.live()
+        if ticket.gen == self.gen and self.state in states:
+            return contents
+        raise ReservationError(
+            f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
+        )
+
+
+@dataclass(frozen=True)
+class Write:
+    """Items of a frame on their way into the arena; their records stay until it is closed.
+
+    places: which items, by their place in the checklist
+    spans:  for each item of the frame, in the order of its payload, where its bytes go; none: it
+            is here already, or being written
+    """
+
+    reservation: Reservation
+    places: list[int]
+    spans: list[list[Span]]
+
+    def pieces(self, payload: Sequence[Buffer]) -> Iterator[tuple[int, Buffer]]:
+        """What to write where, of the bytes of the items."""
+        for data, spans in zip(payload, self.spans, strict=True):
+            ends = accumulate(nbytes for _, nbytes in spans)
+            for (start, nbytes), end in zip(spans, ends, strict=True):
+                yield start, data[end - nbytes : end]
+
+
+class Reservations:
+    """All hand-offs of one decode worker."""
+
+    def __init__(self, terms: Terms, pool: Pool, nonces: Callable[[], int]):
+        self.terms = terms
+        self.epoch = terms.epoch
+        self.draining = False
+        self.counts: Counter[str] = Counter()  # of what went wrong: "expired", "damaged"
+        self.cache = PrefixCache(pool)
+        self._nonces = nonces
+        self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
+        self._running: dict[str, Reservation] = {}  # by rid: the engine has it
+        self._by_nonce: dict[int, Reservation] = {}
+        self._ended: deque[Reservation] = deque()  # oldest first
+        self._tombstones: OrderedDict[str, tuple[int, float]] = OrderedDict()  # oldest first
+        self._actions: list[Admission | Dropped] = []
+
+    # -- what the router says
+
+    def reserve(self, job: Job, epoch: int, now: float) -> Grant:
+        """Room for a prompt, at once or not at all; the same job again gets the same answer.
+
+        Raises CapacityError if there is none now, RequestError for what can never be served,
+        ReservationError for another epoch, or for an attempt that came or was aborted before.
+        """
+        self.expire(now)
+        plan = self.terms.plan_for(job)
+        if epoch != self.epoch:
+            raise ReservationError(f"epoch {epoch} is not {self.epoch}, the one of now")
+        old = self._live.get(job.rid)
+        if old and old.attempt == job.attempt:
+            known = old.live().job
+            if (known.prompt, known.codec) != (job.prompt, job.codec):
+                raise ReservationError(f"{old.name} is reserved for another prompt")
+            self._renew(old, now)
+            return self._grant(old)
+        self._refuse_late(job)
+        self.cache.check(plan, len(job.prompt))
+        if self.draining:
+            raise CapacityError("this worker is stopping and takes no new work")
+        for lower in self._of(job.rid):
+            self._bury(job.rid, lower.attempt, now)
+            self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over", now)
+        return self._grant(self._hold(job, plan, now))
+
+    def abort(self, rid: str, attempt: int, reason: str, now: float) -> None:
+        """No attempt up to this one goes on, whether it is known yet or not."""
+        _check_names(rid)
+        self._bury(rid, attempt, now)
+        for reservation in self._of(rid):
+            if reservation.attempt <= attempt:
+                self._stop(reservation, State.ABORTED, reason, now)
+
+    def fence(self, epoch: int, now: float) -> None:
+        """The next epoch: everything of the old one is over. The epoch of now changes nothing."""
+        if epoch == self.epoch:
+            return
+        if epoch != self.epoch + 1:
+            raise ReservationError(
+                f"a fence to epoch {epoch}; this worker is in {self.epoch}, and goes one up"
+            )
+        self.epoch = epoch
+        for reservation in self._of():
+            self._stop(reservation, State.ABORTED, f"fenced: epoch {epoch} has begun", now)
+
+    # -- what the sender says
+
+    def attach(self, attach: Attach, now: float) -> Attached:
+        """A sender takes over; its gen is above those of all before. LayoutError if it encodes
+        another prompt, or for another model or plan, than was reserved for.
+        """
+        self.expire(now)
+        reservation = self._find(attach.ticket)
+        if reservation.state.admitted or reservation.state is State.EXPIRED:
+            return Attached(State.ADMITTED if reservation.state.admitted else State.EXPIRED)
+        contents = reservation.live()
+        checklist, gen = contents.checklist, attach.ticket.gen
+        ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
+        if ours != (theirs := (attach.model, attach.plan, attach.tokens)):
+            raise LayoutError(f"model, plan and tokens are {theirs}; reserved were {ours}")
+        if gen <= reservation.gen:
+            raise ReservationError(f"stream {gen} attaches after stream {reservation.gen} did")
+        reservation.gen, reservation.state = gen, State.ATTACHED
+        reservation.channel, reservation.lossy = None, False
+        self._renew(reservation, now)
+        cached, lease_s = contents.holding.cached, self.terms.lease_s
+        return Attached(State.ATTACHED, contents.have(), cached, lease_s, checklist.window_bytes)
+
+    def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
+        """The sender lives. The nonces of those that are over and were not admitted."""
+        self.expire(now)
+        over = []
+        for ticket in tickets:
+            reservation = self._by_nonce.get(ticket.nonce)
+            if reservation is None or ticket.epoch != self.epoch:
+                over.append(ticket.nonce)
+            elif reservation.state.live:
+                self._renew(reservation, now)
+            elif not reservation.state.admitted:
+                over.append(ticket.nonce)
+        return tuple(over)
+
+    def begin_write(self, frame: PageFrame, now: float, channel: object = None) -> Write:
+        """Check a frame and open a write; every one is closed by `end_write`.
+
+        Of the payload only the sizes are looked at: it may still be on the way.
+        """
+        self.expire(now)
+        reservation = self._find(frame.ticket)
+        contents = reservation.attached(frame.ticket, State.ATTACHED)
+        if reservation.channel not in (None, channel):
+            raise ReservationError(f"frames of {reservation.name} come on another channel")
+        reservation.channel = channel
+        self._renew(reservation, now)
+        try:
+            write = Write(reservation, *contents.begin_write(frame))
+        except BaseException:
+            reservation.lossy = True
+            raise
+        reservation.writes += 1
+        return write
+
+    def still_writing(self, write: Write, now: float) -> None:
+        """More bytes of an open write came; ReservationError if the reservation is over."""
+        self.expire(now)
+        write.reservation.live()
+        self._renew(write.reservation, now)
+
+    def end_write(self, write: Write, written: bool) -> None:
+        """Close a write; `written` only if the bytes have their digests and are in place.
+
+        Frees the records of a reservation that ended while it was open.
+        """
+        reservation = write.reservation
+        if reservation.contents is not None:  # else it had nothing to write
+            reservation.contents.end_write(write.places, written)
+        reservation.lossy |= not written
+        reservation.writes -= 1
+        self._free(reservation)
+
+    def channel_ended(self, channel: object) -> None:
+        """However a channel ended, cleanly or not: nothing is complete without a commit."""
+        for reservation in self._live.values():
+            if reservation.channel is channel and reservation.state is State.ATTACHED:
+                reservation.state = State.BROKEN
+
+    def expects(self, ticket: Ticket) -> bool:
+        """Whether items are absent and on their way, as far as can be known: the channel holds, no
+        frame was dropped. The answer to a commit waits while they are.
+        """
+        try:
+            reservation = self._find(ticket)
+            contents = reservation.attached(ticket, State.ATTACHED)
+        except ReservationError:
+            return False
+        return contents.absent > 0 and not reservation.lossy
+
+    def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
+        """Admit a hand-off whose items are all here with the digests of the commit.
+
+        The Admission is carried out before the answer is sent; the same commit again gets the same
+        answer and no second one.
+        """
+        self.expire(now)
+        reservation = self._find(frame.ticket)
+        if reservation.ack is not None and reservation.state.admitted:
+            if reservation.committed != _fingerprint(frame.commit):
+                raise ReservationError(f"{reservation.name} was admitted by another commit")
+            return reservation.ack
+        contents = reservation.attached(frame.ticket, State.ATTACHED, State.BROKEN)
+        self._renew(reservation, now)
+        if missing := contents.missing(frame.commit):
+            return Nack(missing)
+        reservation.committed = _fingerprint(frame.commit)
+        reservation.ack = Ack(max(LEAST_MS, reservation.verify_ms), LEAST_MS)
+        self._admit(reservation, contents, frame.commit)
+        return reservation.ack
+
+    # -- what the engine says, and time
+
+    def acknowledge(self, nonce: int, admit_ms: float) -> Ack:
+        """The engine took what was admitted: the answer to this commit and the next."""
+        reservation = self._by_nonce[nonce]
+        assert reservation.ack is not None
+        reservation.ack = Ack(reservation.ack.verify_ms, max(LEAST_MS, admit_ms))
+        return reservation.ack
+
+    def reject(self, nonce: int, groups: Sequence[GroupState], reason: str, now: float) -> None:
+        """The engine did not take what was admitted: it is freed, and the commit is refused."""
+        self.cache.release(groups)
+        self._end(self._by_nonce[nonce], State.ABORTED, reason, now)
+
+    def finished(self, rid: str, attempt: int, now: float) -> None:
+        """The engine is done with a prompt and has freed it."""
+        reservation = self._running.get(rid)
+        if reservation and reservation.attempt == attempt:
+            self._end(reservation, State.FINISHED, "", now)
+
+    def expire(self, now: float) -> None:
+        """End what is over by now: leases and memories. Every event begins with it."""
+        while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
+            self.counts["expired"] += 1
+            reason = f"no sign of life for {self.terms.lease_s} s"
+            self._stop(first, State.EXPIRED, reason, now)
+        before = now - self.terms.memory_s
+        while self._ended and self._ended[0].ended_at < before:
+            self._by_nonce.pop(self._ended.popleft().nonce, None)
+        while self._tombstones and next(iter(self._tombstones.values()))[1] < before:
+            self._tombstones.popitem(last=False)
+
+    def next_event(self) -> float | None:
+        """When `expire` next ends a lease, if nothing else happens."""
+        return next((x.lease_until for x in self._live.values()), None)
+
+    def end_scrub(
+        self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
+    ) -> list[Damage]:
+        """Forget what is damaged; whoever has it or was promised it is over."""
+        self.cache.end_scrub(scrub, damaged)
+        damages = []
+        for find in scrub.finds:
+            if error := damaged.get(find.key):
+                struck = [x for x in self._of() if not x.pages.isdisjoint(find.pages)]
+                for reservation in struck:
+                    self._stop(reservation, State.ABORTED, str(error), now)
+                damages.append(Damage(error, [(x.rid, x.attempt) for x in struck]))
+        self.counts["damaged"] += len(damages)
+        return damages
+
+    def count(self, nonce: int, nbytes: int, verify_ms: float = 0.0) -> None:
+        """Note what crossed the link for a reservation, and what it took here."""
+        if reservation := self._by_nonce.get(nonce):
+            reservation.wire_bytes += nbytes
+            reservation.verify_ms += verify_ms
+
+    def take_actions(self) -> list[Admission | Dropped]:
+        """What the worker must do now, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def gauges(self) -> dict[str, int]:
+        """How much is held; all zero when nothing goes on."""
+        streams = sum(x.state is State.ATTACHED for x in self._live.values())
+        held = {"reservations": len(self._live), "streams": streams}
+        return held | {"running": len(self._running)}
+
+    def _of(self, rid: str | None = None) -> list[Reservation]:
+        """The live and the running ones of one request, or of all."""
+        found = [*self._running.values(), *self._live.values()]
+        return [x for x in found if rid in (None, x.rid)]
+
+    def _find(self, ticket: Ticket) -> Reservation:
+        if ticket.epoch != self.epoch:
+            raise ReservationError(f"epoch {ticket.epoch} is over; this worker is in {self.epoch}")
+        if reservation := self._by_nonce.get(ticket.nonce):
+            return reservation
+        raise ReservationError(f"no reservation {ticket.nonce:016x} is known here")
+
+    def _refuse_late(self, job: Job) -> None:
+        known = self._live.get(job.rid) or self._running.get(job.rid)
+        if known and known.attempt >= job.attempt:
+            raise ReservationError(f"{job.name} comes after {known.name}, which is {known.state}")
+        if job.attempt <= self._tombstones.get(job.rid, (-1, 0.0))[0]:
+            raise ReservationError(f"{job.name} was aborted or superseded")
+
+    def _hold(self, job: Job, plan: Plan, now: float) -> Reservation:
+        terms = self.terms
+        if len(self._live) + len(self._running) >= terms.max_sequences:
+            raise CapacityError(f"{terms.max_sequences} sequences are here or promised room")
+        if not terms.may_reserve():
+            raise CapacityError("sequences here wait for room already")
+        checklist = Checklist(plan, len(job.prompt))
+        keys = content_keys(terms.model, plan, job.prompt)
+        holding = self.cache.hold(checklist, keys, terms.watermark_bytes)
+        contents = Contents(job, checklist, keys, holding)
+        reservation = Reservation(self._nonces(), contents)
+        self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
+        self._renew(reservation, now)
+        return reservation
+
+    def _grant(self, reservation: Reservation) -> Grant:
+        """With the tokens that all layer groups have the units of."""
+        contents = reservation.live()
+        units = units_of(contents.checklist.plan, contents.checklist.tokens)
+        found = zip(units, contents.holding.cached, strict=True)
+        cached = min(some[count - 1].end if count else 0 for some, count in found)
+        return Grant(reservation.nonce, self.epoch, self.terms.lease_s, cached)
+
+    def _renew(self, reservation: Reservation, now: float) -> None:
+        reservation.lease_until = now + self.terms.lease_s
+        self._live.move_to_end(reservation.rid)
+
+    def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
+        """Give the records away, to the engine; keep what can be shared."""
+        holding = contents.holding
+        reservation.pages = self.cache.keep(
+            contents.checklist, contents.keys, holding, contents.digests
+        )
+        reservation.contents, reservation.state = None, State.ADMITTED
+        del self._live[reservation.rid]
+        self._running[reservation.rid] = reservation
+        figures = reservation.wire_bytes, reservation.verify_ms
+        self._actions.append(Admission(contents.job, holding.groups, commit, *figures))
+
+    def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
+        if reservation.state.admitted:
+            self._actions.append(Dropped(reservation.rid, reservation.attempt, reason))
+        self._end(reservation, state, reason, now)
+
+    def _end(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
+        """Only its names stay. Its records are freed now or when its last write closes."""
+        reservation.state, reservation.reason, reservation.ended_at = state, reason, now
+        reservation.pages = frozenset()
+        for table in (self._live, self._running):
+            if table.get(reservation.rid) is reservation:
+                del table[reservation.rid]
+        self._ended.append(reservation)
+        self._free(reservation)
+
+    def _free(self, reservation: Reservation) -> None:
+        if reservation.contents and not reservation.state.live and not reservation.writes:
+            contents, reservation.contents = reservation.contents, None
+            self.cache.release(contents.holding.groups)
+
+    def _bury(self, rid: str, attempt: int, now: float) -> None:
+        """No attempt up to this one may reserve any more."""
+        known, _ = self._tombstones.pop(rid, (attempt, now))
+        self._tombstones[rid] = (max(known, attempt), now)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+
+def _fingerprint(commit: Commit) -> bytes:
+    """Equal commits have equal ones."""
+    rest = commit.tokens, commit.plan, commit.first_token, commit.extras, commit.timings
+    return blake2b(pack_digests(commit.digests) + repr(rest).encode(), digest_size=16).digest()
+
+
+def _check_names(rid: str, codec: str = "") -> None:
+    if not 0 < len(rid) <= MAX_RID_CHARS or len(codec) > MAX_CODEC_CHARS:
+        raise RequestError(
+            f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
+            f"{MAX_CODEC_CHARS}; these have {len(rid)} and {len(codec)}"
+        )

@@ -1,0 +1,204 @@
+"""One request breaks: it ends, its pages are free, and whoever computes beside it goes on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.engine import engine as engine_module
+from disagg.engine import steps as steps_module
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Abort, Admit, Failed, Prefill, Replay
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.errors import CapacityError, DisaggError, RequestError
+from disagg.model.cache import Workspace
+from disagg.model.runner import Runner
+from disagg.state import allocate_group
+from tests.engine.serving import make_engine, request, run_until_idle, serve
+from tests.model.tiny import VOCAB, random_prompt
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+BROKEN = 90  # tokens of the prompt that breaks
+
+
+class Breaking:
+    """A hand-off that breaks at its n-th call."""
+
+    def __init__(self, at: int):
+        self.left = at
+
+    def begin(self, *_: object) -> None:
+        self.offer()
+
+    def offer(self, *_: object) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OverflowError("int too big to convert")
+
+
+def failures(engine: Engine) -> list[Failed]:
+    return [failed for output in run_until_idle(engine) for failed in output.failed]
+
+
+def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: Any) -> DisaggError:
+    """Serve good prompts beside one that breaks: the error of that; the others are answered."""
+    engine, good = make_engine(runner, **config), random_prompt(70)
+    engine.submit(Replay(request("good", good, KIVI, 12)))
+    break_one(engine)
+    engine.submit(Replay(request("late", good, KIVI, 12)))
+    outputs = run_until_idle(engine)
+    for name in ("good", "late"):
+        said = [x.index for output in outputs for x in output.tokens if x.rid == name]
+        assert said == list(range(12))
+    (failed,) = [failed for output in outputs for failed in output.failed]
+    assert failed.rid == "bad"
+    return failed.error
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["begin", "first layer", "second layer"])
+@pytest.mark.parametrize("budget", [512, 40], ids=["whole", "in chunks"])
+def test_a_hand_off_that_breaks_ends_its_request_alone(
+    runner: Runner, at: int, budget: int
+) -> None:
+    def submit(engine: Engine) -> None:
+        engine.submit(Prefill(request("bad", random_prompt(BROKEN), KIVI, 4), Breaking(at)))
+
+    error = serve_beside(runner, submit, max_batch_tokens=budget)
+    assert "OverflowError" in str(error)
+    assert error.reason == "internal"
+
+
+def test_an_encoder_that_breaks_ends_its_request_alone(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = engine_module.write_prompt
+
+    def write_prompt(*args: Any) -> Any:
+        if BROKEN in args[7:9]:
+            raise torch.OutOfMemoryError("out of memory")
+        return encode(*args)
+
+    monkeypatch.setattr(engine_module, "write_prompt", write_prompt)
+    prompt = random_prompt(BROKEN)
+    error = serve_beside(runner, lambda x: x.submit(Replay(request("bad", prompt, KIVI, 4))))
+    assert isinstance(error, CapacityError)
+
+
+@pytest.mark.parametrize("what", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+def test_a_prompt_whose_exact_kv_finds_no_memory_fails_alone(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, what: type[Exception]
+) -> None:
+    reserve = Workspace.reserve
+
+    def fail(self: Workspace, *args: Any) -> None:
+        if self.total == BROKEN:
+            raise what("can't allocate memory")
+        reserve(self, *args)
+
+    monkeypatch.setattr(Workspace, "reserve", fail)
+    bad = Replay(request("bad", random_prompt(BROKEN), KIVI, 4))
+    error = serve_beside(runner, lambda engine: engine.submit(bad), max_batch_tokens=40)
+    assert isinstance(error, CapacityError)
+    assert "exact KV of a prompt of 90 tokens" in str(error)
+
+
+def test_parameters_that_cannot_be_followed_end_their_request_alone(runner: Runner) -> None:
+    """They are refused where they are made; the engine does not depend on it."""
+    params = SamplingParams(max_tokens=4)
+    object.__setattr__(params, "temperature", 10**400)
+    bad = Request("bad", tuple(random_prompt(BROKEN)), params, KIVI)
+    error = serve_beside(runner, lambda engine: engine.submit(Replay(bad)))
+    assert error.reason == "internal"
+
+
+@pytest.mark.parametrize("emitted", [(), (VOCAB,), (1, -1)], ids=str)
+def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(
+    runner: Runner, emitted: Sequence[int]
+) -> None:
+    engine = make_engine(runner)
+    groups = tuple(allocate_group(x, 90, engine.pool) for x in engine.plan(KIVI).groups)
+    engine.submit(Admit(request("bad", random_prompt(90), KIVI, 4), groups, tuple(emitted)))
+    (failed,) = failures(engine)
+    assert isinstance(failed.error, RequestError)
+
+
+class Fuse:
+    """Breaks the n-th call of what it stands for: before, or after the work was done."""
+
+    def __init__(self, call: Callable[..., Any], at: int, done: bool):
+        self.call, self.left, self.done = call, at, done
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0 and not self.done:
+            raise RuntimeError("nobody knows whose fault")
+        result = self.call(*args, **kwargs)
+        if self.left == 0:
+            raise RuntimeError("nobody knows whose fault")
+        return result
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("what", ["forward", "plan_step", "sample_all", "advance"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, what: str, at: int, done: bool
+) -> None:
+    """The third step seals a page of the first and the second prompt."""
+    engine = make_engine(runner)
+    if what == "plan_step":
+        monkeypatch.setattr(steps_module, what, Fuse(steps_module.plan_step, at, done))
+    elif what == "forward":
+        engine._runner = Stub(runner, Fuse(runner.forward, at, done))  # type: ignore[assignment]
+    else:
+        name = {"sample_all": "_choose", "advance": "_advance"}[what]
+        monkeypatch.setattr(engine, name, Fuse(getattr(engine, name), at, done))
+    for rid in ("a", "b"):
+        engine.submit(Replay(request(rid, random_prompt(126), KIVI, 9)))
+    assert {x.rid for x in failures(engine)} == {"a", "b"}
+    assert not engine.pool.used_bytes
+    assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
+
+
+class Stub:
+    """A runner with another forward."""
+
+    def __init__(self, runner: Runner, forward: Callable[..., Any]):
+        self._runner, self.forward = runner, forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device kernels run on behind their calls, and another thread may refill free pages."""
+    engine, running, given_back = make_engine(runner, max_batch_tokens=60), False, 0
+    release = engine.pool.release
+
+    def forward(*args: Any) -> torch.Tensor:
+        nonlocal running
+        running = True
+        return runner.forward(*args)
+
+    def wait(_: torch.device) -> None:
+        nonlocal running
+        running = False
+
+    def give_back(pages: Sequence[int]) -> None:
+        nonlocal given_back
+        given_back += len(pages)
+        assert not running
+        release(pages)
+
+    engine._runner = Stub(runner, forward)  # type: ignore[assignment]
+    monkeypatch.setattr(engine_module, "wait_for_kernels", wait)
+    monkeypatch.setattr(engine.pool, "release", give_back)
+    for rid, n in (("seals", 126), ("ends", 20), ("leaves", 200)):
+        engine.submit(Replay(request(rid, random_prompt(n), KIVI, 9)))
+    engine.step()
+    engine.submit(Abort("leaves"))
+    run_until_idle(engine)
+    assert given_back >= 10

@@ -1,0 +1,156 @@
+"""A receiver that does as a test tells it: the service of the .proto, without rules of its own."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.control import KV_SERVICE
+from disagg.transfer.link import absorb
+from disagg.transfer.messages import (
+    Ack,
+    Attach,
+    Attached,
+    Credit,
+    Nack,
+    State,
+    answer_to,
+    parse,
+    ticket_from,
+)
+from disagg.transfer.records import Checklist
+from disagg.transfer.rpc import rpc_handlers, start_server
+from disagg.transfer.security import Security
+from disagg.transfer.sender import Channel, ChannelOptions, Sender
+from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
+from tests.transfer.prompts import EPOCH, MODEL, Prompt
+
+QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
+
+
+@dataclass
+class Peer:
+    """What came, and what to say to it.
+
+    have:      digests of what is here, by nonce; a hand-off without an entry is unknown
+    on_attach: the answer to an attachment, instead of the honest one
+    on_frame:  called before a frame is stored; its answer goes out instead of the honest credit
+    on_commit: the answer to a commit, instead of the honest one
+    """
+
+    credit: int = 8000
+    lease_s: float = 10.0
+    address: str = ""
+    have: dict[int, dict[Item, int]] = field(default_factory=dict)
+    cached: tuple[int, ...] = ()
+    attaches: list[Attach] = field(default_factory=list)
+    frames: list[PageFrame] = field(default_factory=list)
+    commits: list[CommitFrame] = field(default_factory=list)
+    renewals: list[list[Ticket]] = field(default_factory=list)
+    over: set[int] = field(default_factory=set)
+    streams: int = 0  # open now
+    opened: int = 0
+    on_attach: Callable[[Attach], Attached | None] = lambda attach: None
+    on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
+    on_commit: Callable[[CommitFrame], Ack | Nack | None] = lambda frame: None
+    stored: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def attach(self, data: bytes) -> bytes:
+        attach = Attach.from_message(parse(kv.AttachRequest, data))
+        self.attaches.append(attach)
+        have = self.have.setdefault(attach.ticket.nonce, {})
+        honest = Attached(State.ATTACHED, have, self.cached, self.lease_s, self.credit)
+        return (self.on_attach(attach) or honest).to_message().SerializeToString()
+
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        self.streams += 1
+        self.opened += 1
+        try:
+            async for message in messages:
+                frame = unpack(message_frame(message))
+                assert isinstance(frame, PageFrame)
+                yield (await self.take(frame)).to_message().SerializeToString()
+        finally:
+            self.streams -= 1
+            async with self.stored:
+                self.stored.notify_all()
+
+    async def take(self, frame: PageFrame) -> Credit:
+        self.frames.append(frame)
+        answer = self.on_frame(frame)
+        if answer is None:
+            frame.verify()
+            ticket, size = frame.ticket, len(b"".join(frame.payload))
+            nbytes = size + 512 + 20 * len(frame.payload)
+            answer = Credit(ticket.nonce, ticket.gen, nbytes)
+            here = self.have.setdefault(ticket.nonce, {})
+            here.update(zip(frame.items(), frame.digests, strict=True))
+            async with self.stored:
+                self.stored.notify_all()
+        return answer
+
+    async def renew(self, data: bytes) -> bytes:
+        tickets = list(map(ticket_from, parse(kv.RenewRequest, data).tickets))
+        self.renewals.append(tickets)
+        over = [ticket.nonce for ticket in tickets if ticket.nonce in self.over]
+        return kv.RenewResponse(over=over).SerializeToString()
+
+    async def commit(self, data: bytes) -> bytes:
+        frame = unpack(message_frame(data))
+        assert isinstance(frame, CommitFrame)
+        self.commits.append(frame)
+        answer = self.on_commit(frame)
+        return answer_to(answer or await self.judge(frame)).SerializeToString()
+
+    async def judge(self, frame: CommitFrame) -> Ack | Nack:
+        """Waits for frames as long as there is a stream."""
+        commit, have = frame.commit, self.have[frame.ticket.nonce]
+        items = Checklist(self.plan, commit.tokens).items
+        promised = dict(zip(items, commit.digests, strict=True))
+        async with self.stored:
+            await self.stored.wait_for(lambda: not self.streams or have == promised)
+        missing = tuple(item for item in items if have.get(item) != promised[item])
+        return Nack(missing) if missing else Ack(verify_ms=1.0, admit_ms=2.0)
+
+    def sender(
+        self, prompt: Prompt, channel: Channel, nonce: int = 7, deadline_s: float = 20.0
+    ) -> Sender:
+        self.plan = prompt.plan
+        attach = Attach(Ticket(nonce, EPOCH, 0), MODEL, prompt.plan.fingerprint, prompt.tokens)
+        return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+
+
+@asynccontextmanager
+async def open_peer(
+    options: ChannelOptions = QUICK,
+    security: Security | None = None,
+    client: Security | None = None,
+    **script: object,
+) -> AsyncIterator[tuple[Peer, Channel]]:
+    """A peer on a free port and a channel to it."""
+    peer = Peer(**script)
+    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit}
+    both = {"Push": peer.push, "Probe": absorb}
+    handler = rpc_handlers(KV_SERVICE, calls, both_stream=both)
+    server, peer.address = await start_server([handler], "127.0.0.1", security)
+    channel = Channel(peer.address, client or security, options)
+    try:
+        yield peer, channel
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
+def offer_all(sender: Sender, prompt: Prompt) -> None:
+    """What an engine says of a prompt."""
+    for layer in range(len(prompt.plan.group_of)):
+        sender.offer(prompt.checklist.layer(layer))
+    sender.finish(42, {"encode": 1.5}, {"ids": [1, 2]})
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for something that will happen soon."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

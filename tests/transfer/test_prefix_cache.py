@@ -1,0 +1,281 @@
+"""Prompts with a common beginning: what is sent once, who owns it, and what is found altered."""
+
+from dataclasses import replace
+
+import pytest
+
+from disagg.errors import CapacityError, CorruptFrameError, ReservationError
+from disagg.page import ARENA_UNIT, Kind
+from disagg.plan import Plan
+from disagg.transfer.messages import State
+from disagg.transfer.prefix_cache import Note, PrefixCache
+from disagg.transfer.records import Addresses, content_keys, ids_by_kind, units_of
+from disagg.transfer.reservations import Admission, Dropped
+from disagg.wire import CommitFrame, Item, Ticket
+from tests.transfer.desk import Desk
+from tests.transfer.prompts import (
+    BY_PAGE,
+    BY_PROMPT,
+    EPOCH,
+    MODEL,
+    PLAN,
+    Prompt,
+    make_group,
+    make_pool,
+    make_prompt,
+    make_related,
+)
+
+
+def shared_bytes(prompt: Prompt, shared: int) -> int:
+    """Bytes of the records that lie wholly in the shared part."""
+    units = [unit for units in units_of(prompt.plan, prompt.tokens) for unit in units]
+    return sum(
+        prompt.checklist.nbytes(item)
+        for unit in units
+        if unit.end <= shared
+        for item in unit.items(prompt.plan.groups[unit.group])
+    )
+
+
+# -- what is shared
+
+
+@pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
+def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
+    first, second = make_related(tokens + 37, 1, shared), make_related(tokens, 2, shared)
+    known, desk = shared_bytes(second, shared), Desk(1 << 21)
+    assert desk.give(first, "one") == first.checklist.total_bytes
+    assert desk.give(second, "two") == second.checklist.total_bytes - known
+    assert known > 0
+    admissions = [desk.engine["one"], desk.engine["two"]]
+    for prompt, admission in zip((first, second), admissions, strict=True):
+        assert prompt.equals(desk.pool.arena, admission.groups)
+    pages = [x.groups[1].page_ids() for x in admissions]
+    whole = shared // 64
+    assert pages[0][:whole] == pages[1][:whole]
+    assert not set(pages[0][whole:]) & set(pages[1][whole:])
+    desk.free()
+    desk.assert_nothing_held()
+    assert desk.pool.cached_pages > 0
+
+
+def test_a_reservation_says_how_much_is_here_and_what():
+    """One layer group shares its first segment, the other one pages beyond it too."""
+    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110)
+    desk = Desk(1 << 21)
+    desk.give(first, "one")
+    grant = desk.reserve(second, rid="two")
+    assert grant.cached_tokens == 2048
+    attached = desk.ask(second, grant)
+    assert attached.cached == (1, 32)
+    units = units_of(PLAN, 2250)
+    named = [x for g, n in enumerate(attached.cached) for x in units[g][:n]]
+    items = {item for unit in named for item in unit.items(PLAN.groups[unit.group])}
+    commit = dict(zip(first.checklist.items, first.commit().digests, strict=True))
+    assert attached.have == {item: commit[item] for item in items}
+
+
+def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
+    first, second = make_related(400, 1, 400), make_related(400, 1, 400, noise=5)
+    desk = Desk()
+    desk.give(first, "one")
+    ticket = desk.begin(second, rid="two")
+    item = Item(Kind.PAGE, 1, 1, 2)
+    same = replace(first.frame(ticket, [item]), ticket=ticket)
+    assert not list(desk.ledger.begin_write(same, 0.0).pieces(same.payload))
+    with pytest.raises(CorruptFrameError, match="page 2 of layer 1"):
+        desk.store(second.frame(ticket, [item]))
+    assert first.equals(desk.pool.arena, desk.engine["one"].groups)
+
+
+def test_what_another_computed_a_little_differently_is_not_sent_again():
+    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110, noise=5)
+    desk = Desk(1 << 21)
+    desk.give(first, "one")
+    known = shared_bytes(second, 2110)
+    assert desk.give(second, "two") == second.checklist.total_bytes - known
+    one = dict(zip(first.checklist.items, first.commit().digests, strict=True))
+    two = dict(zip(second.checklist.items, desk.engine["two"].commit.digests, strict=True))
+    assert sum(two[item] == one.get(item) for item in two) > 64
+
+
+def test_the_pages_of_a_prompt_stay_when_the_other_one_is_done():
+    first, second, desk = make_related(900, 1, 700), make_related(800, 2, 700), Desk()
+    desk.give(first, "one")
+    desk.give(second, "two")
+    desk.free("one")
+    desk.give(make_prompt(300, 9), "other")
+    assert second.equals(desk.pool.arena, desk.engine["two"].groups)
+    desk.free()
+    desk.assert_nothing_held()
+
+
+def test_what_was_not_committed_is_offered_to_nobody(desk):
+    first = make_related(500, 1, 400)
+    desk.push(first, desk.begin(first, rid="one"))
+    assert desk.reserve(make_related(450, 2, 400), rid="two").cached_tokens == 0
+
+
+def test_what_hangs_on_a_whole_prompt_is_never_shared():
+    prompt, desk = make_related(400, 1, 400, BY_PROMPT), Desk(plan=BY_PROMPT)
+    for rid in ("one", "two"):
+        assert desk.give(prompt, rid) == prompt.checklist.total_bytes
+    assert not desk.pool.kept_keys
+
+
+def test_side_records_and_tails_are_never_shared():
+    prompt, desk = make_related(400, 1, 400), Desk()
+    desk.give(prompt, "one")
+    desk.give(prompt, "two")
+    one, two = (ids_by_kind(desk.engine[rid].groups[0]) for rid in ("one", "two"))
+    for kind in (Kind.SIDE, Kind.RAW):
+        assert not set(one[kind]) & set(two[kind])
+    assert one[Kind.PAGE] == two[Kind.PAGE]
+
+
+def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
+    other = Plan((make_group((0, 1, 2), 2, False, False),), (0, 0, 0))
+    desk = Desk(plan_of={"other": other}.__getitem__)
+    first, second = make_related(500, 1, 400), make_related(500, 1, 400, other)
+    desk.give(first, "one")
+    assert desk.give(second, "two", codec="other") == second.checklist.total_bytes
+    assert desk.reserve(second, rid="three", codec="other").cached_tokens == 384
+
+
+def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
+    """Five slabs: 127 cached pages fill one, the large prompt needs all of them."""
+    first, second = (make_related(n, n, 8192, BY_PAGE) for n in (8250, 8300))
+    large, desk = make_prompt(26000, 9, BY_PAGE), Desk(5 << 14, plan=BY_PAGE)
+    desk.give(first, "one")
+    desk.free()
+    assert desk.pool.cached_pages == 127
+    ticket = desk.begin(second, rid="two")
+    assert desk.reserve(second, rid="two").cached_tokens == 127 * 64
+    with pytest.raises(CapacityError):
+        desk.reserve(large, rid="large")
+    desk.ledger.abort("two", 0, "client gone", 0.0)
+    assert not desk.ledger.expects(ticket)
+    desk.give(large, "large")
+    desk.free()
+    desk.assert_nothing_held()
+
+
+def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
+    """Three slabs, a page to share in each: a prompt that needs a slab for its tail."""
+    prompt, pool = make_related(127 * 64 + 1, 1, 8192, BY_PAGE), make_pool(3 << 14)
+    cache, (group,) = PrefixCache(pool), BY_PAGE.groups
+    pages = pool.allocate(group.record(group.page), pool.free_pages(group.record(group.page)))
+    keys, (units,) = content_keys(MODEL, BY_PAGE, prompt.ids), units_of(BY_PAGE, prompt.tokens)
+    scattered = pages[:: len(pages) // 3]
+    for key, unit, page in zip(keys[0], units, scattered, strict=False):
+        pool.keep(key, (page,), Note(unit, prompt.checklist, prompt.commit().digests))
+    pool.release(pages)
+    assert pool.cached_pages == 3
+    holding = cache.hold(prompt.checklist, keys, 0)
+    assert (holding.cached, holding.digests) == ((0,), {})
+    cache.release(holding.groups)
+    pool.check_integrity()
+    assert pool.referenced_pages == 0
+
+
+# -- bytes that change while they are kept: found, forgotten, told; and nobody gets them
+
+
+def flip(desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: int = 0) -> None:
+    """One bit of one byte of an item in the pool."""
+    ((start, _),) = Addresses(prompt.checklist, admission.groups).spans(item)
+    (byte,) = desk.pool.arena.read(start + place, 1)
+    desk.pool.arena.write([(start + place, bytes([byte ^ 4]))])
+
+
+def unit_items(prompt: Prompt) -> list[Item]:
+    return [x for x in prompt.checklist.items if x.kind in ("page", "segment")]
+
+
+def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
+    prompt = make_related(700, 1, 700)
+    desk.give(prompt, "one")
+    for state in desk.engine["one"].groups:
+        for page in (*state.tail, *([] if state.side is None else [state.side])):
+            desk.pool.arena.write([(page * ARENA_UNIT, b"decode was here")])
+    assert desk.scrub() == []
+    desk.free()
+    assert desk.scrub() == []
+    desk.assert_nothing_held()
+
+
+@pytest.mark.parametrize("which", [0, 7, 13, -1])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(desk, which, place):
+    prompt = make_related(700, 1, 700)
+    item = unit_items(prompt)[which]
+    desk.give(prompt, "one")
+    admission = desk.engine["one"]
+    desk.free()
+    cached = desk.pool.cached_pages
+    flip(desk, prompt, admission, item, place % prompt.checklist.nbytes(item))
+    (damage,) = desk.scrub()
+    assert str(item) in str(damage.error)
+    assert damage.requests == []
+    assert desk.pool.cached_pages < cached
+    assert desk.ledger.counts["damaged"] == 1
+    assert desk.scrub() == []
+    sent = desk.give(prompt, "two")
+    assert 0 < prompt.checklist.total_bytes - sent < shared_bytes(prompt, 700)
+    assert prompt.equals(desk.pool.arena, desk.engine["two"].groups)
+
+
+def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(desk):
+    prompts = {
+        "one": make_related(500, 1, 400),
+        "two": make_related(450, 2, 400),
+        "other": make_related(300, 3, 0),
+    }
+    for rid, prompt in prompts.items():
+        desk.give(prompt, rid)
+    ticket = desk.begin(prompts["two"], rid="promised")
+    flip(desk, prompts["one"], desk.engine["one"], Item("page", 1, 1, 2))
+    (damage,) = desk.scrub()
+    assert sorted(damage.requests) == [("one", 0), ("promised", 0), ("two", 0)]
+    actions = desk.ledger.take_actions()
+    assert sorted((x.rid, x.reason) for x in actions if isinstance(x, Dropped)) == [
+        ("one", str(damage.error)),
+        ("two", str(damage.error)),
+    ]
+    with pytest.raises(ReservationError, match="altered"):
+        desk.ledger.commit(CommitFrame(ticket, prompts["two"].commit()), 0.0)
+    assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}
+    desk.free()
+    desk.assert_nothing_held()
+
+
+def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk):
+    prompt = make_related(1500, 1, 1500)
+    desk.give(prompt, "one")
+    flip(desk, prompt, desk.engine["one"], Item("page", 1, 1, 11))
+    desk.free()
+    units, kept = len(desk.pool.kept_keys), desk.pool.kept_keys
+    scrub = desk.ledger.cache.begin_scrub(1 << 30)
+    assert desk.pool.cached_pages == 0
+    desk.ledger.cache.end_scrub(scrub, ())
+    desk.assert_nothing_held()
+    assert desk.pool.kept_keys == kept  # what goes first when room is needed is as before
+    assert sum(len(desk.scrub(1)) for _ in range(units)) == 1
+
+
+def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk):
+    prompt = make_related(500, 1, 500)
+    desk.give(prompt, "one")
+    admission = desk.engine["one"]
+    desk.free()
+    flip(desk, prompt, admission, Item("page", 1, 1, 0))
+    scrub = desk.ledger.cache.begin_scrub(1 << 30)
+    damaged = scrub.verify()
+    grant = desk.reserve(prompt, rid="two")
+    assert grant.cached_tokens
+    (damage,) = desk.ledger.end_scrub(scrub, damaged, 0.0)
+    assert damage.requests == [("two", 0)]
+    ticket = Ticket(grant.nonce, EPOCH, 1)
+    assert desk.ledger._find(ticket).state is State.ABORTED
+    desk.assert_nothing_held()

@@ -1,0 +1,256 @@
+"""The list of items that both sides derive alone, where they lie, and what may be shared."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from disagg.errors import LayoutError
+from disagg.page import FinalAt, Kind
+from disagg.plan import Plan
+from disagg.pool import HostArena
+from disagg.state import allocate_group
+from disagg.transfer.records import Addresses, ArenaSource, Checklist, content_keys, units_of
+from disagg.wire import Item, Ticket
+from tests.transfer.prompts import (
+    BY_PAGE,
+    BY_PROMPT,
+    MODEL,
+    OTHER_PLAN,
+    PLAN,
+    make_group,
+    make_pool,
+    make_prompt,
+)
+
+LENGTHS = (1, 63, 64, 123, 124, 187, 1500, 2107, 2108, 4200)
+TICKET = Ticket(1, 2, 3)
+BY_SEGMENT = Plan((make_group((0,), 1, True, False),), (0,))
+TOKENS = [(7 * i) % 101 for i in range(5000)]
+
+
+# -- items
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
+    checklist = Checklist(PLAN, tokens)
+    items = checklist.items
+    assert len(set(items)) == len(items) == checklist.num_items
+    assert [checklist.place(item) for item in items] == list(range(len(items)))
+    for layer, index in enumerate(PLAN.group_of):
+        inventory = PLAN.groups[index].inventory(tokens)
+        for kind in Kind:
+            found = [x.record for x in items if x[:3] == (kind, index, layer)]
+            untouched = kind is Kind.SIDE and not inventory.pages
+            assert found == ([] if untouched else list(range(inventory.count(kind))))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_no_two_items_share_a_byte(tokens):
+    prompt = make_prompt(tokens)
+    addresses = Addresses(prompt.checklist, prompt.states)
+    spans = {item: addresses.spans(item) for item in prompt.checklist.items}
+    for item, some in spans.items():
+        assert sum(nbytes for _, nbytes in some) == prompt.checklist.nbytes(item)
+        assert len(prompt.bytes_of(item)) == prompt.checklist.nbytes(item)
+    flat = sorted(itertools.chain.from_iterable(spans.values()))
+    for (start, nbytes), (following, _) in itertools.pairwise(flat):
+        assert start + nbytes <= following
+    assert prompt.checklist.total_bytes == sum(nbytes for _, nbytes in flat)
+
+
+@pytest.mark.parametrize("tokens", range(1, 60, 7))
+def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
+    for plan in (PLAN, OTHER_PLAN, BY_PROMPT):
+        groups = [plan.groups[index] for index in plan.group_of]
+        fp16 = sum(2 * 2 * group.heads * group.head_dim * tokens for group in groups)
+        assert Checklist(plan, tokens).total_bytes == fp16
+
+
+def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
+    prompt = make_prompt(5)
+    record, row = prompt.states[0].tail[0] * 128, 2 * 8
+    block, plane = 2 * 16 * row, 16 * row
+    arena = prompt.pool.arena
+    layer = 2
+    start = record + 3 * block  # the second of the two layers of its group
+    rows = [
+        bytes(arena.read(start + head * block + v * plane, 5 * row))
+        for head in range(3)
+        for v in range(2)
+    ]
+    assert bytes(prompt.bytes_of(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_sent_bytes_and_zeros_make_the_same_records_in_an_arena_full_of_other_bytes(tokens):
+    prompt, pool = make_prompt(tokens), make_pool(1 << 22)
+    pool.arena.write([(0, b"\xa5" * pool.arena.nbytes)])
+    states = [allocate_group(group, tokens, pool) for group in PLAN.groups]
+    pool.arena.write([(0, b"\xa5" * pool.arena.nbytes)])
+    addresses = Addresses(prompt.checklist, states)
+    for start, nbytes in addresses.unsent():
+        pool.arena.zero(start, nbytes)
+    for item in prompt.checklist.items:
+        data = prompt.bytes_of(item)
+        for start, nbytes in addresses.spans(item):
+            pool.arena.write([(start, data[:nbytes])])
+            data = data[nbytes:]
+    assert prompt.equals(pool.arena, states)
+
+
+def test_segments_come_before_the_pages_that_need_them():
+    kinds = [item.kind for item in Checklist(PLAN, 500).layer(2)]
+    assert kinds.index(Kind.SEGMENT) < kinds.index(Kind.PAGE) < kinds.index(Kind.RAW)
+
+
+def test_select_names_the_records_that_one_layer_has():
+    checklist = Checklist(PLAN, 500)
+    assert checklist.select(2, Kind.PAGE, 3, 2) == [
+        Item(Kind.PAGE, 0, 2, 3),
+        Item(Kind.PAGE, 0, 2, 4),
+    ]
+    assert checklist.select(2, Kind.SIDE, 0, 1) == [Item(Kind.SIDE, 0, 2, 0)]
+    assert Checklist(PLAN, 50).select(2, Kind.SIDE, 0, 1) == []
+
+
+class StagingArena(HostArena):
+    """A host that is slow to read, as a device is."""
+
+    on_host = False
+    reads = 0
+
+    def stage(self, spans):
+        copies = [bytes(self.read(*span)) for span in spans]
+
+        def wait():
+            self.reads += 1
+            return list(map(memoryview, copies))
+
+        return wait
+
+
+def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
+    prompt = make_prompt(300)
+    arena = StagingArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
+    source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
+    expected = [bytes(prompt.bytes_of(item)) for item in items]
+    wait = source.stage(items[:-2])
+    arena.zero(0, arena.nbytes // 2)
+    wait()
+    assert list(map(bytes, source.read(items[:5]))) == expected[:5]
+    assert arena.reads == 2  # the staging; and nothing, at once
+    assert list(map(bytes, source.read(items[5:]))) == [
+        *expected[5:-2],
+        *(bytes(prompt.bytes_of(item)) for item in items[-2:]),
+    ]
+    assert arena.reads == 3
+
+
+WRONG_FRAMES = {
+    "an unknown group": {"group": 2},
+    "a kind that the group has not": {"group": 1, "kind": Kind.SIDE},
+    "a foreign layout": {"layout": "0" * 16},
+    "a layer of another group": {"layers": (1,)},
+    "a record beyond the last": {"records": (6,)},
+    "a size of another layout": {"payload": (b"\0" * 7,)},
+}
+
+
+@pytest.mark.parametrize("change", WRONG_FRAMES.values(), ids=WRONG_FRAMES)
+def test_frames_out_of_bounds_are_layout_errors(change):
+    prompt = make_prompt(500)
+    frame = prompt.frame(TICKET, [Item(Kind.PAGE, 0, 2, 5)])
+    prompt.checklist.check(frame)
+    with pytest.raises(LayoutError):
+        prompt.checklist.check(replace(frame, **change))
+
+
+@pytest.mark.parametrize("where", ["of a tail that is sent by rows", "beside one"])
+def test_whole_raw_records_do_not_pass_for_the_rows_of_a_tail(where):
+    prompt = make_prompt(500)  # 116 tokens of tail: 7 records, then 4 rows
+    whole, rows = (Item(Kind.RAW, 1, 1, record) for record in (6, 7))
+    frame = prompt.frame(TICKET, [whole])
+    prompt.checklist.check(frame)
+    prompt.checklist.check(prompt.frame(TICKET, [rows]))
+    wrong = replace(frame, records=(7,))
+    if where == "beside one":
+        wrong = replace(
+            frame, layers=(1, 1), records=(6, 7), digests=(1, 2), payload=frame.payload * 2
+        )
+    with pytest.raises(LayoutError):
+        prompt.checklist.check(wrong)
+
+
+def test_a_frame_of_another_plan_is_a_layout_error():
+    other = make_prompt(500, plan=OTHER_PLAN)
+    with pytest.raises(LayoutError):
+        make_prompt(500).checklist.check(other.frame(TICKET, [Item(Kind.PAGE, 0, 0, 0)]))
+
+
+# -- units
+
+
+@pytest.mark.parametrize("plan", [PLAN, BY_PAGE, BY_SEGMENT])
+@pytest.mark.parametrize("tokens", [1, 123, 124, 2107, 2108, 2300, 4999])
+def test_the_units_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):
+    items = [
+        item
+        for units in units_of(plan, tokens)
+        for unit in units
+        for item in unit.items(plan.groups[unit.group])
+    ]
+    wanted = {x for x in Checklist(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)}
+    assert len(items) == len(wanted)
+    assert set(items) == wanted
+
+
+@pytest.mark.parametrize(
+    ("plan", "ends"),
+    [(BY_PAGE, [64 * i for i in range(1, 36)]), (BY_SEGMENT, [2048, 2240]), (BY_PROMPT, [])],
+)
+def test_a_unit_ends_where_its_bytes_are_final_and_what_hangs_on_a_whole_prompt_is_none(plan, ends):
+    (units,) = units_of(plan, 2300)
+    assert [unit.end for unit in units] == ends
+
+
+@pytest.mark.parametrize(("plan", "common"), [(BY_PAGE, 15), (BY_SEGMENT, 0)])
+def test_prompts_with_a_common_beginning_have_the_keys_of_what_is_final_in_it(plan, common):
+    (first,) = content_keys(MODEL, plan, TOKENS[:2500])
+    (second,) = content_keys(MODEL, plan, TOKENS[:1000] + [5] * 1200)
+    assert first[:common] == second[:common]
+    assert not set(first[common:]) & set(second[common:])
+
+
+def test_segments_are_named_alike_only_where_both_prompts_fill_them():
+    (long,), (short,) = (content_keys(MODEL, BY_SEGMENT, TOKENS[:n]) for n in (4500, 2300))
+    assert long[0] == short[0]
+    assert long[1] != short[1]
+
+
+def test_a_key_stands_for_model_layout_and_every_token_before():
+    (keys,) = content_keys(MODEL, BY_PAGE, TOKENS[:300])
+    assert len(set(keys)) == len(keys) == 3
+    wider = Plan((replace(BY_PAGE.groups[0], heads=2),), (0,))
+    for other in (
+        content_keys("another", BY_PAGE, TOKENS[:300]),
+        content_keys(MODEL, wider, TOKENS[:300]),
+        content_keys(MODEL, BY_PAGE, [TOKENS[0] + 1, *TOKENS[1:300]]),
+    ):
+        assert not set(keys) & set(other[0])
+
+
+def test_groups_are_named_each_by_its_own_layout_whatever_the_rest_of_the_plan():
+    both = content_keys(MODEL, PLAN, TOKENS[:300])
+    assert content_keys(MODEL, Plan((PLAN.groups[1],), (0,)), TOKENS[:300]) == (both[1],)
+
+
+def test_keys_are_the_same_everywhere():
+    ((key, _),) = content_keys(MODEL, BY_PAGE, TOKENS[:190])
+    assert key.hex() == "9c0e9b74b33e22b16376625c6b297ce2"
+
+
+def test_only_records_that_are_final_before_the_prompt_ends_are_units():
+    assert {group.final_at for group in PLAN.groups} == {FinalAt.PAGE, FinalAt.SEGMENT}
+    assert all(units_of(PLAN, 4200))

@@ -1,0 +1,579 @@
+"""Hand-offs by the receiver's rules: no socket, and a number as clock."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from disagg.errors import (
+    CapacityError,
+    CorruptFrameError,
+    LayoutError,
+    PromptTooLongError,
+    RequestError,
+    ReservationError,
+    UnknownNameError,
+)
+from disagg.page import Kind
+from disagg.transfer.messages import Ack, Attach, Nack, State
+from disagg.transfer.reservations import Dropped
+from disagg.wire import CommitFrame, Item, Ticket
+from tests.transfer.desk import SMALL, Desk, corrupt
+from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, make_prompt, make_related
+
+# -- a whole hand-off, and its commit
+
+
+def test_a_whole_hand_off_ends_in_the_engine_with_the_same_bytes(desk, prompt):
+    ticket = desk.begin(prompt, emitted=(7,))
+    desk.push(prompt, ticket)
+    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0), Ack)
+    admission = desk.admitted()
+    assert prompt.equals(desk.pool.arena, admission.groups)
+    assert admission.job == prompt.job(emitted=(7,))
+    assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}
+    desk.free()
+    desk.assert_nothing_held()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
+def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_before_admission(
+    tokens,
+):
+    desk, prompt = Desk(), make_prompt(tokens)
+    arena = desk.pool.arena
+    arena.write([(0, b"\xa5" * arena.nbytes)])
+    ticket = desk.begin(prompt)
+    untouched = bytes(arena.read(0, arena.nbytes)).count(b"\xa5")
+    assert arena.nbytes - untouched < 2 * 2 * 3 * 16 * 2 * 8 * 2
+    desk.push(prompt, ticket)
+    desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+    assert prompt.equals(arena, desk.admitted().groups)
+
+
+def test_a_commit_before_the_last_item_is_answered_with_what_is_missing(desk, prompt):
+    ticket = desk.begin(prompt)
+    *sent, last = prompt.frames(ticket)
+    for frame in sent:
+        desk.store(frame)
+    commit = CommitFrame(ticket, prompt.commit())
+    assert desk.ledger.expects(ticket)
+    assert desk.ledger.commit(commit, 0.0) == Nack(tuple(last.items()))
+    desk.store(last)
+    assert not desk.ledger.expects(ticket)
+    assert isinstance(desk.ledger.commit(commit, 0.0), Ack)
+
+
+def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.push(prompt, ticket)
+    commit = CommitFrame(ticket, prompt.commit())
+    desk.ledger.commit(commit, 0.0)
+    first = desk.ledger.acknowledge(ticket.nonce, 3.5)
+    desk.admitted()
+    for finish in (lambda: None, desk.free):
+        finish()
+        assert desk.ledger.commit(commit, 1.0) == first
+        assert desk.ledger.commit(replace(commit, ticket=replace(ticket, gen=9)), 1.0) == first
+    assert not desk.ledger.take_actions()
+    attach = Attach(replace(ticket, gen=2), MODEL, prompt.plan.fingerprint, 300)
+    assert desk.ledger.attach(attach, 1.0).state is State.ADMITTED
+    assert desk.ledger.renew([ticket], 1.0) == ()
+    with pytest.raises(ReservationError, match="another commit"):
+        desk.ledger.commit(CommitFrame(ticket, prompt.commit(first_token=6)), 1.0)
+
+
+def test_a_commit_of_another_prompt_is_refused(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.push(prompt, ticket)
+    for change in ({"tokens": 299}, {"plan": "0" * 16}, {"digests": (1, 2)}):
+        with pytest.raises(LayoutError):
+            desk.ledger.commit(CommitFrame(ticket, replace(prompt.commit(), **change)), 0.0)
+    with pytest.raises(CorruptFrameError):
+        desk.ledger.commit(CommitFrame(ticket, make_prompt(300, seed=1).commit()), 0.0)
+    assert not desk.ledger.take_actions()
+
+
+def test_what_the_engine_refuses_is_freed_and_not_acknowledged_later(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.push(prompt, ticket)
+    commit = CommitFrame(ticket, prompt.commit())
+    desk.ledger.commit(commit, 0.0)
+    desk.ledger.reject(ticket.nonce, desk.admitted().groups, "out of memory", 0.0)
+    with pytest.raises(ReservationError, match="out of memory"):
+        desk.ledger.commit(commit, 0.0)
+    desk.assert_nothing_held()
+
+
+def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_last_frame(
+    desk, prompt
+):
+    ticket, channel = desk.begin(prompt), object()
+    for frame in prompt.frames(ticket):
+        desk.store(frame, channel=channel)
+    desk.ledger.channel_ended(channel)
+    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0), Ack)
+
+
+# -- who gets room
+
+
+def test_the_same_job_again_gets_the_same_reservation_at_once(desk, prompt):
+    first = desk.reserve(prompt)
+    pages = desk.pool.referenced_pages
+    desk.ledger.draining = True
+    assert desk.reserve(prompt, 1.0) == first
+    assert desk.pool.referenced_pages == pages
+    with pytest.raises(ReservationError, match="another prompt"):
+        desk.reserve(prompt, prompt=prompt.ids[1:])
+
+
+WRONG_JOBS = {
+    "another epoch": ({"epoch": EPOCH - 1}, ReservationError),
+    "no tokens": ({"prompt": ()}, PromptTooLongError),
+    "more tokens than the pool holds": ({"prompt": (1,) * 200_000}, PromptTooLongError),
+    "no name": ({"rid": ""}, RequestError),
+    "a name without end": ({"rid": "x" * 300}, RequestError),
+    "a codec spec without end": ({"codec": "x" * 5000}, RequestError),
+    "a codec that nobody knows": ({"codec": "other"}, UnknownNameError),
+    "what the engine can never serve": ({"sampling": {"top_k": 1 << 64}}, RequestError),
+}
+
+
+@pytest.mark.parametrize(("change", "error"), WRONG_JOBS.values(), ids=WRONG_JOBS)
+def test_jobs_that_can_never_be_served_are_refused_by_name(prompt, change, error):
+    def plan_of(spec):
+        raise UnknownNameError("codec", spec, ["toy"])
+
+    def check(job):
+        if job.sampling.get("top_k", 0) >= 1 << 63:
+            raise RequestError("top_k is too large")
+
+    desk = Desk(plan_of=plan_of, check=check)
+    with pytest.raises(error):
+        desk.reserve(prompt, **change)
+    desk.assert_nothing_held()
+
+
+def test_without_room_a_job_is_refused_at_once(prompt):
+    desk = Desk(SMALL)
+    desk.reserve(prompt)
+    with pytest.raises(CapacityError):
+        desk.reserve(prompt, rid="second")
+    assert desk.ledger.gauges()["reservations"] == 1
+
+
+def test_what_an_empty_pool_cannot_hold_is_never_called_a_lack_of_room():
+    """Slabs have ends that no record fits into: fewer bytes than the pool has can be too many."""
+    wasted = []
+    for tokens in range(1, 6000, 37):
+        desk, prompt = Desk(SMALL), make_prompt(1)
+        try:
+            desk.reserve(prompt, prompt=(1,) * tokens)
+        except PromptTooLongError:
+            if prompt.plan.nbytes(tokens) <= SMALL:
+                wasted.append(tokens)
+    assert wasted
+
+
+def test_a_reservation_leaves_the_watermark_free_unless_the_pool_is_empty(prompt):
+    wanted = prompt.plan.nbytes(300)
+    desk = Desk(1 << 20, watermark_bytes=(1 << 20) - 2 * wanted)
+    desk.reserve(prompt)
+    desk.reserve(prompt, rid="second")
+    with pytest.raises(CapacityError, match="stay free"):
+        desk.reserve(prompt, rid="third")
+    desk = Desk(1 << 20, watermark_bytes=1 << 20)
+    desk.reserve(prompt)
+    with pytest.raises(CapacityError, match="stay free"):
+        desk.reserve(prompt, rid="second")
+
+
+def test_what_is_shared_with_others_does_not_count_as_room_wanted():
+    prompt = make_related(64 * 40, 1, 64 * 40, BY_PAGE)
+    spare = (1 << 20) - BY_PAGE.nbytes(prompt.tokens) - BY_PAGE.nbytes(190)
+    desk = Desk(1 << 20, plan=BY_PAGE, watermark_bytes=spare)
+    desk.give(prompt, "one")
+    desk.reserve(prompt, rid="two")
+
+
+def test_reservations_and_running_sequences_together_stay_within_the_limit(desk, prompt):
+    desk = Desk(max_sequences=2)
+    desk.give(prompt, "one")
+    desk.reserve(prompt, rid="two")
+    with pytest.raises(CapacityError, match="2 sequences"):
+        desk.reserve(prompt, rid="three")
+    desk.reserve(prompt, rid="two", attempt=1)  # in the place of a lower attempt
+    desk.free("one")
+    desk.reserve(prompt, rid="three")
+
+
+def test_nobody_reserves_while_sequences_of_the_engine_wait_for_room(prompt):
+    waiting = [True]
+    desk = Desk(may_reserve=lambda: not waiting)
+    with pytest.raises(CapacityError, match="wait for room"):
+        desk.reserve(prompt)
+    waiting.clear()
+    desk.reserve(prompt)
+
+
+def test_a_draining_worker_takes_nothing_new_and_completes_the_rest(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.ledger.draining = True
+    with pytest.raises(CapacityError, match="stopping"):
+        desk.reserve(prompt, rid="new")
+    desk.push(prompt, ticket)
+    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0), Ack)
+
+
+@pytest.mark.parametrize("broken", ["claim", "take", "used"])
+def test_an_error_of_any_type_while_records_are_taken_leaks_none(prompt, monkeypatch, broken):
+    desk, shared = Desk(), make_related(300, 1, 256)
+    desk.give(shared, "one")
+
+    def fail(*args: object) -> None:
+        raise OverflowError("an error that nobody expected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.pool, broken, fail)
+        with pytest.raises(OverflowError):
+            desk.reserve(shared, rid="two")
+    desk.free()
+    desk.assert_nothing_held()
+
+
+# -- attaching, frames and channels
+
+
+def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prompt):
+    grant = desk.reserve(prompt)
+    right = Attach(Ticket(grant.nonce, EPOCH, 1), MODEL, prompt.plan.fingerprint, 300)
+    for change in ({"model": "b-model"}, {"plan": "0" * 16}, {"tokens": 299}):
+        with pytest.raises(LayoutError):
+            desk.ledger.attach(replace(right, **change), 0.0)
+    attached = desk.ledger.attach(right, 0.0)
+    assert (attached.lease_s, attached.credit) == (10.0, prompt.checklist.window_bytes)
+
+
+def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):
+    grant = desk.reserve(prompt)
+    old = desk.attach(prompt, grant, 1)
+    new = desk.attach(prompt, grant, 2)
+    frame = prompt.frames(old)[0]
+    with pytest.raises(ReservationError, match="stream 1"):
+        desk.store(frame)
+    with pytest.raises(ReservationError, match="stream 1"):
+        desk.ledger.commit(CommitFrame(old, prompt.commit()), 0.0)
+    with pytest.raises(ReservationError, match="attaches after"):
+        desk.ask(prompt, grant, 1)
+    desk.store(replace(frame, ticket=new))
+
+
+def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, prompt):
+    one, two = object(), object()
+    tickets = {rid: desk.begin(prompt, rid=rid) for rid in ("a", "b", "c", "d")}
+    for rid, channel in (("a", one), ("b", one), ("c", two)):
+        desk.store(prompt.frames(tickets[rid])[0], channel=channel)
+    with pytest.raises(ReservationError, match="another channel"):
+        desk.store(prompt.frames(tickets["a"])[1], channel=two)
+    again = Ticket(tickets["b"].nonce, EPOCH, 2)
+    desk.attach(prompt, desk.reserve(prompt, rid="b"), 2)
+    desk.store(prompt.frames(again)[1], channel=two)
+    desk.ledger.channel_ended(one)
+    with pytest.raises(ReservationError, match="broken"):
+        desk.store(prompt.frames(tickets["a"])[1], channel=one)
+    assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 0}
+    desk.store(prompt.frames(again)[2], channel=two)
+    desk.store(prompt.frames(tickets["c"])[1], channel=two)
+    desk.store(prompt.frames(tickets["d"])[1], channel=two)
+
+
+def test_a_new_stream_learns_what_arrived_and_verified(desk, prompt):
+    ticket = desk.begin(prompt)
+    frames = prompt.frames(ticket)
+    for frame in frames[:3]:
+        desk.store(frame)
+    with pytest.raises(CorruptFrameError):
+        desk.store(corrupt(frames[3]))
+    have = desk.ask(prompt, desk.reserve(prompt), 2).have
+    assert have == {x: d for f in frames[:3] for x, d in zip(f.items(), f.digests, strict=True)}
+
+
+def test_frames_need_a_stream_a_reservation_and_the_epoch_of_now(desk, prompt):
+    grant = desk.reserve(prompt)
+    for gen in (0, 1):
+        with pytest.raises(ReservationError, match="held"):
+            desk.store(prompt.frames(Ticket(grant.nonce, EPOCH, gen))[0])
+    ticket = desk.attach(prompt, grant)
+    with pytest.raises(ReservationError, match="no reservation"):
+        desk.store(prompt.frames(replace(ticket, nonce=1))[0])
+    with pytest.raises(ReservationError, match="epoch 8"):
+        desk.store(prompt.frames(replace(ticket, epoch=EPOCH + 1))[0])
+
+
+def test_the_same_frame_again_changes_nothing_and_other_bytes_are_refused(desk, prompt):
+    ticket = desk.begin(prompt)
+    frame = prompt.frames(ticket)[0]
+    desk.store(frame)
+    write = desk.ledger.begin_write(frame, 0.0)
+    assert not list(write.pieces(frame.payload))
+    desk.ledger.end_write(write, True)
+    item = Item(Kind.PAGE, 0, 2, 1)
+    desk.store(prompt.frame(ticket, [item]))
+    with pytest.raises(CorruptFrameError, match="page 1 of layer 2"):
+        desk.store(make_prompt(300, seed=1).frame(ticket, [item]))
+
+
+def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
+    ticket = desk.begin(prompt)
+    (item,) = items = [Item(Kind.PAGE, 0, 2, 1)]
+    frame = prompt.frame(ticket, items * 2)
+    assert len(list(desk.ledger.begin_write(frame, 0.0).pieces(frame.payload))) == 1
+    other = desk.begin(prompt, rid="other")
+    wrong = replace(frame, ticket=other, digests=(frame.digests[0], 5))
+    with pytest.raises(CorruptFrameError, match=str(item)):
+        desk.ledger.begin_write(wrong, 0.0)
+    desk.store(prompt.frame(other, items))
+
+
+def test_frames_may_come_in_any_order(desk, prompt):
+    ticket = desk.begin(prompt)
+    for frame in reversed(prompt.frames(ticket)):
+        desk.store(frame)
+    desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+    assert prompt.equals(desk.pool.arena, desk.admitted().groups)
+
+
+def test_memory_is_freed_only_when_the_last_write_closes(desk, prompt):
+    ticket = desk.begin(prompt)
+    write = desk.ledger.begin_write(prompt.frames(ticket)[0], 0.0)
+    desk.ledger.abort("r", 0, "client gone", 0.0)
+    assert desk.pool.referenced_pages > 0
+    desk.ledger.expire(5000.0)
+    desk.ledger.end_write(write, True)
+    desk.assert_nothing_held()
+
+
+def test_an_item_whose_write_is_open_is_missing_and_not_waited_for_once_it_failed(desk, prompt):
+    ticket = desk.begin(prompt)
+    *sent, last = prompt.frames(ticket)
+    for frame in sent:
+        desk.store(frame)
+    write = desk.ledger.begin_write(last, 0.0)
+    commit, missing = CommitFrame(ticket, prompt.commit()), Nack(tuple(last.items()))
+    desk.store(last)  # again: it has no bytes of its own to write
+    assert desk.ledger.expects(ticket)
+    assert desk.ledger.commit(commit, 0.0) == missing
+    desk.ledger.end_write(write, False)
+    assert not desk.ledger.expects(ticket)
+    assert desk.ledger.commit(commit, 0.0) == missing
+    desk.store(last)
+    assert isinstance(desk.ledger.commit(commit, 0.0), Ack)
+
+
+# -- attempts, aborts, fences
+
+
+def test_a_higher_attempt_ends_the_lower_and_a_lower_one_comes_too_late(desk, prompt):
+    old = desk.begin(prompt)
+    pages = desk.pool.referenced_pages
+    new = desk.begin(prompt, attempt=2)
+    assert desk.pool.referenced_pages == pages
+    with pytest.raises(ReservationError, match="superseded"):
+        desk.store(prompt.frames(old)[0])
+    with pytest.raises(ReservationError, match="comes after attempt 2"):
+        desk.reserve(prompt, attempt=1)
+    desk.ledger.expire(20.0)
+    with pytest.raises(ReservationError, match="superseded"):
+        desk.reserve(prompt, 20.0)
+    assert desk.ledger.renew([old, new], 20.0) == (old.nonce, new.nonce)
+    desk.assert_nothing_held()
+
+
+def test_a_higher_attempt_drops_the_lower_one_from_the_engine(desk, prompt):
+    desk.give(prompt)
+    with pytest.raises(ReservationError, match="admitted"):
+        desk.reserve(prompt)
+    desk.reserve(prompt, attempt=1)
+    assert desk.ledger.take_actions() == [Dropped("r", 0, "attempt 1 took over")]
+
+
+@pytest.mark.parametrize("moment", ["before", "held", "attached", "admitted"])
+def test_an_abort_ends_an_attempt_at_any_moment_and_for_good(desk, prompt, moment):
+    if moment == "held":
+        desk.reserve(prompt)
+    elif moment == "attached":
+        desk.push(prompt, desk.begin(prompt))
+    elif moment == "admitted":
+        desk.give(prompt)
+    desk.ledger.abort("r", 0, "client gone", 1.0)
+    desk.act()
+    assert desk.dropped == ([Dropped("r", 0, "client gone")] if moment == "admitted" else [])
+    desk.free()
+    desk.assert_nothing_held()
+    with pytest.raises(ReservationError, match="aborted"):
+        desk.reserve(prompt, 2.0)
+    desk.reserve(prompt, 2.0, attempt=1)
+
+
+def test_an_abort_and_a_commit_end_the_same_in_either_order(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.push(prompt, ticket)
+    desk.ledger.abort("r", 0, "client gone", 0.0)
+    with pytest.raises(ReservationError, match="client gone"):
+        desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+    assert not desk.ledger.take_actions()
+    desk.assert_nothing_held()
+
+
+def test_a_fence_goes_one_up_and_ends_everything_of_the_old_epoch(desk, prompt):
+    desk.give(prompt, "running")
+    ticket = desk.begin(prompt)
+    for epoch in (EPOCH - 1, EPOCH + 2, EPOCH + 10**6):
+        with pytest.raises(ReservationError, match=f"in {EPOCH}"):
+            desk.ledger.fence(epoch, 0.0)
+    desk.ledger.fence(EPOCH, 0.0)
+    assert desk.ledger.gauges() == {"reservations": 1, "streams": 1, "running": 1}
+    desk.ledger.fence(EPOCH + 1, 0.0)
+    desk.free()
+    assert [x.rid for x in desk.dropped] == ["running"]
+    desk.assert_nothing_held()
+    for late in (
+        lambda: desk.store(prompt.frames(ticket)[0]),
+        lambda: desk.reserve(prompt, rid="new", epoch=EPOCH),
+    ):
+        with pytest.raises(ReservationError, match="epoch"):
+            late()
+    assert desk.ledger.renew([ticket], 0.0) == (ticket.nonce,)
+    desk.reserve(prompt, rid="new", epoch=EPOCH + 1)
+
+
+# -- leases, and what is remembered
+
+
+def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
+    tickets = {
+        sign: desk.begin(prompt, rid=sign)
+        for sign in ("none", "renew", "frame", "open write", "same job")
+    }
+    frames = {sign: prompt.frames(ticket) for sign, ticket in tickets.items()}
+    write = desk.ledger.begin_write(frames["open write"][0], 0.0)
+    for now in (7.0, 14.0, 21.0):
+        assert desk.ledger.renew([tickets["renew"]], now) == ()
+        desk.store(frames["frame"][int(now) % 2], now)
+        desk.ledger.still_writing(write, now)
+        desk.reserve(prompt, now, rid="same job")
+    assert desk.ledger.renew(tickets.values(), 22.0) == (tickets["none"].nonce,)
+    assert desk.ledger.counts["expired"] == 1
+    assert desk.ledger.next_event() == 32.0
+    with pytest.raises(ReservationError, match="expired"):
+        desk.ledger.still_writing(write, 40.0)
+    desk.ledger.end_write(write, False)
+    desk.assert_nothing_held()
+    assert desk.ledger.next_event() is None
+    attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
+    assert desk.ledger.attach(attach, 41.0).state is State.EXPIRED
+
+
+def test_what_comes_for_an_expired_reservation_is_refused_and_lands_nowhere(desk, prompt):
+    ticket = desk.begin(prompt)
+    before = bytes(desk.pool.arena.read(0, desk.pool.arena.nbytes))
+    for frame in prompt.frames(ticket):
+        with pytest.raises(ReservationError, match="expired"):
+            desk.store(frame, now=50.0)
+    assert desk.pool.arena.read(0, desk.pool.arena.nbytes) == before
+    with pytest.raises(ReservationError, match="expired"):
+        desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 50.0)
+    assert desk.reserve(prompt, 60.0).nonce != ticket.nonce
+
+
+def test_a_sender_that_never_commits_leaves_nothing_behind(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.push(prompt, ticket)
+    assert not desk.ledger.take_actions()
+    desk.ledger.expire(60.0)
+    desk.assert_nothing_held()
+
+
+def test_what_ended_is_forgotten_after_a_while_and_refused_all_the_same(desk, prompt):
+    ticket = desk.begin(prompt)
+    desk.ledger.abort("r", 0, "client gone", 0.0)
+    desk.ledger.expire(901.0)
+    with pytest.raises(ReservationError, match="no reservation"):
+        desk.store(prompt.frames(ticket)[0], now=901.0)
+    desk.reserve(prompt, 902.0)
+
+
+def size_of(thing: object, seen: set[int]) -> int:
+    """Bytes of an object and all that only hangs on it."""
+    if id(thing) in seen or isinstance(thing, type):
+        return 0
+    seen.add(id(thing))
+    inside = list(getattr(thing, "__dict__", {}).values())
+    if isinstance(thing, dict):
+        inside += [*thing.keys(), *thing.values()]
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        inside += thing
+    return sys.getsizeof(thing) + sum(size_of(x, seen) for x in inside)
+
+
+def test_what_ended_keeps_its_names_and_nothing_of_its_prompt(desk):
+    prompt = make_prompt(2000)
+    for rid, end in (("a", "finish"), ("b", "abort"), ("c", "expire")):
+        ticket = desk.begin(prompt, rid=rid)
+        desk.push(prompt, ticket)
+        if end == "finish":
+            desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+            running = desk.ledger._running["a"]
+            desk.admitted()
+            assert size_of(running, {id(State)}) < 6000  # of its pages, 32 bytes each
+            desk.free()
+        elif end == "abort":
+            desk.ledger.abort(rid, 0, "client gone", 0.0)
+    desk.ledger.expire(20.0)
+    assert len(desk.ledger._ended) == 3
+    for ended in desk.ledger._ended:
+        assert size_of(ended, {id(State)}) < 3000
+
+
+class Counting(dict):
+    """A table that notes how often somebody goes through it."""
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        self.steps = 0
+
+    def __iter__(self):
+        for key in super().__iter__():
+            self.steps += 1
+            yield key
+
+    def values(self):
+        return (self[key] for key in self)
+
+    def items(self):
+        return ((key, self[key]) for key in self)
+
+
+def test_a_frame_costs_the_same_whatever_ended_before(prompt, monkeypatch):
+    """The old rules copied all tombstones and asked all leases for every frame."""
+
+    class Ordered(Counting):
+        def move_to_end(self, key):
+            self[key] = self.pop(key)
+
+        def popitem(self, last=True):
+            key = next(super().__iter__())
+            return key, self.pop(key)
+
+    monkeypatch.setattr("disagg.transfer.reservations.OrderedDict", Ordered)
+    desk = Desk(1 << 22)
+    for number in range(200):
+        desk.ledger.abort(f"gone-{number}", 0, "client gone", 0.0)
+    tickets = [desk.begin(prompt, rid=f"r{number}") for number in range(40)]
+    tables = [x for x in vars(desk.ledger).values() if isinstance(x, Counting)]
+    assert sorted(map(len, tables)) == [40, 200]
+    for table in tables:
+        table.steps = 0
+    desk.store(prompt.frames(tickets[7])[0])
+    assert sum(table.steps for table in tables) <= 4

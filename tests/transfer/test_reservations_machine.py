@@ -1,0 +1,335 @@
+"""Interleavings of everything that can happen to a hand-off, found by hypothesis.
+
+Three requests that share a page, several attempts each, a pool too small for all of them, and two
+channels; frames are lost, duplicated, reordered, corrupted and late, channels break, leases end,
+routers abort and fence, and the engine refuses.
+"""
+
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from disagg.errors import CapacityError, CorruptFrameError, ReservationError
+from disagg.transfer.messages import Ack, Attach, Grant, Nack, State
+from disagg.transfer.reservations import Admission, Dropped, Reservations, Write
+from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket
+from tests.transfer.desk import corrupt
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
+
+RIDS = ("a", "b", "c")
+PROMPTS = {
+    rid: [
+        make_related(n, seed, 64, noise=noise) for n, noise in ((190, None), (190, 9), (70, None))
+    ]
+    for seed, rid in enumerate(RIDS)
+}
+CHANNELS = ("one", "two")
+LEASE_S = 10.0
+MEMORY_S = 1e6
+MAX_SEQUENCES = 2
+Key = tuple[str, int]
+
+
+class Machine(RuleBasedStateMachine):
+    """Senders, a router and an engine that may do anything, around one set of reservations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(7 << 14)
+        nonces = count(1)
+        terms = make_terms(
+            self.pool,
+            lease_s=LEASE_S,
+            memory_s=MEMORY_S,
+            max_sequences=MAX_SEQUENCES,
+            watermark_bytes=1 << 13,
+            may_reserve=lambda: not self.engine_waits,
+        )
+        self.engine_waits = False
+        self.ledger = Reservations(terms, self.pool, lambda: next(nonces))
+        self.now = 0.0
+        self.epoch = EPOCH
+        self.attempts = dict.fromkeys(RIDS, 0)
+        self.prompts: dict[Key, Prompt] = {}
+        self.grants: dict[int, tuple[Grant, Key]] = {}
+        self.have: dict[int, dict[Item, int]] = {}  # by nonce: what an attachment was told
+        self.tickets: list[tuple[Ticket, Key]] = []
+        self.open_writes: list[tuple[Write, PageFrame]] = []
+        self.engine: dict[Key, Admission] = {}
+        self.acks: dict[int, tuple[Commit, Ack]] = {}
+        self.gone: set[Key] = set()  # aborted by the router
+
+    # -- what a router and a sender do
+
+    @rule(
+        rid=st.sampled_from(RIDS),
+        later=st.sampled_from([0, 0, 1, 1, -1]),
+        which=st.integers(0, 2),
+        waits=st.sampled_from([False, False, False, True]),
+    )
+    def reserve(self, rid: str, later: int, which: int, waits: bool) -> None:
+        attempt = self.attempts[rid] = max(0, self.attempts[rid] + later)
+        prompt = self.prompts.setdefault((rid, attempt), PROMPTS[rid][which])
+        self.engine_waits = waits
+        job, live = prompt.job(rid, attempt), self.ledger._live.get(rid)
+        same = live is not None and live.attempt == attempt and live.lease_until > self.now
+        try:
+            grant = self.ledger.reserve(job, self.epoch, self.now)
+        except (ReservationError, CapacityError):
+            assert not same
+            return
+        assert (rid, attempt) not in self.gone
+        assert same == (grant.nonce in self.grants)
+        assert same or not waits
+        self.grants[grant.nonce] = grant, (rid, attempt)
+        self.take_over(grant.nonce, 1)
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), gen=st.integers(1, 4))
+    def attach(self, data: st.DataObject, gen: int) -> None:
+        self.take_over(data.draw(st.sampled_from(sorted(self.grants))), gen)
+
+    def take_over(self, nonce: int, gen: int) -> None:
+        grant, key = self.grants[nonce]
+        ticket, prompt = Ticket(nonce, grant.epoch, gen), self.prompts[key]
+        attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+        try:
+            attached = self.ledger.attach(attach, self.now)
+        except ReservationError:
+            return
+        if attached.state is State.ATTACHED:
+            self.tickets.append((ticket, key))
+            self.have[nonce] = dict(attached.have)
+
+    @precondition(lambda self: self.tickets)
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["whole", "open", "corrupt", "foreign"]),
+        channel=st.sampled_from(CHANNELS),
+    )
+    def frame(self, data: st.DataObject, how: str, channel: str) -> None:
+        ticket, key = data.draw(st.sampled_from(self.tickets))
+        prompt = self.prompts[key]
+        frames = prompt.frames(ticket)
+        frame = frames[data.draw(st.integers(0, len(frames) - 1))]
+        if how == "corrupt":
+            frame = corrupt(frame)
+        elif how == "foreign":
+            other = PROMPTS[{"a": "b", "b": "c", "c": "a"}[key[0]]]
+            frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
+        self.write(frame, how == "open", channel)
+
+    def write(self, frame: PageFrame, stays_open: bool, channel: str) -> bool:
+        """Whether the frame was taken."""
+        try:
+            write = self.ledger.begin_write(frame, self.now, channel)
+        except (ReservationError, CorruptFrameError):
+            return False
+        assert write.reservation.channel == channel
+        try:
+            frame.verify()
+        except CorruptFrameError:
+            self.ledger.end_write(write, False)
+            return False
+        self.open_writes.append((write, frame))
+        if not stays_open:
+            self.end_write(len(self.open_writes) - 1, True)
+        return True
+
+    @precondition(lambda self: self.open_writes)
+    @rule(data=st.data(), written=st.booleans())
+    def close_write(self, data: st.DataObject, written: bool) -> None:
+        self.end_write(data.draw(st.integers(0, len(self.open_writes) - 1)), written)
+
+    @precondition(lambda self: self.open_writes)
+    @rule(data=st.data())
+    def more_of_a_write(self, data: st.DataObject) -> None:
+        write, _ = data.draw(st.sampled_from(self.open_writes))
+        try:
+            self.ledger.still_writing(write, self.now)
+        except ReservationError:
+            assert not write.reservation.state.live
+
+    def end_write(self, place: int, written: bool) -> None:
+        write, frame = self.open_writes.pop(place)
+        self.pool.arena.write(list(write.pieces(frame.payload)))
+        self.ledger.end_write(write, written)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), then_commit=st.booleans(), channel=st.sampled_from(CHANNELS))
+    def everything(self, data: st.DataObject, then_commit: bool, channel: str) -> None:
+        """All that the receiver did not say it has, as an honest sender does."""
+        ticket, key = data.draw(st.sampled_from(self.tickets))
+        prompt, have = self.prompts[key], self.have[ticket.nonce]
+        items = [item for item in prompt.checklist.items if item not in have]
+        for item in data.draw(st.permutations(items)):
+            if not self.write(prompt.frame(ticket, [item]), False, channel):
+                return
+        if then_commit:
+            self.send_commit(ticket, key)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.send_commit(*data.draw(st.sampled_from(self.tickets)))
+
+    def send_commit(self, ticket: Ticket, key: Key) -> None:
+        """With the digests of the receiver for what it had at the beginning."""
+        commit, have = self.prompts[key].commit(), self.have[ticket.nonce]
+        named = zip(self.prompts[key].checklist.items, commit.digests, strict=True)
+        digests = tuple(have.get(item, seen) for item, seen in named)
+        commit = Commit(**{**vars(commit), "digests": digests})
+        expected = self.ledger.expects(ticket)
+        try:
+            answer = self.ledger.commit(CommitFrame(ticket, commit), self.now)
+        except (ReservationError, CorruptFrameError):
+            return
+        if isinstance(answer, Nack):
+            assert answer.missing
+            return
+        assert not expected
+        known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))
+        assert (known, ack) == (commit, answer)
+        self.act()
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        ticket, _ = data.draw(st.sampled_from(self.tickets))
+        over = self.ledger.renew([ticket], self.now)
+        reservation = self.ledger._by_nonce.get(ticket.nonce)
+        alive = reservation is not None and (reservation.state.live or reservation.state.admitted)
+        assert over == (() if alive and ticket.epoch == self.epoch else (ticket.nonce,))
+
+    @rule(channel=st.sampled_from(CHANNELS))
+    def channel_ends(self, channel: str) -> None:
+        self.ledger.channel_ended(channel)
+        for reservation in self.ledger._live.values():
+            assert reservation.channel != channel or reservation.state is not State.ATTACHED
+
+    @rule(
+        rid=st.sampled_from(RIDS),
+        what=st.sampled_from(["wait", "wait", "wait", "abort", "lease", "fence", "forget"]),
+    )
+    def disturb(self, rid: str, what: str) -> None:
+        if what == "abort":
+            attempt = self.attempts[rid]
+            self.ledger.abort(rid, attempt, "the router says so", self.now)
+            self.gone |= {(rid, lower) for lower in range(attempt + 1)}
+        elif what == "fence":
+            self.epoch += 1
+            self.ledger.fence(self.epoch, self.now)
+            assert not self.ledger.gauges()["reservations"]
+        elif what == "forget":
+            self.now += 2 * MEMORY_S
+            self.gone.clear()
+            self.ledger.expire(self.now)
+            assert all(x.ended_at == self.now for x in self.ledger._ended)
+            assert not self.ledger._tombstones
+        else:
+            self.now += LEASE_S if what == "lease" else 0.7
+            self.ledger.expire(self.now)
+
+    @rule(max_bytes=st.sampled_from([1, 1 << 20]))
+    def scrub(self, max_bytes: int) -> None:
+        scrub = self.ledger.cache.begin_scrub(max_bytes)
+        damaged = scrub.verify()  # nobody writes to what is kept
+        assert self.ledger.end_scrub(scrub, damaged, self.now) == []
+
+    @precondition(lambda self: self.engine)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.engine)))
+        self.free(key)
+        self.ledger.finished(*key, self.now)
+
+    # -- what must hold
+
+    @invariant()
+    def act(self) -> None:
+        for action in self.ledger.take_actions():
+            if isinstance(action, Dropped):
+                self.free((action.rid, action.attempt))
+                continue
+            key = (action.job.rid, action.job.attempt)
+            assert key not in self.gone
+            assert key not in self.engine
+            assert action.job == self.prompts[key].job(*key)
+            self.engine[key] = action
+
+    @invariant()
+    def the_engine_has_what_was_admitted_with_the_digests_of_its_commit(self) -> None:
+        assert self.ledger.gauges()["running"] == len(self.engine)
+        for key, admission in self.engine.items():
+            prompt = self.prompts[key]
+            there = Prompt(
+                prompt.plan,
+                prompt.ids,
+                self.pool,
+                list(admission.groups),
+                prompt.checklist,
+                type(prompt.read)(self.pool.arena, prompt.checklist, admission.groups),
+            )
+            assert there.commit().digests == admission.commit.digests
+
+    @invariant()
+    def every_page_is_owned_once(self) -> None:
+        self.pool.check_integrity()
+        gauges = self.ledger.gauges()
+        assert gauges["reservations"] + gauges["running"] <= MAX_SEQUENCES
+        if not (gauges["reservations"] or self.engine or self.open_writes):
+            assert self.pool.referenced_pages == 0
+
+    @invariant()
+    def what_is_written_to_is_neither_free_nor_shared(self) -> None:
+        for write, _ in self.open_writes:
+            if any(write.spans):
+                contents = write.reservation.contents
+                assert contents is not None
+                for start, _ in (span for spans in write.spans for span in spans):
+                    assert start // 128 not in contents.holding.shared
+
+    @invariant()
+    def what_ended_keeps_nothing(self) -> None:
+        for reservation in self.ledger._ended:
+            assert not reservation.state.live
+            assert reservation.contents is None or reservation.writes
+
+    def free(self, key: Key) -> None:
+        for state in self.engine.pop(key).groups:
+            self.pool.release(list(state.ids()))
+
+    def teardown(self) -> None:
+        self.act()
+        while self.open_writes:
+            self.end_write(0, True)
+        self.ledger.expire(self.now + 1000.0)
+        self.act()
+        for key in list(self.engine):
+            self.free(key)
+            self.ledger.finished(*key, self.now)
+        self.pool.check_integrity()
+        assert self.pool.referenced_pages == 0
+        assert not any(self.ledger.gauges().values())
+
+
+@pytest.mark.timeout(120)
+def test_no_interleaving_leaks_or_admits_what_is_not_complete_and_verified():
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=300,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
