@@ -26,9 +26,14 @@ def at_least(least: float, *, default: Any) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+def one_of(*names: str) -> Any:
+    """A field whose value is one of these; the first by default."""
+    return field(default=names[0], metadata={"names": names})
+
+
 @dataclass(frozen=True)
 class Bounded:
-    """ConfigError for a value below the least one, with the key as a user would write it."""
+    """ConfigError for a value that cannot be, with the key as a user would write it."""
 
     def __post_init__(self) -> None:
         room = type(self).__name__.removesuffix("Config").lower()
@@ -37,6 +42,8 @@ class Bounded:
             if None not in (least, value) and not value >= least:
                 wanted = f"at least {least} is wanted"
                 raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
+            if value not in (names := each.metadata.get("names", [value])):
+                raise UnknownNameError(f"{room}.{each.name}", str(value), names)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class TransferConfig(Bounded):
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     dedup:       pages that the decode worker has of other prompts are not sent again
+    channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
     lease_s: float = at_least(0.001, default=10.0)
@@ -89,6 +97,7 @@ class TransferConfig(Bounded):
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
     dedup: bool = True
+    channel: str = one_of("grpc", "direct")
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,39 @@ def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
     view = memoryview(message)
     if len(view) > max_bytes:
         raise CorruptFrameError(f"a frame of {len(view)} bytes, where {max_bytes} are accepted")
-    what, head, payload = _split(view)
-    fields = _FIELDS | _PAGES if what is FrameType.PAGES else _FIELDS
-    header = _read_map("frame header", head, fields)
+    head_bytes, payload_bytes = frame_sizes(view)
+    if len(view) != head_bytes + payload_bytes:
+        expected = f"{head_bytes} of head and {payload_bytes} of payload"
+        raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {expected}")
+    return unpack_parts(view[:head_bytes], view[head_bytes:])
+
+
+def frame_sizes(start: Buffer) -> tuple[int, int]:
+    """Bytes of the head (prelude and header) and of the payload, from the prelude of a frame."""
+    if len(start) < PRELUDE_BYTES:
+        raise CorruptFrameError(f"a frame of {len(start)} bytes is shorter than its prelude")
+    magic, version, _, header_bytes, payload_bytes = _PRELUDE.unpack_from(start)
+    if magic != MAGIC:
+        raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
+    if version != WIRE_VERSION:
+        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CorruptFrameError(f"a frame header of {header_bytes} bytes")
+    return PRELUDE_BYTES + header_bytes, payload_bytes
+
+
+def unpack_parts(head: memoryview, payload: memoryview) -> Frame:
+    """The frame of a head; the payload of a page frame may come into its memory later."""
+    prelude, packed = head[: _PRELUDE.size], head[PRELUDE_BYTES:]
+    if _CHECKSUM.unpack_from(head, _PRELUDE.size) != (digest(bytes(prelude) + bytes(packed)),):
+        raise CorruptFrameError("the checksum of a frame header does not match")
+    what = _PRELUDE.unpack(prelude)[2]
+    if what not in list(FrameType):
+        raise CorruptFrameError(f"a frame of unknown type {what}")
+    fields = _FIELDS | _PAGES if what == FrameType.PAGES else _FIELDS
+    header = _read_map("frame header", packed, fields)
     ticket = Ticket(header["nonce"], header["epoch"], header["gen"])
-    if what is FrameType.PAGES:
+    if what == FrameType.PAGES:
         return _page_frame(ticket, header, payload)
     if unpack_digests(header["digests"]) != (digest(payload),):
         raise CorruptFrameError("the digest of a commit frame does not match")
@@ -197,27 +225,6 @@ def unpack_digests(data: bytes) -> tuple[int, ...]:
     if len(data) % 8:
         raise CorruptFrameError(f"{len(data)} bytes of digests; they come 8 bytes each")
     return struct.unpack(f"<{len(data) // 8}Q", data)
-
-
-def _split(view: memoryview) -> tuple[FrameType, memoryview, memoryview]:
-    """Check the prelude of a frame and cut it into type, header and payload."""
-    if len(view) < PRELUDE_BYTES:
-        raise CorruptFrameError(f"a frame of {len(view)} bytes is shorter than its prelude")
-    prelude = view[: _PRELUDE.size]
-    magic, version, what, header_bytes, payload_bytes = _PRELUDE.unpack(prelude)
-    if magic != MAGIC:
-        raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
-    if version != WIRE_VERSION:
-        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
-    expected = PRELUDE_BYTES + header_bytes + payload_bytes
-    if header_bytes > MAX_HEADER_BYTES or len(view) != expected:
-        raise CorruptFrameError(f"a frame of {len(view)} bytes says {header_bytes} of {expected}")
-    head, payload = view[PRELUDE_BYTES:][:header_bytes], view[PRELUDE_BYTES + header_bytes :]
-    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (digest(bytes(prelude) + bytes(head)),):
-        raise CorruptFrameError("the checksum of a frame header does not match")
-    if what not in list(FrameType):
-        raise CorruptFrameError(f"a frame of unknown type {what}")
-    return FrameType(what), head, payload
 
 
 def _read_map(what: str, data: Buffer, fields: Mapping[str, type]) -> dict[str, Any]:

@@ -9,17 +9,23 @@ from hypothesis import strategies as st
 
 from disagg.errors import CorruptFrameError, VersionError, WireError
 from disagg.page import Kind
+from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.wire import (
     MAX_ITEMS,
     PRELUDE_BYTES,
+    WIRE_VERSION,
     Commit,
     CommitFrame,
     Frame,
     PageFrame,
     Ticket,
     digest,
+    frame_message,
+    frame_sizes,
+    message_frame,
     pack,
     unpack,
+    unpack_parts,
 )
 
 TICKET = Ticket(nonce=2**64 - 3, epoch=7, gen=2)
@@ -60,7 +66,7 @@ def joined(frame: Frame) -> bytes:
 def resealed(header: dict, payload: bytes, what: int = 1) -> bytes:
     """A frame with a right checksum around whatever header."""
     packed = msgpack.packb(header)
-    prelude = struct.pack("<4sHHQQ", b"dgKV", 1, what, len(packed), len(payload))
+    prelude = struct.pack("<4sHHQQ", b"dgKV", WIRE_VERSION, what, len(packed), len(payload))
     return prelude + struct.pack("<Q", digest(prelude + packed)) + packed + payload
 
 
@@ -120,7 +126,7 @@ def test_verify_names_the_item_that_is_corrupt():
 def test_a_frame_of_another_version_is_a_version_error():
     message = bytearray(joined(PAGES))
     message[4] += 1
-    with pytest.raises(VersionError, match="version 2"):
+    with pytest.raises(VersionError, match=f"version {WIRE_VERSION + 1}"):
         unpack(message)
 
 
@@ -180,7 +186,37 @@ def test_a_commit_with_a_timing_that_is_no_number_is_refused():
     payload = msgpack.packb(body)
     header = vars(TICKET) | {"digests": struct.pack("<Q", digest(payload))}
     with pytest.raises(CorruptFrameError, match="timing"):
-        unpack(resealed(header, payload, what=3))
+        unpack(resealed(header, payload, what=2))
+
+
+def test_a_payload_may_come_later_into_memory_that_the_frame_holds_already():
+    message = joined(PAGES)
+    head_bytes, payload_bytes = frame_sizes(message[:PRELUDE_BYTES])
+    memory = bytearray(payload_bytes)
+    frame = unpack_parts(memoryview(message)[:head_bytes], memoryview(memory))
+    with pytest.raises(CorruptFrameError):
+        frame.verify()
+    memory[:] = message[head_bytes:]
+    assert frame == PAGES
+    frame.verify()
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 70_000])
+def test_a_frame_message_is_a_protobuf_push_request(size):
+    parts = [b"\x07" * size, b"\x08"]
+    message = frame_message(parts)
+    assert message == kv.PushRequest(frame=b"".join(parts)).SerializeToString()
+    assert message == kv.CommitRequest(frame=b"".join(parts)).SerializeToString()
+    assert message_frame(message) == b"".join(parts)
+    assert message_frame(message).obj is message
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x0a", b"\x12\x01x", b"\x0a\x02x", b"\x0a\x01xy", b"\x0a" + b"\xff" * 12]
+)
+def test_a_message_that_is_not_one_frame_is_refused(message):
+    with pytest.raises(CorruptFrameError):
+        message_frame(message)
 
 
 @settings(max_examples=300, deadline=None)

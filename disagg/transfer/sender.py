@@ -1,52 +1,37 @@
-"""Sends prompts to decode workers while they are computed. Lives on the io loop.
+"""Sends one prompt to a decode worker while it is computed. Lives on the io loop.
 
     engine ── offer, finish ──► Sender ── attach, commit: calls of its own ─────────► receiver
-                                  │ frames, by need           credit for them │
-                                  └──► Channel ── one stream for all of them ─┘
+                                  │ frames, as credit allows                          ▲ │
+                                  └──► Channel, which carries all hand-offs of a pair ┘ ▼ credit
 
-A `Sender` is one hand-off: it survives broken streams (attach again, send what is missing) and ends
-in figures or in one typed error. A `Channel` is one pair of workers: it chooses whose frame is next
-(earliest deadline, then lowest layer), keeps leases alive, and when it breaks all that are attached
-on it attach anew. Credit is per hand-off, so no hand-off holds up another; one that is cancelled
-only stops sending. Nothing is reserved or released here: that is the router's.
+The engine's side never waits. The io loop's side survives broken channels (attach again, send what
+is missing) and ends in figures or in one typed error. Nothing is reserved or released here, that is
+the router's: a sender that is cancelled only stops.
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
-from collections.abc import Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import grpc
-
-from disagg.config import TransferConfig
 from disagg.errors import (
-    ConfigError,
     CorruptFrameError,
     DeadlineError,
     DisaggError,
     LayoutError,
     PeerLostError,
     ReservationError,
-    VersionError,
 )
 from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.control import PUSH, KvClient
-from disagg.transfer.link import LinkReport, Pace, measure
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State, parse
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import Checklist, items_in_frame, units_of
-from disagg.transfer.rpc import Link, connect, error_of
-from disagg.transfer.security import Security
 from disagg.wire import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
@@ -58,14 +43,13 @@ from disagg.wire import (
     PlainValue,
     Ticket,
     digest,
-    frame_message,
     pack,
 )
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from disagg.transfer.channel import Channel
 
 RETRY_S = 0.1
-RENEWALS_PER_LEASE = 3
 MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
 Result = TypeVar("Result")
 
@@ -75,22 +59,6 @@ class Source(Protocol):
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
         """The bytes of items of one kind, layer group and size that were offered."""
-
-
-class FrameStream(Protocol):
-    """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
-
-    async def send(self, parts: Sequence[Buffer]) -> int:
-        """Hand one frame over; waits while the stream is full. The bytes of the message.
-
-        0: the stream is over, and `answers` knows why.
-        """
-
-    def answers(self) -> AsyncGenerator[bytes, None]:
-        """PushResponses, until the stream ends or raises what ended it."""
-
-    def close(self) -> None:
-        """End it from our side."""
 
 
 # -- what a hand-off still has to send
@@ -344,11 +312,6 @@ class Sender:
         self._ending = (first_token, timings or {}, extras or {})
         self._note_drained()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all records of the prompt."""
-        return self.outbox.checklist.total_bytes
-
     # -- the io loop's side
 
     async def run(self) -> HandoffStats:
@@ -397,16 +360,18 @@ class Sender:
 
     async def _push(self, attached: Attached) -> Ack:
         """Send what is not there, and commit, on one attachment."""
-        if attached.state is State.ADMITTED:
-            return await self._commit_again()
+        if attached.state is State.ADMITTED:  # the acknowledgement was lost
+            answer = await self._commit() if self._drained.is_set() else None
+            if not isinstance(answer, Ack):
+                raise ReservationError(f"{self} was admitted before all of it was sent")
+            return answer
         self.outbox.attached(attached.have, self._cached_items(attached), attached.credit)
         self._note_drained()
         self._over = asyncio.Future()
         with self._channel.carries(self, attached):
             while True:
                 await self._unless_over(self._drained.wait())
-                answer = await self._unless_over(self._commit())
-                if isinstance(answer, Ack):
+                if isinstance(answer := await self._unless_over(self._commit()), Ack):
                     return answer
                 self._advanced_at = self._clock()
                 self.outbox.missing(answer.missing)
@@ -424,20 +389,12 @@ class Sender:
         self.wire_bytes += nbytes
         return answer
 
-    async def _commit_again(self) -> Ack:
-        """The answer to a commit whose acknowledgement was lost."""
-        if not self._drained.is_set():
-            raise ReservationError(f"{self} was admitted before it was committed")
-        answer = await self._commit()
-        if isinstance(answer, Nack):
-            raise ReservationError(f"{self} is admitted but lacks {len(answer.missing)} items")
-        return answer
-
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""
         task = asyncio.ensure_future(work)
+        ends: list[asyncio.Future[Any]] = [task, self._over]
         try:
-            await asyncio.wait([task, self._over], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise self._over.result()
             return task.result()
@@ -513,7 +470,7 @@ class Sender:
             self.end(_Dropped(error))
 
     def end(self, error: Exception) -> None:
-        """The attachment is over: PeerLostError tries another, _Dropped a few, all else is final."""
+        """The attachment is over. After PeerLostError another is tried; all else is final."""
         if not self._over.done():
             self._over.set_result(error)
 
@@ -535,303 +492,3 @@ def _check_sizes(checklist: Checklist) -> None:
                 f"{what} of a prompt of {checklist.tokens} tokens takes {nbytes} bytes; a frame "
                 f"carries {MAX_FRAME_BYTES}"
             )
-
-
-# -- one pair of workers
-
-
-@dataclass(frozen=True)
-class ChannelOptions:
-    """How hand-offs to one worker are sent.
-
-    frame_bytes: where frames are cut; smaller ones for slow links
-    silence_s:   a peer that cannot be reached, or breaks every stream, for this long is lost
-    stall_s:     frames or a commit that are not answered this long mean a broken stream
-    call_s:      every single call but the commit
-    idle_s:      a link without hand-offs is closed after this
-    pace:        a slower link than there is, for benchmarks
-    """
-
-    frame_bytes: int = FRAME_BYTES
-    silence_s: float = 5.0
-    stall_s: float = 10.0
-    call_s: float = 5.0
-    idle_s: float = 60.0
-    pace: Pace | None = None
-
-
-class Channel:
-    """All hand-offs from this worker to one other: their stream, their leases, their calls."""
-
-    def __init__(
-        self,
-        address: str,
-        security: Security | None = None,
-        options: ChannelOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.address = address
-        self.options = options or ChannelOptions()
-        self._security = security
-        self._clock = clock
-        self._link: Link | None = None
-        self._users = 0
-        self._idle: asyncio.TimerHandle | None = None
-        self._attached: dict[int, Sender] = {}
-        self._serving: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._owed = 0  # frames and commits out and not answered
-        self._heard_at = 0.0  # when something was answered, or began to be owed
-        self._lease_s = math.inf
-
-    @property
-    def link(self) -> Link:
-        """The link, opened when first used and after it was closed."""
-        if self._link is None:
-            self._link = connect(self.address, self._security)
-        return self._link
-
-    async def close(self) -> None:
-        """Break what is carried and close the link; who still needs it opens another."""
-        link, self._link = self._link, None
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
-        if link is not None:
-            await link.close()
-
-    # -- for senders
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """While somebody is here, the link stays."""
-        self._users += 1
-        if self._idle is not None:
-            self._idle.cancel()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                loop = asyncio.get_running_loop()
-                self._idle = loop.call_later(self.options.idle_s, self._retire)
-
-    @contextmanager
-    def carries(self, sender: Sender, attached: Attached) -> Iterator[None]:
-        """Send the frames of an attached hand-off and renew it, meanwhile."""
-        self._attached[sender.ticket.nonce] = sender
-        self._lease_s = attached.lease_s
-        if self._serving is None:
-            self._serving = asyncio.create_task(self._serve())
-        self._wake.set()
-        try:
-            yield
-        finally:
-            self._attached.pop(sender.ticket.nonce, None)
-
-    def wake(self) -> None:
-        """There is something to send."""
-        self._wake.set()
-
-    async def attach(self, attach: Attach) -> tuple[Attached, int]:
-        """Take a reservation over; the bytes of both messages."""
-        return await KvClient(self.link).attach(attach, self.options.call_s)
-
-    async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
-        """The answer to a commit, when there is one; the bytes of both messages."""
-        self._owe()
-        try:
-            return await KvClient(self.link).commit(frame, timeout_s)
-        finally:
-            self._answered(1)
-
-    # -- the stream
-
-    async def _serve(self) -> None:
-        """One stream, until it ends in any way, which all that is attached on it is told."""
-        error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
-        try:
-            stream = PushStream(self.link)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for run in (self._feed(stream), self._listen(stream)):
-                        group.create_task(run)
-                    group.create_task(self._renew())
-                    group.create_task(self._watch())
-            finally:
-                stream.close()
-        except Exception as failure:
-            error = self._why(failure)
-        finally:
-            self._serving, self._owed = None, 0
-            for sender in self._attached.values():
-                sender.end(error)
-            self._attached.clear()
-
-    async def _feed(self, stream: FrameStream) -> None:
-        """Send while there is something; returns when the stream takes no more."""
-        size, pace = 1, self.options.pace
-        while size:
-            self._wake.clear()
-            if (chosen := self._next()) is None:
-                await self._wake.wait()
-                continue
-            sender, parcel = chosen
-            if pace is not None and (delay := pace.delay(parcel.size, self._clock())) > 0:
-                await asyncio.sleep(delay)
-            self._owe()
-            size = await stream.send(parcel.parts)
-            sender.wire_bytes += size
-
-    def _next(self) -> tuple[Sender, Parcel] | None:
-        """Whose frame is needed most, of those that have one and credit for it."""
-        for sender in sorted(self._attached.values(), key=Sender.need):
-            try:
-                if parcel := sender.next_parcel():
-                    return sender, parcel
-            except Exception as error:  # of one hand-off, so it ends that one
-                log.exception("%s cannot be sent", sender)
-                del self._attached[sender.ticket.nonce]
-                sender.end(error)
-        return None
-
-    async def _listen(self, stream: FrameStream) -> None:
-        """Take in credit."""
-        async with aclosing(stream.answers()) as answers:
-            async for data in answers:
-                credit = Credit.from_message(parse(kv.PushResponse, data))
-                self._answered(credit.frames)
-                if sender := self._attached.get(credit.nonce):
-                    sender.credited(credit, len(data))
-                self._wake.set()
-        raise PeerLostError(f"{self.address} ended the stream")
-
-    async def _renew(self) -> None:
-        """Keep all leases alive; a call that fails is repeated while they last."""
-        while True:
-            pause_s = self._lease_s / RENEWALS_PER_LEASE
-            await asyncio.sleep(pause_s)
-            if not self._attached:
-                continue
-            tickets = [sender.ticket for sender in self._attached.values()]
-            client, timeout_s = KvClient(self.link), min(self.options.call_s, pause_s)
-            try:
-                over, nbytes = await client.renew(tickets, timeout_s)
-            except (PeerLostError, DeadlineError) as error:
-                log.warning("the leases at %s were not renewed: %s", self.address, error)
-                continue
-            for ticket in tickets:
-                if sender := self._attached.get(ticket.nonce):
-                    sender.wire_bytes += nbytes // len(tickets)
-                    if ticket.nonce in over and ticket.gen == sender.ticket.gen:
-                        sender.end(ReservationError(f"{sender} is over at {self.address}"))
-
-    async def _watch(self) -> None:
-        """PeerLostError once nothing is answered any more."""
-        while True:
-            await asyncio.sleep(self.options.stall_s / 4)
-            quiet_s = self._clock() - self._heard_at
-            if self._owed > 0 and quiet_s > self.options.stall_s:
-                raise PeerLostError(f"{self.address} answered nothing for {quiet_s:.1f} s")
-
-    def _owe(self) -> None:
-        if self._owed <= 0:
-            self._owed, self._heard_at = 0, self._clock()
-        self._owed += 1
-
-    def _answered(self, count: int) -> None:
-        self._owed -= count
-        self._heard_at = self._clock()
-
-    def _why(self, failure: Exception) -> DisaggError:
-        """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
-        while isinstance(failure, ExceptionGroup):
-            failure = failure.exceptions[0]
-        if not isinstance(failure, DisaggError):
-            log.error("the channel to %s failed", self.address, exc_info=failure)
-        else:
-            log.warning("the channel to %s broke: %s", self.address, failure)
-        if isinstance(failure, ConfigError | VersionError | PeerLostError):
-            return failure
-        return PeerLostError(f"the channel to {self.address} broke: {failure}")
-
-    def _retire(self) -> None:
-        if not self._users:
-            self._closing = asyncio.ensure_future(self.close())
-
-
-class PushStream:
-    """A `FrameStream` over gRPC."""
-
-    def __init__(self, link: Link):
-        self._address = link.address
-        self._call = link.channel.stream_stream(PUSH)(metadata=link.metadata)
-
-    async def send(self, parts: Sequence[Buffer]) -> int:
-        """See `FrameStream`. The one copy of what is sent is made here."""
-        message = frame_message(parts)
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return 0
-        return len(message)
-
-    async def answers(self) -> AsyncGenerator[bytes, None]:
-        """See `FrameStream`."""
-        try:
-            async for reply in self._call:
-                yield reply
-        except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self._address) from failure
-
-    def close(self) -> None:
-        """See `FrameStream`."""
-        self._call.cancel()
-
-
-class Peers:
-    """The channels of a worker by address, and what their links can do."""
-
-    def __init__(self, security: Security | None, config: TransferConfig):
-        pace = None
-        frame_bytes = config.frame_bytes
-        if config.link_mbps is not None:
-            pace = Pace(config.link_mbps * 1e6 / 8, config.burst_bytes)
-            frame_bytes = min(frame_bytes, config.burst_bytes)
-        self.options = ChannelOptions(frame_bytes=frame_bytes, pace=pace)
-        self.reports: dict[str, LinkReport] = {}
-        self._security = security
-        self._channels: dict[str, Channel] = {}
-
-    def get(self, address: str) -> Channel:
-        """The channel to "host:port"; it connects when it is used."""
-        if address not in self._channels:
-            self._channels[address] = Channel(address, self._security, self.options)
-        return self._channels[address]
-
-    async def meet(self, addresses: Iterable[str]) -> list[str]:
-        """Measure links before they are needed; what each can do, in words."""
-        for address in addresses:
-            channel = self.get(address)
-            with channel.used():
-                try:
-                    self.reports[address] = await measure(channel.link)
-                    log.info("%s", self.reports[address])
-                except DisaggError as error:
-                    log.warning("the link to %s cannot be measured: %s", address, error)
-        return [str(self.reports[address]) for address in addresses if address in self.reports]
-
-    def as_info(self) -> list[dict[str, Any]]:
-        """What was measured, as plain values."""
-        return [asdict(report) for report in self.reports.values()]
-
-    async def close(self, address: str) -> None:
-        """That worker is gone: end what is left of its channel."""
-        self.reports.pop(address, None)
-        if channel := self._channels.pop(address, None):
-            await channel.close()
-
-    async def close_all(self) -> None:
-        """End everything."""
-        for address in list(self._channels):
-            await self.close(address)

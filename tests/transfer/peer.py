@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import KV_SERVICE
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
@@ -22,7 +23,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.records import Checklist
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
-from disagg.transfer.sender import Channel, ChannelOptions, Sender
+from disagg.transfer.sender import Sender
 from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
 from tests.transfer.prompts import EPOCH, MODEL, Prompt
 

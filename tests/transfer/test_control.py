@@ -1,34 +1,41 @@
 """A worker that is told what to do over a real server, and a router that hears what came of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
 
 from disagg.errors import CapacityError, PeerLostError, RequestError
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.transfer.channel import connect, start_server
 from disagg.transfer.control import WorkerClient, worker_handler
-from disagg.transfer.work import Submit, TokenEvent, Work, WorkerStatus
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Step,
+    Submit,
+    TokenEvent,
+    Work,
+    WorkerStatus,
+)
+from disagg.transfer.rpc import connect, start_server
 
-SUBMIT = Submit(
+JOB = Job(
     rid="r",
     attempt=2,
-    work=Work.REPLAY,
-    epoch=9,
     prompt=(1, 2, 300_000),
     emitted=(4,),
-    codec="kivi:bits=2",
     sampling={"temperature": 0.5, "stop": [1]},
-    decode_address="127.0.0.1:1",
-    decode_epoch=7,
+    codec="kivi:bits=2",
     deadline_s=3.5,
 )
-EVENTS = [
-    [TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)],
-    [TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3})],
-    [TokenEvent("s", 0, 6, error=CapacityError("no room"))],
+SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1)
+GRANT = Grant(2**64 - 1, 7, 10.0, 64)
+STEPS = [
+    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 2, 1)),
+    Step((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
+    Step((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
 ]
 STATUS = WorkerStatus(9, "m", "p", {"running": 2.0}, {"role": "decode"})
 
@@ -40,15 +47,19 @@ class Worker:
         self.told: list[object] = []
         self.left = asyncio.Event()
 
-    async def submit(self, submit: Submit) -> None:
-        if submit.epoch != 9:
+    async def reserve(self, job: Job, epoch: int) -> Grant:
+        if epoch != 9:
             raise CapacityError("draining")
+        self.told.append(job)
+        return GRANT
+
+    async def submit(self, submit: Submit) -> None:
         self.told.append(submit)
 
-    async def events(self, have: Mapping[str, int]) -> AsyncIterator[Sequence[TokenEvent]]:
-        self.told.append(dict(have))
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
+        self.told.append((dict(have), router))
         try:
-            for step in EVENTS:
+            for step in STEPS:
                 yield step
             await asyncio.Event().wait()
         finally:
@@ -60,8 +71,8 @@ class Worker:
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         self.told.append((rid, attempt, reason))
 
-    async def fence(self, epoch: int) -> None:
-        self.told.append(epoch)
+    async def fence(self, epoch: int, router: str) -> None:
+        self.told.append((epoch, router))
 
     async def status(self) -> WorkerStatus:
         return STATUS
@@ -82,11 +93,13 @@ async def open_worker() -> AsyncIterator[tuple[Worker, WorkerClient]]:
 def test_calls_arrive_as_they_were_made():
     async def scene():
         async with open_worker() as (worker, client):
+            assert await client.reserve(JOB, 9) == GRANT
             await client.submit(SUBMIT)
             await client.acknowledge({"r": 3})
             await client.abort("r", 2, "client gone")
-            await client.fence(10)
-            assert worker.told == [SUBMIT, ("ack", {"r": 3}), ("r", 2, "client gone"), 10]
+            await client.fence(10, "me")
+            told = [JOB, SUBMIT, ("ack", {"r": 3}), ("r", 2, "client gone"), (10, "me")]
+            assert worker.told == told
             assert await client.status() == STATUS
 
     asyncio.run(scene())
@@ -96,15 +109,15 @@ def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves
     async def scene():
         async with open_worker() as (worker, client):
             seen = []
-            stream = client.events({"r": 4})
+            stream = client.events({"r": 4}, "me")
             async for step in stream:
                 seen.append(step)
-                if len(seen) == len(EVENTS):
+                if len(seen) == len(STEPS):
                     break
             await stream.aclose()
-            assert worker.told == [{"r": 4}]
-            assert seen[:2] == EVENTS[:2]
-            (failed,) = seen[2]
+            assert worker.told == [({"r": 4}, "me")]
+            assert seen[:2] == STEPS[:2]
+            (failed,) = seen[2].events
             assert isinstance(failed.error, CapacityError)
             assert (failed.token, str(failed.error)) == (None, "no room")
             async with asyncio.timeout(30.0):
@@ -117,7 +130,7 @@ def test_a_refusal_keeps_its_type():
     async def scene():
         async with open_worker() as (_, client):
             with pytest.raises(CapacityError, match="draining"):
-                await client.submit(Submit("r", 0, Work.LOCAL, 1, (1,)))
+                await client.reserve(JOB, 8)
 
     asyncio.run(scene())
 
@@ -126,7 +139,7 @@ def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
     async def scene():
         server, address = await start_server([worker_handler(Worker())], "127.0.0.1")
         link = connect(address)
-        events = WorkerClient(link).events({})
+        events = WorkerClient(link).events({}, "me")
         await anext(events)
         await server.stop(None)
         with pytest.raises(PeerLostError):
@@ -145,9 +158,9 @@ async def _last(events: AsyncIterator) -> object:
 @pytest.mark.parametrize(
     "message",
     [
-        pb.SubmitRequest(rid="r"),
-        pb.SubmitRequest(rid="r", work=pb.WORK_LOCAL, sampling="{"),
-        pb.SubmitRequest(rid="r", work=pb.WORK_LOCAL, sampling="[1]"),
+        pb.SubmitRequest(job=pb.Job(rid="r")),
+        pb.SubmitRequest(job=pb.Job(rid="r", sampling="{"), work=pb.WORK_LOCAL),
+        pb.SubmitRequest(job=pb.Job(rid="r", sampling="[1]"), work=pb.WORK_LOCAL),
     ],
     ids=["unknown work", "broken JSON", "JSON that is no object"],
 )

@@ -1,0 +1,292 @@
+"""Frames over a socket: whole, by key only, TLS or not; bytes of nobody end the connection."""
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from disagg.errors import PeerLostError
+from disagg.transfer import direct
+from disagg.transfer.channel import Channel
+from disagg.transfer.direct import DirectServer, dial
+from disagg.transfer.messages import Attached, Credit, State
+from disagg.transfer.security import Security
+from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, digest, pack, unpack
+from tests.papers import make_papers
+from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
+from tests.transfer.prompts import Prompt, make_prompt
+
+KEY = b"k" * direct.KEY_BYTES
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return make_prompt(1500)
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Security:
+    folder = make_papers(tmp_path_factory.mktemp("papers"))
+    ca, peer, key = ((folder / name).read_bytes() for name in ("ca", "peer", "peer.key"))
+    return Security("a secret", ca, peer, key, mutual=True)
+
+
+class Shelf:
+    """Takes frames into memory of its own, and tells a scripted peer."""
+
+    def __init__(self, peer: Peer):
+        self.peer = peer
+        self.closed = False
+
+    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
+        self.frame, self.nbytes = frame, nbytes
+        self.memory = [memoryview(bytearray(len(x))) for x in frame.payload]
+        return self.memory
+
+    def end(self, whole: bool) -> Credit:
+        self.peer.frames.append(self.frame)
+        frame = replace(self.frame, payload=tuple(self.memory))
+        if whole:
+            frame.verify()
+            here = self.peer.have.setdefault(frame.ticket.nonce, {})
+            here.update(zip(frame.items(), frame.digests, strict=True))
+        return Credit(frame.ticket.nonce, frame.ticket.gen, self.nbytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@asynccontextmanager
+async def open_direct(
+    security: Security | None = None,
+) -> AsyncIterator[tuple[Peer, Channel, DirectServer, list[Shelf]]]:
+    """A scripted peer with a direct door."""
+    shelves: list[Shelf] = []
+
+    def make_shelf() -> Shelf:
+        shelves.append(Shelf(peer))
+        return shelves[-1]
+
+    async with open_peer(replace(QUICK, direct=True), security) as (peer, channel):
+        server = DirectServer(make_shelf, security)
+        port = server.listen(HOST)
+        peer.on_attach = lambda attach: Attached(
+            State.ATTACHED,
+            peer.have.get(attach.ticket.nonce, {}),
+            lease_s=10.0,
+            credit=8000,
+            port=port,
+            key=server.make_key(),
+        )
+        peer.streams = 1  # so that a commit waits for frames
+        serving = asyncio.create_task(server.run())
+        try:
+            yield peer, channel, server, shelves
+        finally:
+            await channel.close()
+            serving.cancel()
+            await asyncio.wait([serving])
+            assert all(shelf.closed for shelf in shelves)
+
+
+def digests_of(prompt: Prompt) -> dict[Item, int]:
+    return {item: digest(prompt.bytes_of(item)) for item in prompt.checklist.items}
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
+def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
+    async def scene():
+        async with open_direct(papers if tls else None) as (peer, channel, _, shelves):
+            senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
+
+            async def settle() -> None:
+                async with peer.stored:
+                    peer.stored.notify_all()
+
+            for sender in senders:
+                offer_all(sender, prompt)
+            running = [asyncio.create_task(sender.run()) for sender in senders]
+            await until(lambda: list(peer.have.values()) == 3 * [digests_of(prompt)])
+            await until(lambda: len(peer.commits) == 3)
+            await settle()
+            for stats in await asyncio.gather(*running):
+                assert stats.payload_bytes == prompt.checklist.total_bytes
+                assert stats.attaches == 1
+            assert (len(shelves), peer.opened) == (1, 0)
+
+    asyncio.run(scene())
+
+
+def test_a_direct_connection_that_breaks_is_resumed(prompt):
+    async def scene():
+        async with open_direct() as (peer, channel, _, shelves):
+            sender = peer.sender(prompt, channel)
+            running = asyncio.create_task(sender.run())
+            sender.offer(prompt.checklist.layer(0))
+            await until(lambda: len(peer.have.get(7, ())) == len(list(prompt.checklist.layer(0))))
+            shelves[0].begin = None  # a bug at the receiver: the connection breaks, loudly
+            sender.offer(prompt.checklist.layer(1))
+            sender.offer(prompt.checklist.layer(2))
+            sender.finish(1)
+            await until(lambda: peer.have[7] == digests_of(prompt))
+            await until(lambda: bool(peer.commits))
+            async with peer.stored:
+                peer.stored.notify_all()
+            stats = await running
+            assert (stats.attaches, len(shelves)) == (2, 2)
+
+    asyncio.run(scene())
+
+
+def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
+    async def scene():
+        async with open_peer(replace(QUICK, direct=True)) as (peer, channel):
+            sender = peer.sender(prompt, channel)
+            offer_all(sender, prompt)
+            await sender.run()
+            assert peer.attaches[0].direct
+            assert peer.opened == 1
+
+    asyncio.run(scene())
+
+
+# -- who may come in
+
+
+@asynccontextmanager
+async def open_door() -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
+    shelves: list[Shelf] = []
+
+    def make_shelf() -> Shelf:
+        shelves.append(Shelf(Peer()))
+        return shelves[-1]
+
+    server = DirectServer(make_shelf)
+    port = server.listen(HOST)
+    serving = asyncio.create_task(server.run())
+    try:
+        yield server, port, shelves
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert all(shelf.closed for shelf in shelves)
+
+
+def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):
+    async def scene():
+        async with open_door() as (server, port, shelves):
+            key = server.make_key()
+            first = await dial(f"{HOST}:1", port, key)
+            await until(lambda: len(shelves) == 1)
+            second = await dial(f"{HOST}:1", port, key)
+            with pytest.raises(PeerLostError):
+                await anext(second.answers())
+            monkeypatch.setattr(direct, "KEY_S", -1.0)
+            third = await dial(f"{HOST}:1", port, server.make_key())
+            with pytest.raises(PeerLostError):
+                await anext(third.answers())
+            for stream in (first, second, third):
+                stream.close()
+            assert len(shelves) == 1
+
+    asyncio.run(scene())
+
+
+HELLOS = {
+    "another key": struct.pack("<4sI16s", b"dgKD", 1, b"x" * 16),
+    "another version": struct.pack("<4sI16s", b"dgKD", 2, KEY),
+    "another protocol": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
+def test_who_says_no_valid_hello_is_hung_up_on(hello):
+    async def scene():
+        async with open_door() as (server, port, shelves):
+            server._keys[KEY] = float("inf")
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(hello)
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 20.0) == b""
+            writer.close()
+            assert not shelves
+
+    asyncio.run(scene())
+
+
+def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(monkeypatch):
+    monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
+
+    async def scene():
+        async with open_door() as (server, port, shelves):
+            silent = [await asyncio.open_connection(HOST, port) for _ in range(5)]
+            for reader, _ in silent[:2]:  # long before their time
+                assert await asyncio.wait_for(reader.read(), 20.0) == b""
+            await until(lambda: len(server._strangers) == 3)
+            stream = await dial(f"{HOST}:1", port, server.make_key())
+            await until(lambda: len(shelves) == 1)
+            monkeypatch.setattr(direct, "HELLO_S", 0.05)
+            late, writer = await asyncio.open_connection(HOST, port)
+            assert await asyncio.wait_for(late.read(), 20.0) == b""
+            stream.close()
+            for _, each in [*silent, (late, writer)]:
+                each.close()
+
+    asyncio.run(scene())
+
+
+def test_nobody_at_the_port_is_a_lost_peer():
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(PeerLostError, match="no direct connection"):
+        asyncio.run(dial(f"{HOST}:1", port, KEY))
+
+
+# -- what may come
+
+
+def whole_frame(prompt: Prompt) -> bytes:
+    return b"".join(pack(prompt.frames(Ticket(7, 7, 1))[0]))
+
+
+def bend(source: random.Random, data: bytes) -> bytes:
+    """A few bytes changed, cut out or put in."""
+    bent = bytearray(data)
+    for _ in range(source.choice((1, 1, 2, 8))):
+        place = source.randrange(len(bent))
+        length = source.choice((1, 2, 4, 30))
+        bent[place : place + length] = source.randbytes(source.choice((0, length, 40)))
+    return bytes(bent)
+
+
+def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
+    """Bent frames behind a valid hello: stored whole, or the connection ends; the door stays."""
+    source, honest = random.Random(3), whole_frame(prompt)
+    commit = b"".join(pack(CommitFrame(Ticket(1, 2, 3), Commit(1, "p", (), 1))))
+
+    async def scene():
+        async with open_door() as (server, port, shelves):
+            for round_ in range(120):
+                data = commit if round_ == 0 else bend(source, honest)
+                length = source.choice((len(data), len(data), len(honest), 0, 2**32 - 1))
+                server._keys[KEY] = float("inf")
+                _, writer = await asyncio.open_connection(HOST, port)
+                writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))
+                writer.write(struct.pack("<I", length) + data)
+                writer.write_eof()
+                await until(lambda n=round_: len(shelves) == n + 1 and shelves[-1].closed)
+                writer.close()
+                for items in shelves[-1].peer.have.values():
+                    assert items == digests_of_frame(honest)
+
+    def digests_of_frame(data: bytes) -> dict[Item, int]:
+        frame = unpack(data)
+        return dict(zip(frame.items(), frame.digests, strict=True))
+
+    asyncio.run(scene())

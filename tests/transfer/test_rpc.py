@@ -1,0 +1,308 @@
+"""Servers, links and errors of the grpc package, as this plane uses it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from disagg.errors import (
+    CapacityError,
+    ConfigError,
+    DisaggError,
+    PeerLostError,
+    WireError,
+    all_errors,
+)
+from disagg.transfer.rpc import (
+    MESSAGE_KEY,
+    REASON_KEY,
+    Link,
+    connect,
+    error_of,
+    rpc_handlers,
+    start_server,
+    tune_malloc,
+)
+from disagg.transfer.security import Security
+from disagg.wire import MAX_FRAME_BYTES
+from tests.papers import make_papers
+from tests.transfer.peer import until
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = make_papers(tmp_path_factory.mktemp("papers"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Service:
+    """Methods of each kind that do what the message says."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []  # sizes of messages
+        self.left = 0  # streams that ended, however
+        self.refusals: list[DisaggError] = []
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return rpc_handlers(
+            "a.B", {"One": self.one}, {"Many": self.many}, {"Both": self.both}, self.refusals.append
+        )
+
+    async def one(self, data: bytes) -> bytes:
+        self.seen.append(len(data))
+        if data == b"named":
+            raise CapacityError("no rööm")
+        if data == b"bug":
+            raise KeyError("oops")
+        return data
+
+    async def many(self, data: bytes) -> AsyncGenerator[bytes, None]:
+        try:
+            yield await self.one(b"x")
+            yield await self.one(data)
+            await asyncio.Event().wait()
+        finally:
+            self.left += 1
+
+    async def both(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        try:
+            async for message in messages:
+                yield await self.one(message)
+        finally:
+            self.left += 1
+
+
+@asynccontextmanager
+async def open_service(
+    server: Security | None = None, client: Security | None = None
+) -> AsyncIterator[tuple[Service, Link]]:
+    service = Service()
+    serving, address = await start_server([service.handlers()], "127.0.0.1", server)
+    link = connect(address, client)
+    try:
+        yield service, link
+    finally:
+        await link.close()
+        await serving.stop(None)
+
+
+async def ask(link: Link, method: str, data: bytes) -> bytes:
+    """The answer to `data`, by a call of any kind."""
+    if method == "One":
+        return await link.call("/a.B/One", data, 20.0)
+    if method == "Many":
+        call = link.channel.unary_stream("/a.B/Many")(data, metadata=link.metadata)
+    else:
+        call = link.channel.stream_stream("/a.B/Both")(metadata=link.metadata)
+    try:
+        if method == "Both":
+            await call.write(data)
+        else:
+            assert await call.read() == b"x"
+        return await call.read()
+    except grpc.aio.AioRpcError as failure:
+        raise error_of(failure, link.address) from failure
+    finally:
+        call.cancel()
+
+
+# -- errors
+
+
+def failure(code: grpc.StatusCode, *trailing: tuple[str, object]) -> grpc.aio.AioRpcError:
+    metadata = grpc.aio.Metadata(*trailing)
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details="because")
+
+
+@pytest.mark.parametrize("error", all_errors().values(), ids=lambda error: error.__name__)
+def test_every_error_has_a_status(error):
+    assert error.grpc_status in grpc.StatusCode.__members__
+    assert error.grpc_status != "OK"
+
+
+def test_a_reason_of_the_future_is_still_an_error_of_ours():
+    found = error_of(failure(grpc.StatusCode.ABORTED, (REASON_KEY, "new"), (MESSAGE_KEY, b"x")), "")
+    assert (type(found), str(found)) == (DisaggError, "x")
+
+
+@pytest.mark.parametrize("code", grpc.StatusCode, ids=lambda code: code.name)
+def test_every_nameless_failure_is_a_typed_error_that_names_the_peer(code):
+    found = error_of(failure(code), "1.2.3.4:5")
+    assert isinstance(found, DisaggError)
+    assert code.name in str(found)
+    assert "1.2.3.4:5" in str(found)
+
+
+@pytest.mark.parametrize("method", ["One", "Many", "Both"])
+def test_a_refusal_keeps_its_type_and_message_on_the_way(method):
+    async def scene():
+        async with open_service() as (service, link):
+            with pytest.raises(CapacityError, match="no rööm"):
+                await ask(link, method, b"named")
+            assert [error.reason for error in service.refusals] == ["capacity"]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("method", ["One", "Many", "Both"])
+def test_a_bug_is_logged_and_never_answered_with_ok(method, caplog):
+    async def scene():
+        async with open_service() as (service, link):
+            with pytest.raises(DisaggError, match="logged why") as caught:
+                await ask(link, method, b"bug")
+            assert caught.value.__cause__.code() is grpc.StatusCode.INTERNAL
+            assert len(service.refusals) == 1
+            assert "Traceback" in caplog.text
+            assert "oops" in caplog.text
+            assert await ask(link, method, b"y") == b"y"
+
+    asyncio.run(scene())
+
+
+# -- calls
+
+
+@pytest.mark.parametrize("method", ["Many", "Both"])
+def test_a_stream_whose_caller_leaves_is_over_at_once(method):
+    async def scene():
+        async with open_service() as (service, link):
+            await ask(link, method, b"y")
+            await until(lambda: service.left == 1)
+
+    asyncio.run(scene())
+
+
+def test_one_message_is_received_while_another_is_looked_at():
+    """Over 10 Gb/s the plane would stand still between an answer and the next message."""
+
+    async def scene():
+        seen = []
+
+        class Messages:
+            asked = 0
+
+            def __aiter__(self) -> AsyncIterator[bytes]:
+                return self
+
+            async def __anext__(self) -> bytes:
+                self.asked += 1
+                if self.asked > 5:
+                    raise StopAsyncIteration
+                return bytes([self.asked])
+
+        messages = Messages()
+
+        async def both(coming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+            async for message in coming:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                seen.append((message[0], messages.asked))
+                yield message
+
+        class Context:
+            async def write(self, reply: bytes) -> None:
+                assert reply
+
+        handler = rpc_handlers("a", {}, both_stream={"B": both})
+
+        class Details:
+            method, invocation_metadata = "/a/B", ()
+
+        await handler.service(Details).stream_stream(messages, Context())
+        assert seen == [(number, number + 1) for number in range(1, 6)]
+
+    asyncio.run(scene())
+
+
+def test_a_message_above_the_limit_is_refused_and_the_link_goes_on():
+    async def scene():
+        async with open_service() as (service, link):
+            with pytest.raises(WireError):
+                await ask(link, "One", bytes(MAX_FRAME_BYTES + 100))
+            assert await ask(link, "One", bytes(MAX_FRAME_BYTES)) == bytes(MAX_FRAME_BYTES)
+            assert service.seen == [MAX_FRAME_BYTES]
+
+    asyncio.run(scene())
+
+
+# -- who may speak
+
+
+SECRET = Security(token="a secret")
+
+
+@pytest.mark.parametrize("method", ["One", "Many", "Both"])
+@pytest.mark.parametrize("client", [None, Security(token="a guess")], ids=["none", "wrong"])
+def test_without_the_shared_token_no_message_of_any_call_is_read(method, client):
+    async def scene():
+        async with open_service(SECRET, client) as (service, link):
+            with pytest.raises(ConfigError, match="token"):
+                await ask(link, method, b"y")
+            assert not service.seen
+
+    asyncio.run(scene())
+
+
+def test_a_shared_token_opens_the_plane():
+    async def scene():
+        async with open_service(SECRET, SECRET) as (_, link):
+            assert await ask(link, "One", b"y") == b"y"
+            assert link.transport == "gRPC over TCP"
+
+    asyncio.run(scene())
+
+
+def test_tls_carries_the_plane_and_mutual_tls_with_a_token_too(papers):
+    async def scene(server: Security, client: Security) -> None:
+        async with open_service(server, client) as (_, link):
+            assert await ask(link, "One", b"y") == b"y"
+            assert link.transport == "gRPC over TLS"
+
+    one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
+    asyncio.run(scene(one_way, Security(ca=papers["ca"])))
+    both = Security("s", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    asyncio.run(scene(both, both))
+
+
+def test_strangers_are_lost_peers(papers):
+    async def scene(server: Security, client: Security | None) -> None:
+        async with open_service(server, client) as (_, link):
+            with pytest.raises(PeerLostError):
+                await ask(link, "One", b"y")
+
+    one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
+    mutual = Security(None, papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    for server, client in (
+        (one_way, None),  # speaks plain text to a server with TLS
+        (one_way, Security(ca=papers["foreign"])),  # trusts another authority
+        (mutual, Security(ca=papers["ca"])),  # has no certificate
+    ):
+        asyncio.run(scene(server, client))
+
+
+def test_a_server_with_tls_needs_a_certificate_and_a_key(papers):
+    with pytest.raises(ConfigError, match="certificate"):
+        asyncio.run(start_server([], "127.0.0.1", Security(ca=papers["ca"])))
+
+
+def test_malloc_can_be_tuned_where_there_is_glibc():
+    assert isinstance(tune_malloc(), bool)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_is_an_address_like_any_other(host):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+
+    async def scene():
+        server, address = await start_server([], host)
+        assert address.startswith("[::1]:")
+        link = connect(address)
+        await asyncio.wait_for(link.channel.channel_ready(), 20.0)
+        await link.close()
+        await server.stop(None)
+
+    asyncio.run(scene())
