@@ -79,7 +79,7 @@ class Engine:
         )
         self._orders = count()
         self._draining = False
-        self._crowded = False  # a sequence found no room in the last step
+        self._refused: Sequence | None = None  # who last found no room
         self._events: list[Token | Prefilled | Failed] = []
         self._preempted: list[str] = []
 
@@ -89,7 +89,7 @@ class Engine:
 
     def may_reserve(self) -> bool:
         """Whether room may be promised to others: no sequence here waits for any. Any thread."""
-        return not self._crowded
+        return self._refused is None or self._refused.life.status is not Status.QUEUED
 
     @property
     def idle(self) -> bool:
@@ -196,14 +196,18 @@ class Engine:
         """Who computes how many tokens, with the records that decoding needs for it."""
         shares, stash = self._grow()
         left = self._config.max_batch_tokens - sum(share.count for share in shares)
-        self._crowded = bool(self._preempted)  # what was freed belongs to who needed it
+        full = bool(self._preempted)  # what was freed belongs to who needed it
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break
+            if full and sequence.life.status is Status.QUEUED:
+                continue
             count = min(sequence.prompt_len - sequence.n, left)
             if self._prepare(sequence, count):
                 shares.append(Share(sequence, count))
                 left -= count
+            elif sequence.life.status is Status.QUEUED:
+                self._refused, full = sequence, True
         return shares, stash
 
     def _grow(self) -> tuple[list[Share], Stash]:
@@ -220,6 +224,7 @@ class Engine:
                 assert victim is not None, "decoding sequences can always be preempted"
                 victim.life.enter(Status.QUEUED, self._clock())
                 self._preempted.append(victim.rid)
+                self._refused = victim
                 if not self.pool.referenced_pages:
                     self._say(victim, "length")
 
@@ -236,18 +241,16 @@ class Engine:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a prompt room, if there is any and nobody more urgent waits for it."""
-        if self._crowded:
-            return False
+        """Begin with a prompt if there is room for it."""
         try:
-            self._crowded = not self._scheduler.admit(sequence)
+            if not self._scheduler.admit(sequence):
+                return False
         except CapacityError as error:
             raise PromptTooLongError(f"{sequence.prompt_len} tokens: {error}") from error
-        if not self._crowded:
-            sequence.life.enter(Status.PREFILL, self._clock())
-            if sequence.handoff is not None:
-                sequence.handoff.begin(sequence.plan, sequence.groups)
-        return not self._crowded
+        sequence.life.enter(Status.PREFILL, self._clock())
+        if sequence.handoff is not None:
+            sequence.handoff.begin(sequence.plan, sequence.groups)
+        return True
 
     def _make_workspace(self, sequence: Sequence, count: int) -> None:
         """Room for exact K and V; taken at once where the prompt comes in more than one chunk."""
@@ -310,9 +313,10 @@ class Engine:
         """A step broke and nobody can say for whom: all that were in it end."""
         wait_for_kernels(self._runner.device)
         self.pool.release(stash.lost(shares))
+        told = named(error)
         for share in shares:
             if share.sequence.life.status is not Status.DONE:
-                self._fail(share.sequence, share.sequence.error or named(error))
+                self._fail(share.sequence, share.sequence.error or told)
 
     # -- sample
 

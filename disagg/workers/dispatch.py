@@ -1,15 +1,28 @@
 """The life of requests as the router sees it: events in, actions out. No clock, no sockets.
 
-              a pair of workers      first token from D
-    QUEUED ────────────────► PREFILL ──────────────► DECODE ──────► DONE
-      ▲                         │                      │
-      └──── attempt + 1 ────────┴─ worker dead, refused┘
-    from anywhere: client gone, deadline, poison ─► Abort both ─► DONE
+           a pair has room            granted           first token from D
+    QUEUED ───────────────► RESERVE ─────────► PREFILL ───────────────────► DECODE ──► done
+      ▲                        │ D is full        │ refused, P or D dead       │ D dead
+      └────────────────────────┴──────────────────┴────────────────────────────┘ next attempt
+    local work (a single token, or a worker of both roles) needs no grant
+    from anywhere: client gone, no token for deadline_s, deaths ─► Forget at P and D ─► done
 
-A token has the name (rid, attempt, index) and is delivered once: a worker may say it again, an
-older attempt may still talk. What was emitted is kept here, so the next attempt replays it.
+This is the one queue. A request leaves it when a prefill worker P can start it and a decode worker
+D promises room, so that workers keep no queue and one that is full holds up nobody. Those with the
+least work left go first; waiting makes up for work. A token has the name (rid, attempt, index) and
+is delivered once; what was delivered is kept here, so that the next attempt replays it.
 """
 
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from heapq import heapify, heappop
+from itertools import count
+from typing import Any
+
+from disagg.config import RouterConfig
 from disagg.errors import (
     CapacityError,
     ConfigError,
@@ -19,176 +32,537 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.workers.lifecycle import (
-    Abort,
-    Action,
-    Deliver,
-    Entry,
-    Fail,
-    Finish,
-    Member,
-    Phase,
-    Release,
-    Start,
-    Work,
-)
+from disagg.transfer.messages import Grant, Job, Load, Work
 
+AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
 RETRY_S = 0.1  # pause after a refusal; doubles with each, up to a second
+FULL_S = 0.25  # how long a refusal for want of room counts, if nothing is heard before
+PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
+TOLD_S = 1.0  # an abort is not repeated sooner
+FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
+OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
+
+
+class Role(StrEnum):
+    """What a worker admits: `prefills` prompts for others, `decodes` those of others."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker that can be reached.
+
+    address: "host:port" · epoch: its incarnation · model: fingerprint of config and weights
+    """
+
+    name: str
+    role: Role
+    address: str
+    epoch: int
+    model: str = ""
+
+
+class Phase(StrEnum):
+    """Where a request is; the drawing above has the arrows."""
+
+    QUEUED = "queued"
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass
+class Entry:
+    """One request.
+
+    job:      its attempt of now, from `began` on · emitted: what was delivered
+    prefill, decode: its workers, one for local work · avoid: the pair that refused it last
+    computed: its prefill worker has no more to compute
+    deaths:   workers that died while they computed nothing else · alone: the next one is the last
+    """
+
+    job: Job
+    order: int
+    arrived: float
+    deadline: float
+    phase: Phase = Phase.QUEUED
+    prefill: str | None = None
+    decode: str | None = None
+    avoid: frozenset[str | None] = frozenset()
+    computed: bool = False
+    emitted: list[int] = field(default_factory=list)
+    deaths: int = 0
+    alone: bool = False
+    refusals: int = 0
+    not_before: float = 0.0
+    began: float = 0.0
+
+    @property
+    def workers(self) -> list[str]:
+        return list(dict.fromkeys(filter(None, (self.prefill, self.decode))))
+
+    @property
+    def computed_by(self) -> str | None:
+        """Whose engine works on it now."""
+        if self.phase is Phase.DECODE:
+            return self.decode
+        return self.prefill if self.phase is Phase.PREFILL and not self.computed else None
+
+    @property
+    def single(self) -> bool:
+        """Whether prefill's first token is the whole answer."""
+        return self.job.sampling.get("max_tokens") == 1
+
+    def urgency(self, now: float) -> float:
+        """Lower goes first: the rule of `engine.scheduler`, which would bring torch along."""
+        return len(self.job.prompt) * 0.5 ** (now - self.arrived)
+
+    def leave(self) -> None:
+        """Back to the queue."""
+        self.phase, self.prefill, self.decode = Phase.QUEUED, None, None
+
+
+@dataclass
+class Member:
+    """A worker that takes part: what it could take, and how it did lately.
+
+    bound:    prompts of so many tokens or more found no room; until then, or a better load
+    failures: in a row, the last one at `failed_at`; nothing is given to it until `open_until`
+    recent:   tokens of prompts given to it lately
+    """
+
+    started: Started
+    load: Load | None = None
+    bound: tuple[float, float] = (math.inf, 0.0)
+    failures: int = 0
+    failed_at: float = -math.inf
+    open_until: float = -math.inf
+    recent: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.started.name
+
+    @property
+    def free_bytes(self) -> float:
+        return math.inf if self.load is None else self.load.free_bytes
+
+    def takes(self, tokens: int, nbytes: float, idle: bool, now: float) -> bool:
+        """Whether a prompt of at least so many bytes may find room, as far as it said.
+
+        One that is idle is asked: it alone can say that a prompt is too long for it.
+        """
+        load, refused = self.load, now < self.bound[1] and tokens >= self.bound[0]
+        if refused or load is None:
+            return not refused
+        return load.slots > 0 and not load.waiting and (idle or load.free_bytes >= nbytes)
+
+    def says(self, load: Load) -> bool:
+        """Take its load in; whether it may have room that it did not have before."""
+        old, self.load = self.load or Load(waiting=1), load
+        more = load.free_bytes > old.free_bytes or load.slots > old.slots
+        if roomier := more or load.waiting < old.waiting:
+            self.bound = (math.inf, 0.0)
+        return roomier
+
+    def fails(self, began: float, now: float) -> None:
+        """An attempt from `began` on failed; those that began before the last failure are one.
+
+        The third in a row opens the breaker: for 1, 2, 4 .. 30 s, and one more try each time.
+        """
+        if began >= self.failed_at:
+            self.failures, self.failed_at = self.failures + 1, now
+            self.pause(now)
+
+    def pause(self, now: float) -> None:
+        """Nothing more for a while, if its breaker is open or half open."""
+        if self.failures >= OPENS_AT:
+            self.open_until = now + min(LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT))
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Action: ask a decode worker for room."""
+
+    worker: str
+    job: Job
+
+
+@dataclass(frozen=True)
+class Start:
+    """Action: a worker begins; its pages go to `decode`, by the `grant` that it gave."""
+
+    worker: str
+    job: Job
+    work: Work
+    decode: str | None = None
+    grant: Grant | None = None
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Action: a worker aborts an attempt, whatever it did for it."""
+
+    worker: str
+    rid: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """Action: a worker need not keep the first `count` outputs of a request any longer."""
+
+    worker: str
+    rid: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Action: the client gets its next token."""
+
+    rid: str
+    token: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Action: the request is done; reason "stop" or "length"."""
+
+    rid: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Action: the request ends with an error."""
+
+    rid: str
+    error: DisaggError
+
+
+Action = Reserve | Start | Forget | Acknowledge | Deliver | Finish | Fail
 
 
 class Dispatch:
     """All requests and all workers. Every method takes one event and says what is to be done."""
 
-    def __init__(self, max_attempts: int = 3):
+    def __init__(self, config: RouterConfig | None = None):
         self.entries: dict[str, Entry] = {}
         self.members: dict[str, Member] = {}
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = 0
-        self._max_attempts = max_attempts
+        self._config = config or RouterConfig()
+        self._orders = count()
+        self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
+        self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
+        self._stuck_since = math.inf  # nothing could be placed since, though something waited
 
     # -- clients
 
-    def submit(self, work: Work, now: float) -> list[Action]:
-        """A new request; it starts at once if there is a worker of each kind."""
-        if work.rid in self.entries:
-            raise RequestError(f"request {work.rid!r} exists already")
-        self.entries[work.rid] = Entry(work)
-        return self.tick(now)
+    def submit(self, job: Job, now: float) -> list[Action]:
+        """A new request; it starts at once if there is room."""
+        if job.rid in self.entries:
+            raise RequestError(f"request {job.rid!r} exists already")
+        deadline = now + self._config.deadline_s
+        self.entries[job.rid] = Entry(job, next(self._orders), now, deadline)
+        return self._place(now)
 
-    def cancel(self, rid: str) -> list[Action]:
+    def cancel(self, rid: str, now: float) -> list[Action]:
         """The client is gone or has enough; both sides forget the request."""
         entry = self.entries.pop(rid, None)
-        return self._abort(entry) if entry else []
+        return [*self._forget(entry, now), *self._place(now)] if entry else []
 
     # -- workers
 
-    def worker_up(self, member: Member, now: float) -> list[Action]:
-        """A worker is ready; waiting requests may start."""
-        self.members[member.name] = member
-        return self.tick(now)
+    def worker_up(self, started: Started, now: float) -> list[Action]:
+        """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
+        actions = self.worker_down(started.name, now)
+        self.members[started.name] = Member(started)
+        return actions + self._place(now)
 
     def worker_down(self, name: str, now: float) -> list[Action]:
-        """A worker is dead: what it had starts again elsewhere, unless it keeps killing workers."""
-        self.members.pop(name, None)
+        """A worker is dead: what it had starts again elsewhere.
+
+        A request is charged with a death where nothing else was computed there: before the last
+        that it may cost it runs alone, after it it is refused.
+        """
         actions: list[Action] = []
-        for entry in [e for e in self.entries.values() if e.uses(name)]:
-            entry.deaths += 1
-            if entry.deaths < self._max_attempts:
+        if self.members.pop(name, None) is None:
+            return actions
+        computed = [entry for entry in self.entries.values() if entry.computed_by == name]
+        if len(computed) == 1:
+            computed[0].deaths += 1
+            computed[0].alone = computed[0].deaths >= self._config.max_attempts - 1
+        for entry in list(self.entries.values()):
+            lives = entry.phase is Phase.DECODE and name != entry.decode
+            if lives or name not in entry.workers:
+                continue
+            if entry.deaths < self._config.max_attempts:
                 actions += self._requeue(entry, now)
             else:
                 died = PeerLostError(f"{entry.deaths} workers died under this request; given up")
-                actions += self._fail(entry, died)
-        return actions + self.tick(now)
+                actions += self._fail(entry, died, now)
+        return actions + self._place(now)
+
+    def load(self, worker: str, load: Load, now: float) -> list[Action]:
+        """A worker says what it could take."""
+        member = self.members.get(worker)
+        return self._place(now) if member and member.says(load) else []
+
+    def granted(self, rid: str, attempt: int, grant: Grant) -> list[Action]:
+        """A decode worker has room; if the request is over, it was told to forget it."""
+        entry = self._current(rid, attempt)
+        if entry is None or entry.prefill is None or entry.phase is not Phase.RESERVE:
+            return []
+        entry.phase = Phase.PREFILL
+        return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
 
     def token(
         self, worker: str, rid: str, attempt: int, index: int, token: int, now: float
     ) -> list[Action]:
         """A worker says token `index` of an attempt."""
         entry = self._current(rid, attempt)
-        if entry is None:
-            return []
-        if worker == entry.decode:
-            entry.phase = Phase.DECODE
+        if entry is None:  # what told the worker to stop was lost
+            return self._tell(worker, rid, attempt, now)
         if index > len(entry.emitted):
-            return self._lost_tokens(entry, index, now)
+            return self._lost_tokens(entry, worker, index, now)
+        actions = self._progress(entry, worker, now)
         if index < len(entry.emitted):
             self.unequal_tokens += entry.emitted[index] != token
-            return []
+            return actions
         entry.emitted.append(token)
-        return [Deliver(rid, token)]
+        entry.deadline = now + self._config.deadline_s
+        return [Deliver(rid, token), *actions]
 
-    def finished(self, rid: str, attempt: int, count: int, reason: str, now: float) -> list[Action]:
-        """The decode worker said the last of `count` tokens."""
+    def measured(
+        self, worker: str, rid: str, attempt: int, stats: Mapping[str, Any], now: float
+    ) -> list[Action]:
+        """A hand-off was acknowledged, with figures; its prefill worker is done."""
+        if tokens := stats.get("tokens"):
+            seen = stats.get("resident_bytes", 0) / tokens
+            self._token_bytes = min(seen, self._token_bytes or seen)
+        entry = self._current(rid, attempt)
+        return self._progress(entry, worker, now) if entry else []
+
+    def finished(
+        self, worker: str, rid: str, attempt: int, count: int, reason: str, now: float
+    ) -> list[Action]:
+        """A worker said the last of `count` tokens."""
         entry = self._current(rid, attempt)
         if entry is None:
-            return []
+            return self._tell(worker, rid, attempt, now)
         if count != len(entry.emitted):
-            return self._lost_tokens(entry, count, now)
+            return self._lost_tokens(entry, worker, count, now)
         del self.entries[rid]
-        entry.phase = Phase.DONE
-        workers = dict.fromkeys(filter(None, (entry.prefill, entry.decode)))
-        released = [Release(name, rid, count) for name in workers if name in self.members]
-        return [Finish(rid, reason), *released]
+        actions: list[Action] = [Finish(rid, reason)]
+        for name in filter(self.members.__contains__, entry.workers):
+            if worker in (name, entry.decode):
+                actions.append(Acknowledge(name, rid, count))
+            else:  # ended by its first token: the decode worker waits for pages that never come
+                actions += self._tell(name, rid, attempt, now)
+        return actions + self._place(now)
 
-    def refused(self, rid: str, attempt: int, error: DisaggError, now: float) -> list[Action]:
-        """A worker could not do its part. Tried again, unless it can never succeed."""
+    def refused(
+        self, worker: str, rid: str, attempt: int, error: DisaggError, now: float
+    ) -> list[Action]:
+        """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         entry = self._current(rid, attempt)
         if entry is None:
-            return []
+            return self._tell(worker, rid, attempt, now)
+        full = isinstance(error, CapacityError)
+        if full and entry.phase is Phase.RESERVE:
+            self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
+            entry.leave()
+            return self._place(now)
         entry.refusals += 1
-        hopeless = entry.refusals >= self._max_attempts and not isinstance(error, PASSING)
+        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
         if hopeless or isinstance(error, PERMANENT):
-            return self._fail(entry, error)
-        entry.not_before = now + min(1.0, RETRY_S * 2 ** (entry.refusals - 1))
-        return self._requeue(entry, now) + self.tick(now)
+            return self._fail(entry, error, now) + self._place(now)
+        both = worker == entry.prefill and isinstance(error, TransferError)
+        for name in () if full else entry.workers if both else [worker]:
+            self.members[name].fails(entry.began, now)
+        entry.avoid = frozenset(entry.workers)
+        entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
+        return self._requeue(entry, now) + self._place(now)
 
     # -- time
 
     def tick(self, now: float) -> list[Action]:
         """Give up what is too late, start what can start."""
+        self._told = {key: told for key, told in self._told.items() if now < told + TOLD_S}
+        for member in self.members.values():
+            member.recent *= FADE
         actions: list[Action] = []
-        for entry in list(self.entries.values()):
-            if now >= entry.work.deadline:
-                waited = f"not done at its deadline; it was in {entry.phase}"
-                actions += self._fail(entry, DeadlineError(f"the request was {waited}"))
-            elif entry.phase is Phase.QUEUED and now >= entry.not_before:
-                actions += self._place(entry)
-        return actions
+        for entry in [entry for entry in self.entries.values() if now >= entry.deadline]:
+            late = f"no token in {self._config.deadline_s:g} s; the request was in {entry.phase}"
+            actions += self._fail(entry, DeadlineError(late), now)
+        return actions + self._place(now)
 
     def known(self, worker: str) -> dict[str, int]:
         """rid -> tokens delivered, of what a worker may have to say."""
-        return {
-            rid: len(entry.emitted)
-            for rid, entry in self.entries.items()
-            if worker in (entry.prefill, entry.decode) and entry.phase is not Phase.QUEUED
-        }
+        return {x.job.rid: len(x.emitted) for x in self.entries.values() if worker in x.workers}
+
+    def ready(self, now: float) -> bool:
+        """Whether a request that came now could hope for an answer."""
+        roles = [x.started.role for x in self.members.values() if now >= x.open_until]
+        flows = now - self._stuck_since <= self._config.silence_s
+        return flows and any(x.prefills for x in roles) and any(x.decodes for x in roles)
 
     # -- inside
 
-    def _current(self, rid: str, attempt: int) -> Entry | None:
-        entry = self.entries.get(rid)
-        stale = entry is None or entry.attempt != attempt or entry.phase is Phase.QUEUED
-        return None if stale else entry
-
-    def _place(self, entry: Entry) -> list[Action]:
-        """Choose the least loaded pair; a decode worker that has pages already is kept."""
-        names = [m.name for m in self.members.values() if m.prefills]
-        prefill = min(names, key=self._prefills_of, default=None)
-        decode = entry.decode
-        if decode not in self.members:
-            names = [m.name for m in self.members.values() if m.decodes]
-            decode = min(names, key=self._decodes_of, default=None)
-        if prefill is None or decode is None:
-            return []
-        entry.attempt += 1
-        entry.phase, entry.prefill, entry.decode = Phase.PREFILL, prefill, decode
-        return [Start(prefill, decode, entry.work, entry.attempt, tuple(entry.emitted))]
-
-    def _prefills_of(self, name: str) -> int:
-        return sum(e.phase is Phase.PREFILL and e.prefill == name for e in self.entries.values())
-
-    def _decodes_of(self, name: str) -> int:
-        return sum(e.phase is not Phase.QUEUED and e.decode == name for e in self.entries.values())
-
-    def _lost_tokens(self, entry: Entry, index: int, now: float) -> list[Action]:
-        gap = f"token {index} came when {len(entry.emitted)} were known"
-        return self.refused(entry.work.rid, entry.attempt, TransferError(gap), now)
-
-    def _requeue(self, entry: Entry, now: float) -> list[Action]:
-        """Back to the queue. A decode worker still waiting for pages keeps what it has of them."""
-        self.retries += 1
-        actions = self._abort(entry, keep=entry.decode if entry.phase is Phase.PREFILL else None)
-        entry.phase, entry.prefill = Phase.QUEUED, None
+    def _place(self, now: float) -> list[Action]:
+        """Start what can start, the most urgent first."""
+        queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
+        heap = [(not x.alone, x.urgency(now), x.order, x) for x in queued if now >= x.not_before]
+        board = Board(self.entries.values(), self.members.values(), now)
+        actions: list[Action] = []
+        heapify(heap)
+        while heap and not board.saturated:
+            entry = heappop(heap)[-1]
+            if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
+                actions.append(self._begin(entry, *pair, now))
+                board.add(entry)
+        waits = queued and not actions
+        self._stuck_since = min(self._stuck_since, now) if waits else math.inf
         return actions
 
-    def _fail(self, entry: Entry, error: DisaggError) -> list[Action]:
-        del self.entries[entry.work.rid]
-        return [*self._abort(entry), Fail(entry.work.rid, error)]
+    def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
+        """The next attempt, on this pair."""
+        prefill.recent += len(entry.job.prompt)
+        for member in (prefill, decode):
+            member.pause(now)
+        entry.prefill, entry.decode = prefill.name, decode.name
+        entry.computed, entry.began = False, now
+        attempt, left_s = entry.job.attempt + 1, entry.deadline - now
+        emitted = tuple(entry.emitted)
+        entry.job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
+        if prefill is decode:
+            return Start(prefill.name, entry.job, Work.LOCAL)
+        return Reserve(decode.name, entry.job)
 
-    def _abort(self, entry: Entry, keep: str | None = None) -> list[Action]:
-        """Every living worker of the entry but `keep` forgets it; kept pages in the queue too."""
-        workers = dict.fromkeys(filter(None, (entry.prefill, entry.decode)))
-        known = [name for name in workers if name in self.members and name != keep]
-        return [Abort(name, entry.work.rid, entry.attempt) for name in known]
+    def _current(self, rid: str, attempt: int) -> Entry | None:
+        entry = self.entries.get(rid)
+        stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
+        return None if stale else entry
+
+    def _progress(self, entry: Entry, worker: str, now: float) -> list[Action]:
+        """A worker did its part of an attempt: the next prompt may have its place."""
+        before = entry.phase, entry.computed
+        entry.computed = True
+        if worker == entry.decode:
+            entry.phase = Phase.DECODE
+            for name in filter(self.members.__contains__, entry.workers):
+                self.members[name].failures, self.members[name].open_until = 0, -math.inf
+        return self._place(now) if before != (entry.phase, entry.computed) else []
+
+    def _lost_tokens(self, entry: Entry, worker: str, index: int, now: float) -> list[Action]:
+        gap = f"token {index} came when {len(entry.emitted)} were known"
+        return self.refused(worker, entry.job.rid, entry.job.attempt, TransferError(gap), now)
+
+    def _requeue(self, entry: Entry, now: float) -> list[Action]:
+        """Back to the queue; whoever lives forgets the attempt."""
+        self.retries += 1
+        actions = self._forget(entry, now)
+        entry.leave()
+        return actions
+
+    def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:
+        del self.entries[entry.job.rid]
+        return [*self._forget(entry, now), Fail(entry.job.rid, error)]
+
+    def _forget(self, entry: Entry, now: float) -> list[Action]:
+        """Every living worker of the attempt forgets it."""
+        actions: list[Action] = []
+        for name in entry.workers:
+            self._told.pop((name, entry.job.rid), None)
+            actions += self._tell(name, entry.job.rid, entry.job.attempt, now)
+        return actions
+
+    def _tell(self, worker: str, rid: str, attempt: int, now: float) -> list[Action]:
+        """An abort, unless the worker is gone or heard one a moment ago."""
+        heard = now < self._told.get((worker, rid), -math.inf) + TOLD_S
+        if heard or worker not in self.members:
+            return []
+        self._told[worker, rid] = now
+        return [Forget(worker, rid, attempt)]
+
+
+class Board:
+    """Who is where, while requests are placed, the most urgent first.
+
+    saturated: every prefill worker has enough to do before all that follows
+    ahead: urgencies of the prompts that a worker has to compute · left: their tokens
+    lives: requests on a worker, in whatever phase · kept: workers that get nothing else
+    """
+
+    def __init__(self, entries: Iterable[Entry], members: Iterable[Member], now: float):
+        self.saturated = False
+        self._now = now
+        self._members = [member for member in members if now >= member.open_until]
+        self._ahead: defaultdict[str, list[float]] = defaultdict(list)
+        self._left: Counter[str] = Counter()
+        self._lives: Counter[str] = Counter()
+        self._kept: set[str] = set()
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """A request is at its workers."""
+        self._lives.update(entry.workers)
+        if entry.alone:
+            self._kept.update(entry.workers)
+        if entry.prefill is not None and not entry.computed:
+            self._ahead[entry.prefill].append(entry.urgency(self._now))
+            self._left[entry.prefill] += len(entry.job.prompt)
+
+    def choose(self, entry: Entry, nbytes: float) -> tuple[Member, Member] | None:
+        """The pair for a request, one worker twice for local work; None: it has to wait.
+
+        Not the pair that refused it last, if there is another. Whoever has to run alone gets the
+        pair that is soonest empty, and nothing else goes there until then.
+        """
+        free = [x for x in self._members if x.name not in self._kept]
+        prefills = [x for x in free if x.started.role.prefills]
+        decodes = prefills if entry.single else [x for x in free if x.started.role.decodes]
+        if not entry.alone:
+            key = entry.urgency(self._now)
+            prefills = [x for x in prefills if sum(y <= key for y in self._ahead[x.name]) < AHEAD]
+            self.saturated = not prefills
+            prefills = self._fitting(entry, nbytes, prefills)
+            decodes = self._fitting(entry, nbytes, decodes)
+        if not prefills or not decodes:
+            return None
+        avoid, lives, left = entry.avoid, self._lives, self._left
+        empty = lives if entry.alone else Counter[str]()
+        first = second = min(
+            prefills, key=lambda x: (x.name in avoid, empty[x.name], left[x.name] + x.recent)
+        )
+        if first not in decodes:
+            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -x.free_bytes))
+        if entry.alone:
+            self._kept |= {first.name, second.name}
+        waits = empty[first.name] or empty[second.name]
+        return None if waits else (first, second)
+
+    def _fitting(self, entry: Entry, nbytes: float, members: list[Member]) -> list[Member]:
+        """Those that may have room. Where none has, one gets nothing new after some patience."""
+        tokens, now = len(entry.job.prompt), self._now
+        found = [x for x in members if x.takes(tokens, nbytes, not self._lives[x.name], now)]
+        if members and not found and now - entry.arrived >= PATIENCE_S:
+            self._kept.add(max(members, key=lambda x: x.free_bytes).name)
+        return found

@@ -1,8 +1,10 @@
-"""What a worker has to say, kept until the router has it. Lives on the io loop.
+"""What a worker has to say, kept until the router has it, and who that router is. On the io loop.
 
-say ──► record of the request ──► every subscriber
-             │                        a router that comes back names what it has and hears the rest
+say ──► record of the request ──► the router that follows
+             │                        one that comes back names what it has and hears the rest
              └── acknowledged, aborted: forgotten
+
+A worker follows one router at a time: another one is refused until the first is gone.
 """
 
 import asyncio
@@ -10,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from disagg.transfer.work import TokenEvent
+from disagg.errors import ConfigError
+from disagg.transfer.messages import Load, Step, TokenEvent
 
-HEARTBEAT_S = 1.0  # an empty message, so that silence means something
+HEARTBEAT_S = 1.0  # a step without events, so that silence means something
 
 
 @dataclass
@@ -29,26 +32,40 @@ class Record:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows: the answer's end, an error, or the receipt of a hand-off."""
+        """Whether nothing follows: the answer's end, an error, or the figures of a hand-off."""
         last = self.events[-1] if self.events else None
         return last is not None and bool(last.finish_reason or last.error or last.stats)
 
 
 class Events:
-    """The outputs of a worker, by request. `on_change(n)` hears how many routers listen."""
+    """The outputs of a worker, by request. `load`: what it could take now."""
 
-    def __init__(self, on_change: Callable[[int], None] = lambda count: None):
+    def __init__(self, load: Callable[[], Load] = Load):
+        self.router = ""  # who follows, or followed last
+        self._load = load
         self._records: dict[str, Record] = {}
-        self._subscribers: set[asyncio.Queue[list[TokenEvent]]] = set()
-        self._on_change = on_change
+        self._inbox: asyncio.Queue[list[TokenEvent]] | None = None  # of who follows now
 
     @property
     def kept(self) -> int:
         """Requests with something to say that no router has acknowledged."""
         return len(self._records)
 
+    @property
+    def followed(self) -> bool:
+        """Whether a router listens."""
+        return self._inbox is not None
+
+    def check(self, router: str) -> None:
+        """ConfigError while another router than this one follows."""
+        if self.followed and router != self.router:
+            raise ConfigError(
+                f"this worker follows router {self.router}, not {router}; two services cannot "
+                "share workers: stop one, or give each a cluster of its own"
+            )
+
     def say(self, events: Iterable[TokenEvent]) -> None:
-        """Tell every router, and remember."""
+        """Tell the router, and remember; without events, only what could be taken now."""
         events = list(events)
         for event in events:
             record = self._records.get(event.rid)
@@ -57,37 +74,41 @@ class Events:
             record.events.append(event)
             if record.ended and record.acknowledged:
                 del self._records[event.rid]
-        for subscriber in self._subscribers:
-            subscriber.put_nowait(events)
+        if self._inbox is not None:
+            self._inbox.put_nowait(events)
 
-    async def subscribe(self, have: Mapping[str, int]) -> AsyncIterator[list[TokenEvent]]:
-        """What a router lacks, then everything new; an empty list from time to time.
+    async def subscribe(self, have: Mapping[str, int], router: str = "") -> AsyncIterator[Step]:
+        """What a router lacks, then everything new; a step without events from time to time.
 
         have: rid -> tokens that it has, of all requests that it cares about
+        Ends when the same router subscribes again. ConfigError while another one follows.
         """
+        self.check(router)
+        self.router = router
         self._drop_unnamed(have)
         inbox: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
-        self._subscribers.add(inbox)
-        self._on_change(len(self._subscribers))
+        self._inbox = inbox
         try:
-            yield [
+            yield self._step(
                 event
                 for rid, record in self._records.items()
                 for event in record.events
                 if event.token is None or event.finish_reason or event.index >= have.get(rid, 0)
-            ]
-            while True:
+            )
+            while self._inbox is inbox:
                 events: list[TokenEvent] = []
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         events = await inbox.get()
-                yield events
+                while not inbox.empty():  # a slow router hears all that happened meanwhile at once
+                    events += inbox.get_nowait()
+                yield self._step(events)
         finally:
-            self._subscribers.discard(inbox)
-            self._on_change(len(self._subscribers))
+            if self._inbox is inbox:
+                self._inbox = None
 
     def acknowledge(self, have: Mapping[str, int]) -> None:
-        """A router has so many outputs of these requests, and wants no older ones again."""
+        """The router has so many outputs of these requests, and wants no older ones again."""
         for rid, count in have.items():
             record = self._records.get(rid)
             if record is None:
@@ -107,6 +128,9 @@ class Events:
     def clear(self) -> None:
         """Forget everything."""
         self._records.clear()
+
+    def _step(self, events: Iterable[TokenEvent]) -> Step:
+        return Step(tuple(events), self._load())
 
     def _drop_unnamed(self, have: Mapping[str, int]) -> None:
         """Forget what ended and no router wants: what should have told us so was lost.

@@ -1,39 +1,90 @@
 """The router: tells workers what to do and gives clients their tokens. Rules are in `dispatch.py`.
 
-A plain asyncio object inside the process that serves clients, with one event stream per worker
-(`listener.py`). Knows no Ray, no HTTP, no text.
+    stream open ──► steps ──► broken: open again, saying what is known ──► ...
+                                 │ silent for too long: down ──► reached again: fence, up
+
+A plain asyncio object inside the process that serves clients, with one event stream per worker. A
+broken stream only means that something is wrong; after a silence the work of the worker is given to
+others, so it has to drop everything before it takes part again. Knows no Ray, no HTTP, no text.
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import RouterConfig
-from disagg.errors import DisaggError, PeerLostError
-from disagg.transfer.work import Submit, TokenEvent, WorkerStatus
-from disagg.transfer.work import Work as Kind
-from disagg.workers.clients import Client, Output
-from disagg.workers.dispatch import Dispatch
-from disagg.workers.lifecycle import (
-    Abort,
+from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.transfer.control import WorkerHandler
+from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
+from disagg.workers.dispatch import (
+    Acknowledge,
     Action,
     Deliver,
+    Dispatch,
     Fail,
     Finish,
-    Member,
-    Release,
+    Forget,
+    Reserve,
     Start,
-    Work,
+    Started,
 )
-from disagg.workers.listener import Listener
-from disagg.workers.members import Peer
-from disagg.workers.mishaps import as_error
 
 TICK_S = 0.05
-RECEIPT_S = 1.0  # how long a finished request waits for the receipt of its hand-off
+REOPEN_S = 0.1  # pause before a broken event stream is opened again
+RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
+GIVEN_UP = "the router gave it up"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something a client gets: a token, or the end. `kv`: figures of the hand-off, once known."""
+
+    token: int | None = None
+    finish_reason: str | None = None
+    kv: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself."""
+
+    started: Started
+    client: WorkerHandler
+
+    @property
+    def name(self) -> str:
+        return self.started.name
+
+
+@dataclass
+class Client:
+    """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come."""
+
+    inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
+    kv: Mapping[str, Any] = field(default_factory=dict)
+    receipt: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Watch:
+    """One worker that is followed.
+
+    up: it takes part · fallen: it was silent for too long, and has something of ours
+    unheard: aborts by rid that it could not be told · trouble: why it cannot be followed
+    """
+
+    heard: float
+    up: bool = False
+    fallen: bool = False
+    unheard: dict[str, Forget] = field(default_factory=dict)
+    trouble: str = ""
+    task: asyncio.Task[None] | None = None
 
 
 class Router:
@@ -43,12 +94,13 @@ class Router:
         self, config: RouterConfig | None = None, clock: Callable[[], float] = time.monotonic
     ):
         self.config = config or RouterConfig()
-        self.dispatch = Dispatch(self.config.max_attempts)
+        self.id = uuid.uuid4().hex  # a worker follows one router at a time
+        self.dispatch = Dispatch(self.config)
         self.peers: dict[str, Peer] = {}
         self._clock = clock
         self._clients: dict[str, Client] = {}
-        self._starts: dict[str, asyncio.Task[None]] = {}
-        self._listeners: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, Watch] = {}
+        self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
@@ -64,12 +116,12 @@ class Router:
         """
         if self._closing:
             raise PeerLostError("the service is shutting down")
-        deadline = self._clock() + self.config.deadline_s
-        work = Work(uuid.uuid4().hex, prompt, params, codec, deadline)
-        client = self._clients[work.rid] = Client()
-        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        rid = f"{self.id}-{uuid.uuid4().hex}"
+        client = self._clients[rid] = Client()
+        self._begin()
         try:
-            self._act(self.dispatch.submit(work, self._clock()))
+            job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
+            self._act(self.dispatch.submit(job, self._clock()))
             while True:
                 output = await client.inbox.get()
                 if isinstance(output, DisaggError):
@@ -78,8 +130,8 @@ class Router:
                 if output.finish_reason is not None:
                     return
         finally:
-            del self._clients[work.rid]
-            self._act(self.dispatch.cancel(work.rid))
+            del self._clients[rid]
+            self._act(self.dispatch.cancel(rid, self._clock()))
 
     @property
     def running(self) -> int:
@@ -88,24 +140,25 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a worker for each side of a hand-off."""
-        members = self.dispatch.members.values()
-        return any(m.prefills for m in members) and any(m.decodes for m in members)
+        """Whether there is a worker for each side of a hand-off, and requests get to them."""
+        return self.dispatch.ready(self._clock())
 
     # -- for whoever runs the workers
 
     def add(self, peer: Peer) -> None:
         """A worker is there: follow its events, give it work."""
-        listener = Listener(peer, self, self.config.silence_s, self._clock)
-        self.up(peer)
-        self._listeners[peer.name] = asyncio.create_task(listener.run())
+        self._begin()
+        self.peers[peer.name] = peer
+        watch = self._watches[peer.name] = Watch(self._clock())
+        watch.task = asyncio.create_task(self._follow(peer.name, watch))
 
     def died(self, name: str) -> None:
         """A worker is known to be dead and never comes back."""
-        if listener := self._listeners.pop(name, None):
-            listener.cancel()
-        if self.peers.pop(name, None):
-            self.down(name)
+        if watch := self._watches.pop(name, None):
+            assert watch.task is not None
+            watch.task.cancel()
+            del self.peers[name]
+            self._act(self.dispatch.worker_down(name, self._clock()))
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
@@ -127,66 +180,131 @@ class Router:
         while self.running and self._clock() < until:
             await asyncio.sleep(TICK_S)
         for rid, client in self._clients.items():
-            self._act(self.dispatch.cancel(rid))
+            self._act(self.dispatch.cancel(rid, self._clock()))
             client.inbox.put_nowait(PeerLostError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
-        tasks = [*self._listeners.values(), *filter(None, [self._ticker]), *self._tasks]
-        for task in tasks:
+        tasks = [*(watch.task for watch in self._watches.values()), self._ticker, *self._tasks]
+        for task in filter(None, tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
 
-    # -- what a listener hears
+    # -- following workers
 
-    def known(self, name: str) -> dict[str, int]:
-        """rid -> tokens delivered, of what a worker may have to say."""
-        return self.dispatch.known(name)
+    async def _follow(self, name: str, watch: Watch) -> None:
+        """The event stream of one worker, again and again until this is cancelled."""
+        while True:
+            try:
+                client = await self._meet(name, watch)
+                steps = client.events(self.dispatch.known(name), self.id)
+                async with aclosing(steps):  # type: ignore[type-var]
+                    async for step in steps:
+                        self._hear(name, watch, step)
+            except ConfigError as error:
+                if watch.trouble != str(error):
+                    watch.trouble = str(error)
+                    log.warning("%s cannot be followed: %s", name, error)
+            except DisaggError as error:
+                log.debug("the events of %s broke: %s", name, error)
+            except Exception:
+                log.exception("following %s broke", name)
+            await asyncio.sleep(REOPEN_S)
 
-    def hear(self, name: str, events: Sequence[TokenEvent]) -> None:
-        """What a worker did."""
-        now = self._clock()
-        for event in events:
-            rid, attempt = event.rid, event.attempt
-            if event.stats and (client := self._clients.get(rid)):
+    async def _meet(self, name: str, watch: Watch) -> WorkerHandler:
+        """Ask a worker for its epoch; one that was silent has to drop all that it had."""
+        peer = self.peers[name]
+        epoch = (await peer.client.status()).epoch
+        if watch.fallen:
+            epoch += 1
+            await peer.client.fence(epoch, self.id)
+            watch.fallen = False
+            watch.unheard.clear()
+        if epoch != peer.started.epoch:  # whoever fenced it, nothing of ours is left there
+            self.peers[name] = replace(peer, started=replace(peer.started, epoch=epoch))
+            self._leave(name, watch)
+        return peer.client
+
+    def _hear(self, name: str, watch: Watch, step: Step) -> None:
+        """What a worker did. The first that it says makes it take part."""
+        watch.heard = now = self._clock()
+        if not watch.up:
+            watch.up = True
+            self._act(self.dispatch.worker_up(self.peers[name].started, now))
+        unheard, watch.unheard = watch.unheard, {}
+        self._act(list(unheard.values()))
+        for event in step.events:
+            self._take(name, event, now)
+        self._act(self.dispatch.load(name, step.load, now))
+
+    def _take(self, name: str, event: TokenEvent, now: float) -> None:
+        """One event."""
+        dispatch, rid, attempt = self.dispatch, event.rid, event.attempt
+        if event.stats is not None:
+            if client := self._clients.get(rid):
                 client.kv = event.stats
                 client.receipt.set()
-            if event.error is not None:
-                self._act(self.dispatch.refused(rid, attempt, event.error, now))
-            if event.token is not None:
-                said = self.dispatch.token(name, rid, attempt, event.index, event.token, now)
-                self._act(said)
-            if event.finish_reason:
-                count, reason = event.index + 1, event.finish_reason
-                self._act(self.dispatch.finished(rid, attempt, count, reason, now))
+            self._act(dispatch.measured(name, rid, attempt, event.stats, now))
+        if event.error is not None:
+            self._act(dispatch.refused(name, rid, attempt, event.error, now))
+        if event.token is not None:
+            self._act(dispatch.token(name, rid, attempt, event.index, event.token, now))
+        if event.finish_reason:
+            count, reason = event.index + 1, event.finish_reason
+            self._act(dispatch.finished(name, rid, attempt, count, reason, now))
 
-    def up(self, peer: Peer) -> None:
-        """A worker takes part, for the first time or again."""
-        self.peers[peer.name] = peer
-        role = peer.started.role
-        member = Member(peer.name, role.prefills, role.decodes)
-        self._act(self.dispatch.worker_up(member, self._clock()))
-
-    def down(self, name: str) -> None:
-        """A worker does not answer: its work goes to others."""
+    def _leave(self, name: str, watch: Watch) -> None:
+        """A worker does not take part: its work goes to others."""
+        watch.up = False
         self._act(self.dispatch.worker_down(name, self._clock()))
+
+    def _begin(self) -> None:
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        """Time passes. What this loop was late is no silence of a worker."""
+        last = self._clock()
+        while True:
+            await asyncio.sleep(TICK_S)
+            last, late = self._clock(), self._clock() - last - TICK_S
+            try:
+                for name, watch in self._watches.items():
+                    watch.heard += late if late > TICK_S else 0.0
+                    if last - watch.heard >= self.config.silence_s:
+                        self._silent(name, watch)
+                self._act(self.dispatch.tick(last))
+            except Exception:
+                log.exception("a tick of the router broke")
+
+    def _silent(self, name: str, watch: Watch) -> None:
+        """A worker said nothing for too long: what it says from now on counts after a fence."""
+        assert watch.task is not None
+        watch.task.cancel()
+        watch.fallen, watch.heard = watch.fallen or watch.up, self._clock()
+        self._leave(name, watch)
+        watch.task = asyncio.create_task(self._follow(name, watch))
 
     # -- actions
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Start):
-                self._starts[action.work.rid] = self._spawn(self._start(action))
-            elif isinstance(action, Deliver):
-                self._tell(action.rid, token=action.token)
-            elif isinstance(action, Finish):
-                self._spawn(self._finish(action))
-            elif isinstance(action, Fail):
-                if client := self._clients.get(action.rid):
-                    client.inbox.put_nowait(action.error)
-            else:
-                self._spawn(self._forget(action))
+            match action:
+                case Reserve(worker, job):
+                    self._call(worker, job, self._reserve(self.peers[worker], job))
+                case Start(worker, job):
+                    peer, submit = self.peers[worker], self._submit(action)
+                    self._call(worker, job, peer.client.submit(submit))
+                case Forget() | Acknowledge():
+                    self._spawn(self._forget(action))
+                case Finish():
+                    self._spawn(self._finish(action))
+                case Deliver():
+                    self._say(action.rid, token=action.token)
+                case Fail():
+                    if client := self._clients.get(action.rid):
+                        client.inbox.put_nowait(action.error)
 
-    def _tell(self, rid: str, token: int | None = None, finish_reason: str | None = None) -> None:
+    def _say(self, rid: str, token: int | None = None, finish_reason: str | None = None) -> None:
         if client := self._clients.get(rid):
             client.inbox.put_nowait(Output(token, finish_reason, client.kv))
 
@@ -196,53 +314,61 @@ class Router:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _start(self, start: Start) -> None:
-        work = start.work
-        prefill, decode = self.peers[start.prefill], self.peers[start.decode]
-        submit = Submit(
-            rid=work.rid,
-            attempt=start.attempt,
-            work=Kind.REPLAY if start.emitted else Kind.PREFILL,
-            epoch=prefill.started.epoch,
-            prompt=work.prompt,
-            emitted=start.emitted,
-            codec=work.codec,
-            sampling=dict(work.params),
-            decode_address=decode.started.address,
-            decode_epoch=decode.started.epoch,
-            deadline_s=work.deadline - self._clock(),
-        )
-        try:
-            await prefill.client.submit(submit)
-        except Exception as failure:
-            error = as_error(failure, f"starting attempt {start.attempt} of {work.rid}")
-            self._act(self.dispatch.refused(work.rid, start.attempt, error, self._clock()))
-        finally:
-            if self._starts.get(work.rid) is asyncio.current_task():
-                del self._starts[work.rid]
+    def _call(self, worker: str, job: Job, call: Coroutine[Any, Any, None]) -> None:
+        """Begin something at a worker; whatever goes wrong is told to the rules."""
+
+        async def run() -> None:
+            try:
+                await call
+            except Exception as failure:
+                error = as_error(failure, f"starting {job.name} at {worker}")
+                told = self.dispatch.refused(worker, job.rid, job.attempt, error, self._clock())
+                self._act(told)
+            finally:
+                if self._calls.get((worker, job.rid)) is asyncio.current_task():
+                    del self._calls[worker, job.rid]
+
+        self._calls[worker, job.rid] = self._spawn(run())
+
+    async def _reserve(self, peer: Peer, job: Job) -> None:
+        grant = await peer.client.reserve(job, peer.started.epoch)
+        self._act(self.dispatch.granted(job.rid, job.attempt, grant))
+
+    def _submit(self, start: Start) -> Submit:
+        submit = Submit(start.job, start.work, self.peers[start.worker].started.epoch)
+        if start.decode is None or start.grant is None:
+            return submit
+        address, grant = self.peers[start.decode].started.address, start.grant
+        return replace(submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce)
 
     async def _finish(self, finish: Finish) -> None:
-        """The prefill worker's receipt comes by another way than the last token: wait for it."""
+        """The prefill worker's figures come by another way than the last token: wait for them."""
         if client := self._clients.get(finish.rid):
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECEIPT_S):
                     await client.receipt.wait()
-        self._tell(finish.rid, finish_reason=finish.reason)
+        self._say(finish.rid, finish_reason=finish.reason)
 
-    async def _forget(self, action: Abort | Release) -> None:
-        """Abort or release. A worker that cannot be told frees by its own deadlines."""
-        if start := self._starts.get(action.rid):
-            await asyncio.wait([start])  # an abort must not overtake what it aborts
-        peer = self.peers.get(action.worker)
-        if peer is None:
+    async def _forget(self, action: Forget | Acknowledge) -> None:
+        """A worker that cannot be told to abort is told when it speaks again, or dies with it."""
+        if call := self._calls.get((action.worker, action.rid)):
+            await asyncio.wait([call])  # an abort must not overtake what it aborts
+        if (peer := self.peers.get(action.worker)) is None:
             return
-        with suppress(DisaggError):
-            if isinstance(action, Abort):
-                await peer.client.abort(action.rid, action.attempt, "the router gave it up")
+        try:
+            if isinstance(action, Forget):
+                await peer.client.abort(action.rid, action.attempt, GIVEN_UP)
             else:
                 await peer.client.acknowledge({action.rid: action.count})
+        except DisaggError:
+            watch = self._watches.get(action.worker)
+            if watch is not None and isinstance(action, Forget):
+                watch.unheard[action.rid] = action
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._act(self.dispatch.tick(self._clock()))
+
+def as_error(failure: Exception, what: str) -> DisaggError:
+    """A DisaggError as it is; anything else is logged with its traceback and gets a name."""
+    if isinstance(failure, DisaggError):
+        return failure
+    log.error("%s broke", what, exc_info=failure)
+    return DisaggError(f"{what} broke: {type(failure).__name__}: {failure}")

@@ -5,36 +5,42 @@
     io thread       one asyncio loop: gRPC server and clients, hand-offs, leases, events
     between them    engine.submit(message)  and  loop.call_soon_threadsafe(StepOutput)
 
-Prefill and decode workers are the same class; a role only says what is admitted.
+Prefill and decode workers are the same class; a role only says what is admitted. Every task of the
+io thread lives in one group: one that ends before its time ends the worker, which is replaced.
 """
 
 import asyncio
+import atexit
+import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 from disagg.config import Config
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Drain, Load, StepOutput
+from disagg.engine.messages import Drain, StepOutput
+from disagg.engine.messages import Load as EngineLoad
 from disagg.errors import PeerLostError, RequestError, ReservationError
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
-from disagg.transfer.channel import start_server
 from disagg.transfer.control import worker_handler
+from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Terms
+from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
-from disagg.transfer.terms import Terms
-from disagg.transfer.work import Submit, TokenEvent, Work, WorkerStatus
-from disagg.workers.attendance import Attendance
+from disagg.transfer.sender import Peers
 from disagg.workers.decode import DecodeSide
+from disagg.workers.dispatch import Role, Started
 from disagg.workers.events import Events
-from disagg.workers.links import Links
-from disagg.workers.members import Role, Started
-from disagg.workers.prefill import PrefillSide
+from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
+FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
 
 class Worker:
@@ -60,17 +66,21 @@ class Worker:
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
         self._failure: BaseException | None = None
-        self._load, self._preempted, self._draining = Load(), 0, False
-        self._links = Links(security)
+        self._load, self._preempted, self._draining = EngineLoad(), 0, False
 
     # -- from any thread
 
     def start(self) -> Started:
         """Serve; returns when it can be reached. ConfigError if its codec does not fit."""
         self._threads[0].start()
-        started = self._started.result()
+        self._started.result()
         self._threads[1].start()
-        return started
+        return self.started
+
+    @property
+    def started(self) -> Started:
+        """How it can be reached now: a fence may have changed its epoch."""
+        return replace(self._started.result(), epoch=self.epoch)
 
     def stop(self, grace_s: float | None = None) -> None:
         """Take nothing new, finish what is here within the grace, then end."""
@@ -78,32 +88,44 @@ class Worker:
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
-        return asyncio.run_coroutine_threadsafe(self._links.meet(addresses), self._loop).result()
+        meeting = self._peers.meet(addresses)
+        return asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until it has ended (True). Raises what broke it, if something did."""
         for thread in self._threads:
             thread.join(timeout_s)
-        if self._failure is not None:
-            raise self._failure
+            if self._failure is not None:
+                raise self._failure
         return not any(thread.is_alive() for thread in self._threads)
 
     # -- what a router can say; on the io loop
 
-    async def submit(self, submit: Submit) -> None:
-        """Begin a hand-off."""
-        if submit.epoch != self.epoch:
-            raise ReservationError(f"epoch {submit.epoch} is over; {self.name} is in {self.epoch}")
-        if self._draining:
-            raise PeerLostError(f"{self.name} is draining; it takes no new requests")
-        if not self.role.prefills or submit.work is Work.LOCAL:
-            raise RequestError(f"{self.name} ({self.role}) does not take {submit.work} work")
-        await self.prefill.start(submit)
+    async def reserve(self, job: Job, epoch: int) -> Grant:
+        """Room for a job, at once; CapacityError where there is none."""
+        job = self._accept(job, epoch)
+        if not self.role.decodes:
+            raise RequestError(f"{self.name} ({self.role}) decodes nothing of others")
+        return self.receiver.reserve(job, epoch)
 
-    async def events(self, have: Mapping[str, int]) -> AsyncIterator[Sequence[TokenEvent]]:
-        """One list per engine step, and an empty one from time to time."""
-        async for events in self._events.subscribe(have):
-            yield events
+    async def submit(self, submit: Submit) -> None:
+        """Begin a hand-off, or a request that is served whole."""
+        job = self._accept(submit.job, submit.epoch)
+        if not self.role.prefills:
+            raise RequestError(f"{self.name} ({self.role}) takes no prompts")
+        if submit.work is Work.LOCAL:
+            self.decode.start(job)
+        else:
+            await self.prefill.start(replace(submit, job=job))
+
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
+        """What happens here; everything of another router that was here before is dropped."""
+        self._events.check(router)
+        if router != self._events.router:
+            await self._drop_all("another router took over")
+            self._events.clear()
+        async for step in self._events.subscribe(have, router):
+            yield step
 
     async def acknowledge(self, have: Mapping[str, int]) -> None:
         """The router has these outputs."""
@@ -112,14 +134,17 @@ class Worker:
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
+        self.decode.abort(rid, attempt)
         await self.prefill.abort(rid, attempt)
         self._events.forget(rid, attempt)
+        self._events.say([])  # there may be room
 
-    async def fence(self, epoch: int) -> None:
-        """A new epoch: everything of the old one is dropped, and nothing is said about it."""
+    async def fence(self, epoch: int, router: str) -> None:
+        """The next epoch: everything of the old one is dropped, and nothing is said about it."""
+        self._events.check(router)
         self.receiver.fence(epoch)
         self.epoch = epoch
-        await self.prefill.abort_all()
+        await self._drop_all(f"fenced: epoch {epoch} has begun")
         self._events.clear()
 
     async def status(self) -> WorkerStatus:
@@ -128,16 +153,36 @@ class Worker:
             "engine_running": self._load.running,
             "engine_waiting": self._load.waiting,
             "engine_held": self._load.held,
-            "handoffs_out": self.prefill.running,
+            "handoffs_out": len(self.prefill.attempts),
             "unacknowledged": self._events.kept,
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
-        links, failures = self._links.as_info(), self.receiver.failures + self.prefill.failures
-        counts = {**self.receiver.ledger.counts, "preempted": self._preempted}
-        info = {"pid": os.getpid(), "links": links, "counts": counts, "failures": dict(failures)}
+        failures = self.receiver.failures + self.prefill.failures
+        counts = {**self.receiver.counts, "preempted": self._preempted}
+        info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
+        info["failures"] = dict(failures)
         return WorkerStatus(self.epoch, model, plan, gauges, info)
+
+    def _accept(self, job: Job, epoch: int) -> Job:
+        """A job for the worker as it is now, with the codec that it means."""
+        if epoch != self.epoch:
+            raise ReservationError(f"epoch {epoch} is over; {self.name} is in {self.epoch}")
+        if self._draining:
+            raise PeerLostError(f"{self.name} is draining; it takes no new requests")
+        return replace(job, codec=job.codec or self.config.codec)
+
+    def _room(self) -> Load:
+        """What it could take now: reservations count as sequences that are here."""
+        engine, pool, gauges = self._load, self.engine.pool, self.receiver.gauges()
+        spare = int(pool.arena.nbytes * self.config.engine.watermark)
+        here = gauges["reservations"] + gauges["running"]
+        slots = min(engine.slots, self.config.engine.max_sequences - here)
+        waiting = 0 if self.engine.may_reserve() else engine.waiting
+        free_bytes = max(0, pool.arena.nbytes - pool.used_bytes - spare)
+        slots = 0 if self._draining else max(0, slots)
+        return Load(free_bytes, slots, engine.running, waiting)
 
     # -- threads
 
@@ -154,62 +199,63 @@ class Worker:
         try:
             asyncio.run(self._serve())
         except BaseException as error:
-            self._failure = error
+            while isinstance(error, BaseExceptionGroup):  # one is enough to say why
+                error = error.exceptions[0]
+            self._failure = self._failure or error
             if self._started.done():
+                self.engine.submit(Drain())
                 raise
             self._started.set_exception(error)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
-        self._make_sides()
-        handlers = [worker_handler(self)]
-        if self.role.decodes:
-            handlers.append(self.receiver.serve(self._host, self._security))
-        async with self.receiver:
+        async with asyncio.TaskGroup() as tasks:
+            self._make_sides(tasks)
+            watched = [self._supervise(self.receiver.run()), self._supervise(self._attend())]
+            kept = [tasks.create_task(each) for each in watched]
+            handlers = [worker_handler(self)]
+            if self.role.decodes:
+                handlers.append(self.receiver.handlers())
             server, address = await start_server(handlers, self._host, self._security)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
             self._started.set_result(Started(*named))
-            grace_s = await self._stop_asked
-            self._attendance.close()
-            await self._drain(grace_s)
-            await server.stop(0)
-            await self._links.close()
+            try:
+                await self._drain(await self._stop_asked)
+            finally:
+                for task in kept:
+                    task.cancel()
+                await server.stop(0)
+                await self._peers.close_all()
         await asyncio.to_thread(self._threads[1].join)
 
-    def _make_sides(self) -> None:
-        engine, pool, loop = self.engine, self.engine.pool, self._loop
-        self._attendance = Attendance(
-            loop,
-            self.config.transfer.lease_s,
-            self.config.cluster.orphan_s,
-            lambda: loop.create_task(self._give_up()),
-            lambda: self._begin_stop(0.0),
-        )
-        self._events = Events(self._attendance.routers)
+    async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        raise RuntimeError(f"a part of {self.name} that never ends has ended: {work}")
+
+    def _make_sides(self, tasks: asyncio.TaskGroup) -> None:
+        engine, pool, transfer = self.engine, self.engine.pool, self.config.transfer
+        model = self._runner.fingerprint
+        self._events = events = Events(self._room)
+        self._peers = Peers(self._security, transfer)
         self.prefill = PrefillSide(
-            engine,
-            pool.arena,
-            self._runner.fingerprint,
-            self.config.transfer,
-            self._links.get,
-            self._events.say,
+            engine, pool.arena, model, transfer, self._peers, tasks, events.say
         )
-        self.decode = DecodeSide(
-            engine,
-            self._events.say,
-            lambda rid, attempt: self.receiver.finished(rid, attempt),
-            pool.release,
+        self.decode = decode = DecodeSide(
+            engine, events.say, lambda rid, attempt: self.receiver.finished(rid, attempt)
         )
         terms = Terms(
-            model=self._runner.fingerprint,
+            model=model,
             plan=engine.plan(self.config.codec),
             plan_of=engine.plan,
             epoch=self.epoch,
             capacity_bytes=pool.arena.nbytes,
-            lease_s=self.config.transfer.lease_s,
+            lease_s=transfer.lease_s,
+            max_sequences=self.config.engine.max_sequences,
+            watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
+            check=check_job,
+            may_reserve=engine.may_reserve,
         )
-        decode = self.decode
         self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -220,18 +266,35 @@ class Worker:
         self._load = output.load
         self._preempted += len(output.preempted)
         self.prefill.step([*output.prefilled, *output.failed])
-        self.decode.step([*output.tokens, *output.failed])
+        self._events.say(self.decode.step([*output.tokens, *output.failed]))
 
     # -- the end
 
-    async def _give_up(self) -> None:
-        """No router for longer than a lease: free everything; one that comes back hears of it."""
-        gone = PeerLostError("no router listened for longer than a lease")
-        attempts = {(seat.rid, seat.attempt) for seat in self.decode.seats}
-        attempts |= set(self.prefill.attempts)
+    async def _attend(self) -> None:
+        """Is a router listening? Without one for a lease nobody waits; in the end, nobody owns."""
+        limits = self.config.transfer.lease_s, self.config.cluster.orphan_s
+        lease_s, orphan_s = limits[0], max(FIRST_ROUTER_S, limits[1])
+        left, busy = self._loop.time(), False
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._events.followed:
+                left, busy, orphan_s = self._loop.time(), True, limits[1]
+                continue
+            alone_s = self._loop.time() - left
+            if busy and alone_s >= lease_s:
+                busy = False
+                gone = PeerLostError("no router listened for longer than a lease")
+                attempts = await self._drop_all(str(gone))
+                self._events.say(TokenEvent(*attempt, 0, error=gone) for attempt in attempts)
+            if alone_s >= orphan_s:
+                self._begin_stop(0.0)
+
+    async def _drop_all(self, reason: str) -> set[tuple[str, int]]:
+        """Free everything; (rid, attempt) of what it was."""
+        attempts = self.decode.attempts | self.prefill.attempts
         for rid, attempt in attempts:
-            await self.abort(rid, attempt, str(gone))
-        self._events.say([TokenEvent(rid, attempt, 0, error=gone) for rid, attempt in attempts])
+            await self.abort(rid, attempt, reason)
+        return attempts
 
     def _begin_stop(self, grace_s: float) -> None:
         if not self._stop_asked.done():
@@ -242,9 +305,19 @@ class Worker:
         self._draining = True
         self.receiver.drain()
         until = self._loop.time() + grace_s
-        while (self.prefill.running or self.decode.seats) and self._loop.time() < until:
+        while (self.prefill.attempts or self.decode.attempts) and self._loop.time() < until:
             await asyncio.sleep(POLL_S)
-        await self.prefill.abort_all()
-        for seat in self.decode.seats:
-            self.receiver.abort(seat.rid, seat.attempt, "the worker stops")
+        await self._drop_all("the worker stops")
         self.engine.submit(Drain())
+
+
+def settle_memory() -> None:
+    """What was loaded stays: glibc keeps large buffers, the garbage collector looks at it no more.
+
+    A full collection of all that torch and transformers made stops every thread for 0.2 s, in the
+    middle of a decode step.
+    """
+    tune_malloc()
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries look for what is left at the end

@@ -240,3 +240,19 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner: Runner) -> N
         engine.submit(Abort(rid))
     outputs = run_until_idle(engine)
     assert {token.rid for output in outputs for token in output.tokens} == {"stays"}
+
+
+def test_an_engine_says_what_it_could_take_now(runner: Runner) -> None:
+    engine = make_engine(runner, arena_bytes=4 << 20, watermark=0.25, max_sequences=3)
+    for rid in ("decodes", "holds", "too many", "even more"):
+        engine.submit(Replay(request(rid, random_prompt(100), "raw", 50)))
+    load = engine.step().load
+    assert (load.running, load.waiting, load.slots) == (3, 1, 0)
+    assert load.free_bytes == (3 << 20) - load.used_bytes == (3 << 20) - engine.pool.used_bytes
+    assert not engine.may_reserve()
+    for rid in ("holds", "too many"):
+        engine.submit(Abort(rid))
+    load = engine.step().load
+    assert (load.running, load.waiting, load.slots) == (2, 0, 1)
+    assert engine.may_reserve()
+    run_until_idle(engine)

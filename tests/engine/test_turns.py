@@ -94,7 +94,7 @@ def mixed_load() -> Load:
 
 def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one() -> None:
     load = mixed_load()
-    ahead = {name: 0 for name in load.lengths}  # work that was more urgent when they met
+    ahead = dict.fromkeys(load.lengths, 0)  # work that was more urgent when they met
     met: set[tuple[int, int]] = set()
     steps: Counter[int] = Counter()
     for now, left, done in load.lefts():

@@ -1,13 +1,15 @@
 """Workers without a model and without sockets: they answer a prompt with numbers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
 
-from disagg.errors import PeerLostError, ReservationError
-from disagg.transfer.work import Submit, TokenEvent, WorkerStatus
+from disagg.errors import CapacityError, PeerLostError, ReservationError
+from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
+from disagg.workers.dispatch import Role, Started
 from disagg.workers.events import Events
-from disagg.workers.members import Peer, Role, Started
+from disagg.workers.router import Peer
 
 STATS = {"codec": "raw", "wire_bytes": 7}
 
@@ -36,13 +38,16 @@ class FakeWorker:
     pause_at: a decode worker stops before this token until `go` is set
     broken:   calls fail as if nobody were there
     deaf:     event streams stay open and say nothing
+    slots:    requests that it has room for
     """
 
     def __init__(self, network: Network, name: str, role: Role):
         self.started = Started(name, role, name, epoch=1)
         self.network = network
-        self.events_kept = Events()
+        self.slots = 1000
+        self.events_kept = Events(self.load)
         self.jobs: dict[str, tuple[int, asyncio.Task[None]]] = {}
+        self.reserved: dict[int, Job] = {}
         self.submitted: list[Submit] = []
         self.fenced: list[int] = []
         self.aborted: list[tuple[str, int]] = []
@@ -51,16 +56,31 @@ class FakeWorker:
         self.pause_at = 10**9
         self.paused, self.go = asyncio.Event(), asyncio.Event()
         self.gate: asyncio.Event | None = None
+        self._nonces = count(1)
 
     @property
     def peer(self) -> Peer:
         return Peer(self.started, self)
+
+    def load(self) -> Load:
+        used = len(self.jobs) + len(self.reserved)
+        return Load(1 << 30, max(0, self.slots - used), len(self.jobs))
 
     def die(self) -> None:
         self.broken = True
         for _, task in self.jobs.values():
             task.cancel()
         self.events_kept.clear()
+
+    async def reserve(self, job: Job, epoch: int) -> Grant:
+        self._reach()
+        if epoch != self.started.epoch:
+            raise ReservationError(f"epoch {epoch} is over")
+        if not self.load().slots:
+            raise CapacityError("full")
+        nonce = next(self._nonces)
+        self.reserved[nonce] = job
+        return Grant(nonce, epoch, lease_s=10.0)
 
     async def submit(self, submit: Submit) -> None:
         self._reach()
@@ -69,42 +89,43 @@ class FakeWorker:
         if self.refuses is not None:
             raise self.refuses
         self.submitted.append(submit)
-        decode = self.network.workers[submit.decode_address]
-        rid, attempt = submit.rid, submit.attempt
+        job, local = submit.job, submit.work is Work.LOCAL
+        decode = self if local else self.network.workers[submit.decode_address]
         if decode.broken:
-            self.events_kept.say([TokenEvent(rid, attempt, 0, error=PeerLostError("gone"))])
-            return
-        if submit.decode_epoch != decode.started.epoch:
-            stale = ReservationError("the epoch is over")
-            self.events_kept.say([TokenEvent(rid, attempt, 0, error=stale)])
-            return
-        if not submit.emitted:
-            self.events_kept.say([TokenEvent(rid, attempt, 0, answer(0))])
-        decode.admit(submit)
-        self.events_kept.say([TokenEvent(rid, attempt, 0, stats=STATS)])
+            return self._fail(job, PeerLostError("gone"))
+        if not local and decode.reserved.pop(submit.nonce, None) is None:
+            return self._fail(job, ReservationError("it is over"))
+        if not job.emitted and not local:
+            self.events_kept.say([TokenEvent(job.rid, job.attempt, 0, answer(0))])
+        decode.admit(job)
+        if not local:
+            self.events_kept.say([TokenEvent(job.rid, job.attempt, 0, stats=STATS)])
+        return None
 
-    def admit(self, submit: Submit) -> None:
-        self.jobs[submit.rid] = (submit.attempt, asyncio.create_task(self._decode(submit)))
+    def admit(self, job: Job) -> None:
+        self.jobs[job.rid] = (job.attempt, asyncio.create_task(self._decode(job)))
 
-    async def _decode(self, submit: Submit) -> None:
-        count = submit.sampling["max_tokens"]
-        for index in range(max(0, len(submit.emitted) - 1), count):
+    async def _decode(self, job: Job) -> None:
+        total = job.sampling["max_tokens"]
+        for index in range(max(0, len(job.emitted) - 1), total):
             await asyncio.sleep(0)
             if index == self.pause_at:
                 self.paused.set()
                 await self.go.wait()
-            reason = "length" if index == count - 1 else ""
-            event = TokenEvent(submit.rid, submit.attempt, index, answer(index), reason)
-            self.events_kept.say([event])
-        del self.jobs[submit.rid]
+            reason = "length" if index == total - 1 else ""
+            self.events_kept.say([TokenEvent(job.rid, job.attempt, index, answer(index), reason)])
+        del self.jobs[job.rid]
 
-    async def events(self, have: Mapping[str, int]) -> AsyncIterator[Sequence[TokenEvent]]:
+    def _fail(self, job: Job, error: PeerLostError | ReservationError) -> None:
+        self.events_kept.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
+
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
         self._reach()
-        if self.deaf:
-            await asyncio.Event().wait()
-        async for events in self.events_kept.subscribe(have):
+        async for step in self.events_kept.subscribe(have, router):
+            while self.deaf:
+                await asyncio.sleep(0.01)
             self._reach()
-            yield events
+            yield step
 
     async def acknowledge(self, have: Mapping[str, int]) -> None:
         self._reach()
@@ -116,15 +137,22 @@ class FakeWorker:
         known, task = self.jobs.pop(rid, (0, None))
         if task is not None and known <= attempt:
             task.cancel()
+        self.reserved = {
+            nonce: job
+            for nonce, job in self.reserved.items()
+            if job.rid != rid or job.attempt > attempt
+        }
         self.events_kept.forget(rid, attempt)
 
-    async def fence(self, epoch: int) -> None:
+    async def fence(self, epoch: int, router: str) -> None:
         self._reach()
+        self.events_kept.check(router)
         self.fenced.append(epoch)
-        self.started = Started(self.started.name, self.started.role, self.started.address, epoch)
+        self.started = replace(self.started, epoch=epoch)
         for _, task in self.jobs.values():
             task.cancel()
         self.jobs.clear()
+        self.reserved.clear()
         self.events_kept.clear()
 
     async def status(self) -> WorkerStatus:

@@ -1,7 +1,11 @@
 """The router's rules without sockets, one by one."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
+from disagg.config import RouterConfig
 from disagg.errors import (
     CapacityError,
     ConfigError,
@@ -11,62 +15,64 @@ from disagg.errors import (
     PeerLostError,
     RequestError,
 )
-from disagg.workers.dispatch import Dispatch
-from disagg.workers.lifecycle import (
-    Abort,
+from disagg.transfer.messages import Grant, Job, Load, Work
+from disagg.workers.dispatch import (
+    Acknowledge,
     Action,
     Deliver,
+    Dispatch,
     Fail,
     Finish,
-    Member,
+    Forget,
     Phase,
-    Release,
+    Reserve,
+    Role,
     Start,
-    Work,
+    Started,
 )
 
+GRANT = Grant(7, 1, 10.0)
+ROOM = Load(1 << 30, 10)
 
-def work(rid: str = "r", deadline: float = 100.0) -> Work:
-    return Work(rid, (1, 2, 3), {"max_tokens": 4}, "raw", deadline)
+
+def job(rid: str = "r", tokens: int = 3, length: int = 4) -> Job:
+    return Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length}, deadline_s=100.0)
 
 
-def pair(**options: int) -> Dispatch:
-    dispatch = Dispatch(**options)
-    dispatch.worker_up(Member("p", True, False), 0.0)
-    dispatch.worker_up(Member("d", False, True), 0.0)
+def at(job: Job, attempt: int, *emitted: int, left_s: float = 100.0) -> Job:
+    return replace(job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+
+
+def house(*names: str, **config: float) -> Dispatch:
+    """Workers by name: p.. prefills, d.. decodes, b.. does both."""
+    dispatch = Dispatch(RouterConfig(**({"deadline_s": 100.0} | config)))  # type: ignore[arg-type]
+    for name in names:
+        join(dispatch, name, 0.0)
     return dispatch
 
 
-def started(**options: int) -> Dispatch:
-    dispatch = pair(**options)
-    assert dispatch.submit(work(), 0.0) == [Start("p", "d", work(), 1, ())]
+def join(dispatch: Dispatch, name: str, now: float) -> list[Action]:
+    role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
+    return dispatch.worker_up(Started(name, role, name, 1), now)
+
+
+def started(*names: str, **config: float) -> Dispatch:
+    """Request "r" on its way from p to d."""
+    dispatch = house(*(names or ("p", "d")), **config)
+    assert dispatch.submit(job(), 0.0) == [Reserve("d", at(job(), 1))]
+    assert dispatch.granted("r", 1, GRANT) == [Start("p", at(job(), 1), Work.PREFILL, "d", GRANT)]
     return dispatch
 
 
-def test_a_request_waits_until_there_is_a_worker_of_each_kind() -> None:
-    dispatch = Dispatch()
-    assert dispatch.submit(work(), 0.0) == []
-    assert dispatch.worker_up(Member("p", True, False), 1.0) == []
-    assert dispatch.worker_up(Member("d", False, True), 2.0) == [Start("p", "d", work(), 1, ())]
+def pairs(dispatch: Dispatch, *rids: str) -> list[tuple[str | None, str | None]]:
+    return [(dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids]
 
 
-def test_one_worker_of_both_roles_is_a_pair() -> None:
-    dispatch = Dispatch()
-    dispatch.worker_up(Member("w", True, True), 0.0)
-    assert dispatch.submit(work(), 0.0) == [Start("w", "w", work(), 1, ())]
-    dispatch.token("w", "r", 1, 0, 7, 0.0)
-    assert dispatch.finished("r", 1, 1, "stop", 0.0) == [Finish("r", "stop"), Release("w", "r", 1)]
+def only(kind: type, actions: Sequence[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
 
 
-def test_the_least_loaded_workers_are_chosen() -> None:
-    dispatch = pair()
-    dispatch.worker_up(Member("p2", True, False), 0.0)
-    dispatch.worker_up(Member("d2", False, True), 0.0)
-    chosen = [dispatch.submit(work(f"r{i}"), 0.0)[0] for i in range(2)]
-    assert [(s.prefill, s.decode) for s in chosen if isinstance(s, Start)] == [
-        ("p", "d"),
-        ("p2", "d2"),
-    ]
+# -- tokens
 
 
 def test_a_token_said_twice_is_delivered_once() -> None:
@@ -78,37 +84,295 @@ def test_a_token_said_twice_is_delivered_once() -> None:
     assert dispatch.unequal_tokens == 1
 
 
-def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
-    dispatch = started()
-    dispatch.worker_up(Member("p2", True, False), 0.0)
-    assert Start("p2", "d", work(), 2, ()) in dispatch.worker_down("p", 1.0)
-    assert dispatch.token("d", "r", 1, 0, 7, 1.0) == []
-    assert dispatch.finished("r", 1, 0, "stop", 1.0) == []
-
-
 def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)
-    assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Abort("p", "r", 1), Abort("d", "r", 1)}
+    assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
     assert dispatch.tick(0.05) == []
-    assert dispatch.tick(0.1) == [Start("p", "d", work(), 2, (7,))]
+    assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, left_s=99.9))]
 
 
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)
-    actions = dispatch.finished("r", 1, 2, "stop", 0.0)
-    assert not any(isinstance(action, Finish) for action in actions)
+    assert not only(Finish, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
     assert dispatch.entries["r"].phase is Phase.QUEUED
+
+
+def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
+    dispatch = started()
+    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    ended = [Finish("r", "stop"), Acknowledge("p", "r", 1), Forget("d", "r", 1)]
+    assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
+
+
+def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time() -> None:
+    dispatch = started()
+    assert dispatch.cancel("r", 0.0) == [Forget("p", "r", 1), Forget("d", "r", 1)]
+    said = [dispatch.token("d", "r", 1, i, 7, i / 10) for i in range(25)]
+    assert [i for i, actions in enumerate(said) if actions == [Forget("d", "r", 1)]] == [10, 20]
+    assert not any(actions for i, actions in enumerate(said) if i not in (10, 20))
+    assert dispatch.cancel("r", 3.0) == []
+
+
+def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
+    dispatch = started("p", "d", "p2")
+    again = Reserve("d", at(job(), 2, left_s=99.0))
+    assert dispatch.worker_down("p", 1.0) == [Forget("d", "r", 1), again]
+    assert dispatch.token("d", "r", 1, 0, 7, 1.0) == []
+    assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
+
+
+# -- local work
+
+
+def test_a_single_token_is_computed_where_its_prompt_is_and_reserves_nothing() -> None:
+    dispatch, single = house("p"), job(length=1)
+    assert dispatch.submit(single, 0.0) == [Start("p", at(single, 1), Work.LOCAL)]
+    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    ended = dispatch.finished("p", "r", 1, 1, "length", 0.0)
+    assert ended == [Finish("r", "length"), Acknowledge("p", "r", 1)]
+
+
+def test_one_worker_of_both_roles_hands_nothing_over() -> None:
+    dispatch = house("b")
+    assert dispatch.submit(job(), 0.0) == [Start("b", at(job(), 1), Work.LOCAL)]
+
+
+# -- who gets what
+
+
+def test_a_request_waits_until_there_is_a_worker_of_each_kind() -> None:
+    dispatch = house()
+    assert dispatch.submit(job(), 0.0) == []
+    assert join(dispatch, "p", 1.0) == []
+    assert not dispatch.ready(1.0)
+    assert join(dispatch, "d", 2.0) == [Reserve("d", at(job(), 1, left_s=98.0))]
+    assert dispatch.ready(2.0)
+
+
+def test_the_least_loaded_workers_are_chosen() -> None:
+    dispatch = house("p", "d", "p2", "d2")
+    for rid in ("r0", "r1"):
+        dispatch.submit(job(rid), 0.0)
+    assert pairs(dispatch, "r0", "r1") == [("p", "d"), ("p2", "d2")]
+
+
+def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> None:
+    dispatch = house("p", "d")
+    for rid, tokens in (("long", 500), ("a", 50), ("b", 60), ("c", 70), ("d", 20)):
+        dispatch.submit(job(rid, tokens), 0.0)
+    waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
+    assert waiting == ["c"]  # a and b are before it; d is before all, long was alone
+    dispatch.granted("d", 1, GRANT)
+    dispatch.token("p", "d", 1, 0, 7, 0.1)  # computed
+    assert dispatch.entries["c"].phase is Phase.QUEUED
+    dispatch.granted("a", 1, GRANT)
+    dispatch.token("p", "a", 1, 0, 7, 0.1)
+    assert dispatch.entries["c"].phase is Phase.RESERVE
+
+
+def test_waiting_makes_up_for_work() -> None:
+    dispatch = house("p", "d")
+    for rid in ("a", "b"):
+        dispatch.submit(job(rid, 10), 0.0)
+    dispatch.submit(job("long", 1500), 0.0)
+    for second in range(1, 9):
+        for rid in list(dispatch.entries):
+            if dispatch.entries[rid].phase is Phase.RESERVE:
+                dispatch.granted(rid, 1, GRANT)
+                dispatch.token("p", rid, 1, 0, 7, float(second))
+                if rid == "long":
+                    assert second < 9
+                    return
+        for name in "xyz":
+            dispatch.submit(job(f"{name}{second}", 10), float(second))
+    raise AssertionError("the long prompt waited for all the short ones")
+
+
+def test_a_hundred_prompts_for_a_full_worker_do_not_delay_one_for_an_idle_worker() -> None:
+    """Those of 900 tokens fit nowhere; the next of 10 goes out in the very step it comes."""
+    dispatch = house("p", "d", "d2")
+    for name in ("d", "d2"):
+        dispatch.load(name, ROOM, 0.0)
+    asked = []
+    for i in range(100):
+        actions = dispatch.submit(job(f"r{i}", 900), 0.0)
+        while actions:
+            (action,) = actions
+            assert isinstance(action, Reserve)
+            asked.append(action.worker)
+            refusal = CapacityError("full")
+            event = action.job.rid, action.job.attempt
+            actions = dispatch.refused(action.worker, *event, refusal, 0.0)
+    assert asked == ["d", "d2"]  # each was asked once, for all of them
+    assert only(Reserve, dispatch.submit(job("short", 10), 0.0))
+    assert not only(Reserve, dispatch.tick(0.2))
+    assert only(Reserve, dispatch.tick(0.25))
+
+
+def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> None:
+    dispatch = house("p", "d")
+    dispatch.load("d", Load(100, 1), 0.0)
+    dispatch.submit(job(), 0.0)
+    assert dispatch.refused("d", "r", 1, CapacityError("full"), 0.0) == []
+    assert dispatch.load("d", Load(90, 1), 0.01) == []
+    assert only(Reserve, dispatch.load("d", Load(200, 1), 0.02))
+
+
+def test_a_worker_without_slots_or_with_a_queue_is_not_asked() -> None:
+    dispatch = house("p", "d", "d2")
+    dispatch.load("d", Load(100, slots=0), 0.0)
+    dispatch.load("d2", Load(100, slots=3, waiting=1), 0.0)
+    assert dispatch.submit(job(), 0.0) == []
+    assert only(Reserve, dispatch.load("d2", Load(100, slots=3), 0.0))
+
+
+def test_a_large_prompt_gets_in_though_small_ones_keep_coming() -> None:
+    """When waiting has made up for its size, nothing smaller goes to the worker with most room."""
+    dispatch = house("p", "d")
+    dispatch.load("d", ROOM, 0.0)
+    dispatch.submit(job("large", 900), 0.0)
+    dispatch.refused("d", "large", 1, CapacityError("full"), 0.0)
+    now = 0.0
+    for i in range(30):
+        now += 0.25
+        (action,) = dispatch.tick(now)
+        assert isinstance(action, Reserve)
+        dispatch.refused("d", "large", action.job.attempt, CapacityError("full"), now)
+        placed = only(Reserve, dispatch.submit(job(f"s{i}", 10), now))
+        assert bool(placed) == (900 * 2**-now > 10), now
+        dispatch.cancel(f"s{i}", now)
+
+
+def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
+    dispatch = started("p", "d", "d2")
+    dispatch.measured("p", "r", 1, {"tokens": 10, "resident_bytes": 1000}, 0.0)
+    dispatch.load("d", Load(3000, 5), 0.0)
+    dispatch.load("d2", Load(1999, 5), 0.0)
+    dispatch.submit(job("other", 1), 0.0)  # keeps d2 from being idle
+    assert pairs(dispatch, "other") == [("p", "d2")]
+    dispatch.submit(job("large", 20), 0.0)
+    assert pairs(dispatch, "large") == [("p", "d")]
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
+def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
+    assert Fail("r", error) in started().refused("p", "r", 1, error, 0.0)
+
+
+def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
+    dispatch, error, now = started(), LayoutError("another plan"), 0.0
+    for attempt in (1, 2):
+        dispatch.refused("p", "r", attempt, error, now)
+        now += 1.0
+        assert only(Reserve, dispatch.tick(now))
+    assert Fail("r", error) in dispatch.refused("d", "r", 3, error, now)
+
+
+@pytest.mark.parametrize("error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason)
+def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
+    dispatch, now, failed = started(), 0.0, []
+    while dispatch.entries:
+        entry = dispatch.entries["r"]
+        if entry.phase is Phase.RESERVE:
+            dispatch.granted("r", entry.job.attempt, GRANT)
+        dispatch.refused("p", "r", entry.job.attempt, error, now)
+        now += 0.5
+        failed = dispatch.tick(now)
+    assert isinstance(failed[-1], Fail)
+    assert isinstance(failed[-1].error, DeadlineError)
+    assert dispatch.retries > 5
+
+
+def test_a_refused_hand_off_goes_to_another_pair() -> None:
+    """Twelve requests that the first pair refuses: each is refused there once."""
+    dispatch = house("p", "d", "p2", "d2")
+    refused = 0
+    for i in range(12):
+        dispatch.submit(job(f"r{i}"), float(i))
+        entry = dispatch.entries[f"r{i}"]
+        dispatch.granted(f"r{i}", 1, GRANT)
+        if entry.prefill == "p":
+            refused += 1
+            last = entry.workers
+            dispatch.refused("p", f"r{i}", 1, PeerLostError("no way"), float(i))
+            dispatch.tick(i + 0.5)
+            assert not set(entry.workers) & set(last)
+        dispatch.cancel(f"r{i}", i + 0.9)
+    assert refused
+
+
+def test_a_worker_that_fails_fast_gets_ever_less() -> None:
+    """Its breaker opens for 1, 2, 4 .. 30 s, and lets one request through each time."""
+    dispatch, now, tries = house("p", "d"), 0.0, list[float]()
+    while now < 100.0:
+        dispatch.submit(job(f"r{now}"), now)
+        for entry in list(dispatch.entries.values()):
+            if entry.phase is Phase.RESERVE:
+                tries.append(now)
+                dispatch.granted(entry.job.rid, entry.job.attempt, GRANT)
+                error = PeerLostError("broken")
+                dispatch.refused("p", entry.job.rid, entry.job.attempt, error, now)
+            dispatch.cancel(entry.job.rid, now)
+        now += 0.25
+    assert tries == [0.0, 0.25, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 61.5, 91.5]
+
+
+def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do() -> None:
+    dispatch = house("p", "d", "p2")
+    now = 0.0
+    for i in range(4):
+        dispatch.submit(job(f"r{i}"), now)
+        entry = dispatch.entries[f"r{i}"]
+        dispatch.granted(f"r{i}", 1, GRANT)
+        if entry.prefill == "p":
+            dispatch.refused("p", f"r{i}", 1, DisaggError("a bug"), now)
+        now += 0.01
+    assert {x.prefill for x in dispatch.entries.values() if x.phase is not Phase.QUEUED} == {"p2"}
+    for _ in range(5):
+        dispatch.members["p"].fails(now, now)
+        assert dispatch.ready(now)
+    for _ in range(3):
+        dispatch.members["p2"].fails(now, now)
+    assert not dispatch.ready(now)
+
+
+def test_failures_of_attempts_that_were_on_their_way_together_count_once() -> None:
+    dispatch = house("p", "d", "p2", "d2", "p3", "d3")
+    for i in range(30):
+        dispatch.submit(job(f"r{i}"), 0.0)
+    lost = [rid for rid, entry in dispatch.entries.items() if entry.decode == "d"]
+    assert len(lost) > 1
+    for rid in lost:
+        dispatch.refused("d", rid, 1, PeerLostError("gone"), 1.0)
+    assert dispatch.members["d"].failures == 1
+
+
+def test_health_says_when_requests_wait_and_none_gets_on() -> None:
+    dispatch = house("p", "d", silence_s=5.0)
+    dispatch.load("d", Load(100, slots=0), 0.0)
+    dispatch.submit(job(), 0.0)
+    dispatch.tick(4.0)
+    assert dispatch.ready(4.0)
+    dispatch.tick(6.0)
+    assert not dispatch.ready(6.0)
+    dispatch.load("d", ROOM, 7.0)
+    assert dispatch.ready(7.0)
+
+
+# -- deaths
 
 
 def test_a_dead_decode_worker_costs_no_token() -> None:
     dispatch = started()
     dispatch.token("p", "r", 1, 0, 7, 0.0)
     dispatch.token("d", "r", 1, 1, 8, 0.0)
-    assert dispatch.worker_down("d", 1.0) == [Abort("p", "r", 1)]
-    started_again = dispatch.worker_up(Member("d2", False, True), 2.0)
-    assert started_again == [Start("p", "d2", work(), 2, (7, 8))]
+    assert dispatch.worker_down("d", 1.0) == [Forget("p", "r", 1)]
+    assert join(dispatch, "d2", 2.0) == [Reserve("d2", at(job(), 2, 7, 8, left_s=98.0))]
     assert dispatch.known("d2") == {"r": 2}
 
 
@@ -119,70 +383,73 @@ def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
 
 
-def test_a_decode_worker_that_waits_for_pages_keeps_them_for_the_next_attempt() -> None:
+def test_deaths_of_a_worker_that_computed_others_too_cost_nothing() -> None:
+    dispatch = started("p", "d")
+    dispatch.submit(job("other"), 0.0)
+    dispatch.granted("other", 1, GRANT)
+    for rid in ("r", "other"):
+        dispatch.token("d", rid, 1, 0, 7, 0.0)
+    for i in range(2, 20):
+        dispatch.worker_down(f"d{i - 1}" if i > 2 else "d", float(i))
+        join(dispatch, f"d{i}", float(i))
+        for rid in ("r", "other"):
+            attempt = dispatch.entries[rid].job.attempt
+            dispatch.granted(rid, attempt, GRANT)
+            dispatch.token(f"d{i}", rid, attempt, 0, 7, float(i))
+    assert [x.deaths for x in dispatch.entries.values()] == [0, 0]
+
+
+def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_third() -> None:
     dispatch = started()
-    assert dispatch.worker_down("p", 1.0) == []  # no Abort to d: attempt 2 supersedes attempt 1
-    assert dispatch.worker_up(Member("p2", True, False), 2.0) == [Start("p2", "d", work(), 2, ())]
+    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    for i in (1, 2):
+        dispatch.worker_down(f"d{i}" if i > 1 else "d", 0.0)
+        join(dispatch, f"d{i + 1}", 0.0)
+        if i == 1:
+            dispatch.granted("r", 2, GRANT)
+            dispatch.token("d2", "r", 2, 0, 7, 0.0)
+    assert pairs(dispatch, "r") == [("p", "d3")]
+    assert dispatch.submit(job("other"), 0.0) == []  # nothing beside it
+    dispatch.granted("r", 3, GRANT)
+    dispatch.token("d3", "r", 3, 0, 7, 0.0)
+    assert dispatch.tick(1.0) == []
+    actions = dispatch.worker_down("d3", 1.0)
+    assert isinstance(actions[1], Fail)
+    assert isinstance(actions[1].error, PeerLostError)
+    assert only(Reserve, join(dispatch, "d4", 1.0))  # and the other one goes on
 
 
-def test_pages_kept_for_another_attempt_are_freed_when_the_client_leaves() -> None:
+def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
     dispatch = started()
-    dispatch.worker_down("p", 1.0)
-    assert dispatch.cancel("r") == [Abort("d", "r", 1)]
+    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch.submit(job("new"), 0.0)
+    dispatch.entries["new"].alone = True
+    dispatch.granted("new", 1, GRANT)
+    dispatch.refused("p", "new", 1, CapacityError("x"), 0.0)
+    assert not only(Reserve, dispatch.tick(0.5))  # r is there still
+    assert dispatch.submit(job("third"), 0.5) == []  # and nothing more comes between
+    actions = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
+    assert [x.job.rid for x in actions if isinstance(x, Reserve)] == ["new"]
 
 
-def test_a_request_under_which_three_workers_died_is_refused() -> None:
-    dispatch = started(max_attempts=3)
-    actions: list[Action] = []
-    for name in ("d", "d2", "d3"):
-        actions = dispatch.worker_down(name, 1.0)
-        dispatch.worker_up(Member(f"d{int(name[1:] or 1) + 1}", False, True), 1.0)
-    assert isinstance(actions[-1], Fail)
-    assert isinstance(actions[-1].error, PeerLostError)
-    assert not dispatch.entries
-
-
-@pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
-def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
-    assert Fail("r", error) in started().refused("r", 1, error, 0.0)
-
-
-def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
-    dispatch, error, now = started(), LayoutError("another plan"), 0.0
-    for attempt in (1, 2):
-        dispatch.refused("r", attempt, error, now)
-        now += 1.0
-        assert any(isinstance(action, Start) for action in dispatch.tick(now))
-    assert Fail("r", error) in dispatch.refused("r", 3, error, now)
-
-
-@pytest.mark.parametrize("error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason)
-def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
-    dispatch, now, attempts = started(), 0.0, 1
-    actions: list[Action] = []
-    while dispatch.entries:
-        actions = dispatch.refused("r", dispatch.entries["r"].attempt, error, now)
-        now += 1.0
-        actions += dispatch.tick(now)
-        attempts += 1
-    assert attempts > 10
-    assert isinstance(actions[-1], Fail)
-    assert isinstance(actions[-1].error, DeadlineError)
+# -- ends
 
 
 def test_the_deadline_aborts_both_sides() -> None:
     actions = started().tick(100.0)
-    assert actions[:2] == [Abort("p", "r", 1), Abort("d", "r", 1)]
+    assert actions[:2] == [Forget("p", "r", 1), Forget("d", "r", 1)]
     assert isinstance(actions[2], Fail)
 
 
-def test_a_client_that_left_frees_both_sides_and_is_forgotten() -> None:
-    dispatch = started()
-    assert dispatch.cancel("r") == [Abort("p", "r", 1), Abort("d", "r", 1)]
-    assert dispatch.cancel("r") == []
-    assert dispatch.token("d", "r", 1, 0, 7, 0.0) == []
+def test_a_stream_that_gets_tokens_never_ends_by_its_deadline() -> None:
+    dispatch = started(deadline_s=100.0)
+    for i in range(50):
+        now = 60.0 * i
+        assert dispatch.token("d", "r", 1, i, i, now) == [Deliver("r", i)]
+        assert dispatch.tick(now + 59.0) == []
+    assert isinstance(dispatch.tick(60.0 * 49 + 100.0)[-1], Fail)
 
 
 def test_a_name_in_use_is_refused() -> None:
     with pytest.raises(RequestError, match="exists"):
-        started().submit(work(), 0.0)
+        started().submit(job(), 0.0)

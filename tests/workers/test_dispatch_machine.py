@@ -1,5 +1,6 @@
 """The router's rules without sockets: workers and clients come, fail and go in any order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -12,27 +13,29 @@ from hypothesis.stateful import (
     rule,
 )
 
-from disagg.errors import (
-    PeerLostError,
-)
-from disagg.workers.dispatch import Dispatch
-from disagg.workers.lifecycle import (
-    Abort,
+from disagg.config import RouterConfig
+from disagg.errors import CapacityError, DisaggError, PeerLostError
+from disagg.transfer.messages import Grant, Job, Load, Work
+from disagg.workers.dispatch import (
+    Acknowledge,
     Action,
     Deliver,
-    Member,
-    Release,
+    Dispatch,
+    Fail,
+    Finish,
+    Forget,
+    Phase,
+    Reserve,
+    Role,
     Start,
-    Work,
+    Started,
 )
 
-
-def work(rid: str = "r", deadline: float = 100.0) -> Work:
-    return Work(rid, (1, 2, 3), {"max_tokens": 4}, "raw", deadline)
+NAMES = st.data()
 
 
 @dataclass
-class Job:
+class Running:
     """What a fake decode worker still has to say: it repeats the last token that was known."""
 
     attempt: int
@@ -42,9 +45,17 @@ class Job:
 
 @dataclass
 class FakeWorker:
-    """Runs jobs one token at a time, when it is told to."""
+    """Runs jobs one token at a time, when it is told to. `held`: attempts that have room."""
 
-    jobs: dict[str, Job] = field(default_factory=dict)
+    role: Role
+    slots: int = 3
+    held: dict[str, int] = field(default_factory=dict)
+    jobs: dict[str, Running] = field(default_factory=dict)
+
+    @property
+    def load(self) -> Load:
+        free = max(0, self.slots - len(self.held) - len(self.jobs))
+        return Load(free_bytes=100 * free, slots=free, running=len(self.jobs))
 
 
 def answer(rid: str, index: int) -> int:
@@ -52,67 +63,106 @@ def answer(rid: str, index: int) -> int:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Workers die, stall, repeat themselves and come back; clients come and go, in any order."""
+    """Workers die, stall, refuse, repeat themselves and come back; clients come and go."""
 
-    @initialize()
-    def begin(self) -> None:
-        self.dispatch = Dispatch(max_attempts=1000)
+    @initialize(deaths=st.sampled_from([2, 3, 1000]))
+    def begin(self, deaths: int) -> None:
+        self.dispatch = Dispatch(RouterConfig(max_attempts=deaths, deadline_s=1e9))
         self.now = 0.0
         self.workers: dict[str, FakeWorker] = {}
         self.delivered: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
         self.ended: dict[str, str] = {}
+        self.asked: list[Reserve] = []
         self.count = 0
-        for prefills in (True, False):
-            self.add_worker(prefills)
+        for role in (Role.PREFILL, Role.DECODE):
+            self.add_worker(role)
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Start):
-                said = max(0, len(action.emitted) - 1)
-                job = Job(action.attempt, said, self.lengths[action.work.rid])
-                self.workers[action.decode].jobs[action.work.rid] = job
-                assert list(action.emitted) == self.delivered[action.work.rid]
+            if isinstance(action, Reserve):
+                self.asked.append(action)
+                assert list(action.job.emitted) == self.delivered[action.job.rid]
+            elif isinstance(action, Start):
+                self.start(action)
             elif isinstance(action, Deliver):
                 self.delivered[action.rid].append(action.token)
-            elif isinstance(action, Abort | Release):
-                job_of = self.workers[action.worker].jobs
-                job = job_of.get(action.rid)
-                if job and (isinstance(action, Release) or job.attempt <= action.attempt):
-                    del job_of[action.rid]
+            elif isinstance(action, Forget | Acknowledge):
+                self.forget(action)
             else:
+                assert isinstance(action, Finish | Fail)
                 assert action.rid not in self.ended, "a request ends once"
                 self.ended[action.rid] = type(action).__name__
 
-    @rule(prefills=st.booleans())
-    def add_worker(self, prefills: bool) -> None:
+    def start(self, start: Start) -> None:
+        rid, attempt = start.job.rid, start.job.attempt
+        decode = start.decode or start.worker
+        assert (start.work is Work.LOCAL) == (decode == start.worker)
+        if start.work is Work.PREFILL:
+            assert self.workers[decode].held.pop(rid) == attempt
+        said = max(0, len(start.job.emitted) - 1)
+        self.workers[decode].jobs[rid] = Running(attempt, said, self.lengths[rid])
+
+    def forget(self, action: Forget | Acknowledge) -> None:
+        """As workers do; a call that is on its way to the same worker is ended before."""
+        worker, rid = self.workers[action.worker], action.rid
+        if isinstance(action, Acknowledge):
+            worker.jobs.pop(rid, None)
+            return
+        self.asked = [
+            x
+            for x in self.asked
+            if (x.worker, x.job.rid) != (action.worker, rid) or x.job.attempt > action.attempt
+        ]
+        if worker.held.get(rid, action.attempt + 1) <= action.attempt:
+            del worker.held[rid]
+        if rid in worker.jobs and worker.jobs[rid].attempt <= action.attempt:
+            del worker.jobs[rid]
+
+    @rule(role=st.sampled_from(Role))
+    def add_worker(self, role: Role) -> None:
         self.count += 1
         name = f"w{self.count}"
-        self.workers[name] = FakeWorker()
-        self.act(self.dispatch.worker_up(Member(name, prefills, not prefills), self.now))
+        self.workers[name] = FakeWorker(role)
+        self.act(self.dispatch.worker_up(Started(name, role, name, 1), self.now))
 
-    @rule(length=st.integers(1, 6))
-    def submit(self, length: int) -> None:
+    @rule(length=st.integers(1, 6), tokens=st.integers(1, 40))
+    def submit(self, length: int, tokens: int) -> None:
         rid = f"r{len(self.lengths)}"
         self.lengths[rid], self.delivered[rid] = length, []
-        self.act(self.dispatch.submit(work(rid, 1e9), self.now))
+        job = Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length})
+        self.act(self.dispatch.submit(job, self.now))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=NAMES, lost=st.booleans())
+    def answer_a_reservation(self, data: st.DataObject, lost: bool) -> None:
+        place = data.draw(st.integers(0, len(self.asked) - 1))
+        asked = self.asked.pop(place)
+        worker, job = self.workers.get(asked.worker), asked.job
+        error: DisaggError | None = PeerLostError("gone") if worker is None or lost else None
+        if worker is not None and not worker.load.slots:
+            error = CapacityError("full")
+        if worker is not None and not isinstance(error, CapacityError):
+            worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
+        if error is None:
+            self.act(self.dispatch.granted(job.rid, job.attempt, Grant(1, 1, 9.0)))
+        else:
+            said = self.dispatch.refused(asked.worker, job.rid, job.attempt, error, self.now)
+            self.act(said)
 
     @precondition(lambda self: self.dispatch.entries)
-    @rule(data=st.data())
+    @rule(data=NAMES)
     def first_token_from_prefill(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
         entry = self.dispatch.entries[rid]
-        if entry.prefill is not None:
-            said = self.dispatch.token(
-                entry.prefill, rid, entry.attempt, 0, answer(rid, 0), self.now
-            )
-            self.act(said)
+        if entry.prefill is not None and entry.phase is Phase.PREFILL:
+            event = (entry.prefill, rid, entry.job.attempt, 0, answer(rid, 0))
+            self.act(self.dispatch.token(*event, self.now))
 
-    @precondition(lambda self: any(w.jobs for w in self.workers.values()))
-    @rule(data=st.data(), again=st.booleans())
-    def decode_says_a_token(self, data: st.DataObject, again: bool) -> None:
-        busy = [(name, rid) for name, w in sorted(self.workers.items()) for rid in sorted(w.jobs)]
-        name, rid = data.draw(st.sampled_from(busy))
+    def busy(self) -> list[tuple[str, str]]:
+        return [(name, rid) for name, w in sorted(self.workers.items()) for rid in sorted(w.jobs)]
+
+    def say(self, name: str, rid: str, again: bool = False) -> None:
         job = self.workers[name].jobs[rid]
         if job.said < job.length:
             event = (name, rid, job.attempt, job.said, answer(rid, job.said), self.now)
@@ -120,74 +170,112 @@ class Interleavings(RuleBasedStateMachine):
             for _ in range(1 + again):
                 self.act(self.dispatch.token(*event))
         else:
-            self.act(self.dispatch.finished(rid, job.attempt, job.length, "length", self.now))
+            end = (name, rid, job.attempt, job.length, "length", self.now)
+            self.act(self.dispatch.finished(*end))
 
-    @precondition(lambda self: any(w.jobs for w in self.workers.values()))
-    @rule(data=st.data())
+    @precondition(lambda self: self.busy())
+    @rule(data=NAMES, again=st.booleans())
+    def decode_says_a_token(self, data: st.DataObject, again: bool) -> None:
+        self.say(*data.draw(st.sampled_from(self.busy())), again)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=NAMES)
     def a_token_is_lost(self, data: st.DataObject) -> None:
-        busy = [(name, rid) for name, w in sorted(self.workers.items()) for rid in sorted(w.jobs)]
-        name, rid = data.draw(st.sampled_from(busy))
+        name, rid = data.draw(st.sampled_from(self.busy()))
         self.workers[name].jobs[rid].said += 1
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data())
+    @rule(data=NAMES)
     def kill(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
         del self.workers[name]
         self.act(self.dispatch.worker_down(name, self.now))
 
+    @precondition(lambda self: self.workers)
+    @rule(data=NAMES)
+    def say_the_load(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.workers)))
+        self.act(self.dispatch.load(name, self.workers[name].load, self.now))
+
     @precondition(lambda self: self.dispatch.entries)
-    @rule(data=st.data())
+    @rule(data=NAMES)
     def cancel(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
         self.ended[rid] = "cancelled"
-        self.act(self.dispatch.cancel(rid))
+        self.act(self.dispatch.cancel(rid, self.now))
 
     @precondition(lambda self: self.dispatch.entries)
-    @rule(data=st.data())
-    def refuse(self, data: st.DataObject) -> None:
+    @rule(data=NAMES, error=st.sampled_from([PeerLostError("x"), CapacityError("x")]))
+    def refuse(self, data: st.DataObject, error: DisaggError) -> None:
         rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
-        attempt = self.dispatch.entries[rid].attempt
-        self.act(self.dispatch.refused(rid, attempt, PeerLostError("x"), self.now))
+        entry = self.dispatch.entries[rid]
+        if entry.phase in (Phase.PREFILL, Phase.DECODE):
+            worker = data.draw(st.sampled_from(entry.workers))
+            if worker in self.workers:
+                said = self.dispatch.refused(worker, rid, entry.job.attempt, error, self.now)
+                self.act(said)
 
     @rule()
     def time_passes(self) -> None:
         self.now += 1.0
         self.act(self.dispatch.tick(self.now))
 
+    def ready(method: Callable[["Interleavings"], None]) -> Callable[["Interleavings"], None]:
+        def checked(self: "Interleavings") -> None:
+            if hasattr(self, "workers"):
+                method(self)
+
+        return checked
+
     @invariant()
+    @ready
     def tokens_are_delivered_in_order_and_once(self) -> None:
-        for rid, tokens in getattr(self, "delivered", {}).items():
+        for rid, tokens in self.delivered.items():
             assert tokens == [answer(rid, i) for i in range(len(tokens))]
             if self.ended.get(rid) == "Finish":
                 assert len(tokens) == self.lengths[rid]
+        assert self.dispatch.unequal_tokens == 0
 
     @invariant()
+    @ready
     def nothing_is_left_of_what_ended(self) -> None:
-        if not hasattr(self, "workers"):
-            return
         for worker in self.workers.values():
-            assert not set(worker.jobs) & set(self.ended)
+            assert not (set(worker.jobs) | set(worker.held)) & set(self.ended)
         assert set(self.dispatch.entries) == set(self.lengths) - set(self.ended)
-        assert self.dispatch.unequal_tokens == 0
+
+    @invariant()
+    @ready
+    def who_runs_alone_has_nobody_beside_it(self) -> None:
+        entries = [x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED]
+        for entry in (x for x in entries if x.alone):
+            for other in (x for x in entries if x is not entry):
+                assert not set(entry.workers) & set(other.workers)
 
     def teardown(self) -> None:
         """Left alone with healthy workers, everything ends."""
         if not hasattr(self, "workers"):
             return
-        self.add_worker(True)
-        self.add_worker(False)
-        for _ in range(40 * (1 + len(self.lengths))):
+        self.add_worker(Role.PREFILL)
+        self.add_worker(Role.DECODE)
+        for _ in range(60 * (1 + len(self.lengths))):
             self.time_passes()
             for name, worker in list(self.workers.items()):
-                for rid, job in list(worker.jobs.items()):
-                    if job.said < job.length:
-                        event = (name, rid, job.attempt, job.said, answer(rid, job.said))
-                        job.said += 1
-                        self.act(self.dispatch.token(*event, self.now))
-                    else:
-                        done = (rid, job.attempt, job.length, "length", self.now)
-                        self.act(self.dispatch.finished(*done))
+                self.act(self.dispatch.load(name, worker.load, self.now))
+                for rid in list(worker.jobs):
+                    if rid in worker.jobs:
+                        self.say(name, rid)
+            for asked in list(self.asked):
+                self.asked.remove(asked)
+                event = asked.job.rid, asked.job.attempt
+                if asked.worker not in self.workers:
+                    gone = PeerLostError("gone")
+                    self.act(self.dispatch.refused(asked.worker, *event, gone, self.now))
+                elif self.workers[asked.worker].load.slots:
+                    self.workers[asked.worker].held[asked.job.rid] = asked.job.attempt
+                    self.act(self.dispatch.granted(*event, Grant(1, 1, 9.0)))
+                else:
+                    full = CapacityError("full")
+                    self.act(self.dispatch.refused(asked.worker, *event, full, self.now))
         assert not self.dispatch.entries
 
 

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 
-from disagg.errors import PeerLostError
-from disagg.transfer.work import TokenEvent
+import pytest
+
+from disagg.errors import ConfigError, PeerLostError
+from disagg.transfer.messages import Load, Step, TokenEvent
 from disagg.workers.events import Events
 
 
@@ -15,9 +17,9 @@ def token(index: int, attempt: int = 1, reason: str = "") -> TokenEvent:
 def first_batch(events: Events, have: Mapping[str, int]) -> list[TokenEvent]:
     async def read() -> list[TokenEvent]:
         stream = events.subscribe(have)
-        batch = await anext(stream)
+        step = await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        return batch
+        return list(step.events)
 
     return asyncio.run(read())
 
@@ -89,16 +91,38 @@ def test_what_ended_and_no_router_names_twice_is_forgotten() -> None:
     assert events.kept == 0
 
 
-def test_what_is_said_reaches_an_open_stream() -> None:
-    async def scene() -> list[TokenEvent]:
-        counts: list[int] = []
-        events = Events(counts.append)
+def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken() -> None:
+    async def scene() -> None:
+        loads = iter([Load(1), Load(2), Load(3)])
+        events = Events(lambda: next(loads))
         stream = events.subscribe({})
-        assert await anext(stream) == []
+        assert await anext(stream) == Step((), Load(1))
+        assert events.followed
         events.say([token(0)])
-        batch = await anext(stream)
+        assert await anext(stream) == Step((token(0),), Load(2))
+        events.say([])
+        assert await anext(stream) == Step((), Load(3))
         await stream.aclose()  # type: ignore[attr-defined]
-        assert counts == [1, 0]
-        return batch
+        assert not events.followed
 
-    assert asyncio.run(scene()) == [token(0)]
+    asyncio.run(scene())
+
+
+def test_a_worker_follows_the_first_router_until_it_is_gone() -> None:
+    async def scene() -> None:
+        events = Events()
+        first = events.subscribe({}, "one")
+        await anext(first)
+        with pytest.raises(ConfigError, match="follows router one, not two"):
+            await anext(events.subscribe({}, "two"))
+        again = events.subscribe({}, "one")
+        await anext(again)
+        await first.aclose()  # type: ignore[attr-defined]
+        assert events.followed
+        await again.aclose()  # type: ignore[attr-defined]
+        second = events.subscribe({}, "two")
+        await anext(second)
+        assert events.router == "two"
+        await second.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(scene())

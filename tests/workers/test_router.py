@@ -1,6 +1,7 @@
 """The router with plain fakes: every token once, whatever happens to workers and clients."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
@@ -14,9 +15,9 @@ from disagg.errors import (
     PeerLostError,
     RequestError,
 )
-from disagg.workers.clients import Output
-from disagg.workers.members import Role
-from disagg.workers.router import Router
+from disagg.transfer.messages import Job, Work
+from disagg.workers.dispatch import Role
+from disagg.workers.router import TICK_S, Output, Router
 from tests.workers.fakes import STATS, FakeWorker, Network, answer, until
 
 PROMPT = (1, 2, 3)
@@ -121,7 +122,7 @@ def test_a_decode_worker_dies_and_another_one_goes_on(known_by: str) -> None:
         decode.pause_at = 3
         join(router, prefill, decode)
         asking = asyncio.create_task(collect(ask(router, 9)))
-        await until(lambda: router.known("d") != {} and max(router.known("d").values()) == 3)
+        await until(lambda: 3 in router.dispatch.known("d").values())
         second = network.add("d2", Role.DECODE)
         join(router, second)
         decode.die()
@@ -130,9 +131,9 @@ def test_a_decode_worker_dies_and_another_one_goes_on(known_by: str) -> None:
         tokens, last = await asking
         assert tokens == [answer(i) for i in range(9)]
         assert last.finish_reason == "length"
-        assert prefill.submitted[-1].emitted == tuple(answer(i) for i in range(3))
+        assert prefill.submitted[-1].job.emitted == tuple(answer(i) for i in range(3))
 
-    play(scene, silence_s=0.3)
+    play(scene, silence_s=1.5)
 
 
 def test_a_broken_event_stream_costs_no_token_and_repeats_none() -> None:
@@ -156,17 +157,136 @@ def test_a_broken_event_stream_costs_no_token_and_repeats_none() -> None:
 def test_a_silent_worker_is_fenced_before_it_works_again() -> None:
     async def scene(router: Router, network: Network) -> None:
         prefill, decode = network.pair()
-        decode.deaf = True
+        decode.pause_at = 2
         join(router, prefill, decode)
         asking = asyncio.create_task(collect(ask(router)))
+        await decode.paused.wait()
+        decode.deaf = True
         await until(lambda: not router.ready)
         decode.deaf = False
+        decode.go.set()
         tokens, _ = await asking
         assert len(tokens) == 5
         assert decode.fenced == [2]
         assert prefill.submitted[-1].decode_epoch == 2
 
-    play(scene, silence_s=0.2)
+    play(scene, silence_s=1.5)
+
+
+def test_a_loop_that_was_late_is_not_a_silence_of_workers() -> None:
+    """The clock jumps by more than a silence at once, as if a long prompt had blocked the loop."""
+
+    async def scene() -> None:
+        jumped = 0.0
+        router = Router(RouterConfig(silence_s=5.0), lambda: time.monotonic() + jumped)
+        prefill, decode = Network().pair()
+        decode.pause_at = 2
+        join(router, prefill, decode)
+        asking = asyncio.create_task(collect(ask(router)))
+        await decode.paused.wait()
+        for _ in range(5):
+            jumped += 8.0
+            await asyncio.sleep(2 * TICK_S)
+        assert router.ready
+        decode.go.set()
+        tokens, _ = await asking
+        assert len(tokens) == 5
+        assert not decode.fenced
+        assert len(prefill.submitted) == 1
+        await router.close()
+
+    asyncio.run(scene())
+
+
+def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.pause_at = 2
+        join(router, prefill, decode)
+        async with aclosing(ask(router)) as outputs:
+            async for output in outputs:
+                if output.token == answer(1):
+                    break
+            decode.broken = True  # from here on; its event stream is open
+        await until(lambda: bool(prefill.aborted))
+        await until(lambda: bool(router._watches["d"].unheard))
+        decode.broken = False
+        await until(lambda: bool(decode.aborted))
+        assert not decode.jobs
+
+    play(scene, silence_s=30.0)
+
+
+def test_a_worker_that_decodes_what_nobody_wants_is_told() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        join(router, prefill, decode)
+        await until(lambda: router.ready)
+        decode.pause_at = 3
+        decode.admit(Job("lost", 7, (1,), sampling={"max_tokens": 10**6}))
+        await until(lambda: ("lost", 7) in decode.aborted)
+        assert not decode.jobs
+
+    play(scene)
+
+
+def test_a_worker_follows_one_router_and_the_next_when_that_is_gone() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        workers = network.pair()
+        join(router, *workers)
+        await until(lambda: router.ready)
+        second = Router(RouterConfig(silence_s=0.3))
+        join(second, *workers)
+        await until(lambda: all("follows" in x.trouble for x in second._watches.values()))
+        assert not second.ready
+        assert not workers[0].fenced
+        tokens, _ = await collect(ask(router))
+        assert len(tokens) == 5
+        await router.close()
+        await until(lambda: second.ready)
+        tokens, _ = await collect(ask(second))
+        assert len(tokens) == 5
+        await second.close()
+
+    play(scene)
+
+
+def test_a_single_token_is_asked_of_the_prefill_worker_alone() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        join(router, prefill, decode)
+        tokens, last = await collect(ask(router, 1))
+        assert (tokens, last.finish_reason) == ([answer(0)], "length")
+        assert [x.work for x in prefill.submitted] == [Work.LOCAL]
+        assert decode.events_kept.kept == 0
+
+    play(scene)
+
+
+def test_prompts_wait_in_the_router_for_a_worker_that_is_full() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        decode.slots = 2
+        join(router, prefill, decode)
+        answers = await asyncio.gather(*(collect(ask(router)) for _ in range(20)))
+        assert all(len(tokens) == 5 for tokens, _ in answers)
+        assert len(prefill.submitted) == 20  # nobody was sent away
+        assert not decode.reserved
+
+    play(scene)
+
+
+def test_a_refused_hand_off_goes_to_another_pair() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        prefill, decode = network.pair()
+        prefill.refuses = PeerLostError("a broken card")
+        join(router, prefill, decode, network.add("p2", Role.PREFILL))
+        for _ in range(6):
+            tokens, _ = await collect(ask(router))
+            assert len(tokens) == 5
+        assert not decode.reserved
+
+    play(scene)
 
 
 @pytest.mark.parametrize("error", [ModelError("no"), RequestError("no")], ids=lambda e: e.reason)
@@ -196,7 +316,7 @@ def test_what_nobody_foresaw_ends_the_request_at_once() -> None:
 
 def test_a_request_without_workers_ends_at_its_deadline() -> None:
     async def scene(router: Router, network: Network) -> None:
-        with pytest.raises(DeadlineError, match="queued"):
+        with pytest.raises(DeadlineError, match="no token in 0.1 s"):
             await collect(ask(router))
 
     play(scene, deadline_s=0.1)
