@@ -1,7 +1,12 @@
-"""KvTransferService of a decode worker: the ledger's rules around a stream and a clock.
+"""KvTransferService of a decode worker: the rules of `reservations.py` around channels and a clock.
+
+    Attach, Renew, Commit ──► Receiver ──► Reservations ──► on_admit, on_drop: the engine
+    Push, or a direct one ──► Intake  ──►      │
+                                               └──► arena: verified, then in place
 
 Frames are verified and copied inline, at most 2 MiB at a time, so that nothing comes between a
-check and what follows from it. Every refusal reaches the sender with its name.
+check and what follows from it. Every refusal reaches the sender with its name. Lives on the io
+loop; knows no model and no engine.
 """
 
 import asyncio
@@ -9,241 +14,338 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import replace
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError
-from disagg.pool import Arena
-from disagg.protos.v1 import kv_transfer_pb2 as pb
-from disagg.state import Allocator
-from disagg.transfer import convert
-from disagg.transfer.client import PUSH, SERVICE
-from disagg.transfer.intake import Intake
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Ack, Admission, Admit, Drop, Nack, Settled
-from disagg.transfer.probe import ABSORB, absorb
-from disagg.transfer.push_server import PushServer
-from disagg.transfer.security import Security
-from disagg.transfer.service import parse, rpc_handlers
-from disagg.transfer.sharing import Damage
-from disagg.transfer.terms import Terms
-from disagg.transfer.upkeep import Upkeep
-from disagg.wire import Buffer, CommitFrame, unpack
+from disagg.pool import Arena, Pool
+from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.control import KV_SERVICE
+from disagg.transfer.link import absorb
+from disagg.transfer.messages import (
+    Ack,
+    Attach,
+    Credit,
+    Grant,
+    Job,
+    Nack,
+    State,
+    answer_to,
+    parse,
+    ticket_from,
+)
+from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations, Terms, Write
+from disagg.transfer.rpc import rpc_handlers
+from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
-LEAST_MS = 1e-6
+SCRUB_S = 1.0
+SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
+ACK_BYTES = answer_to(Ack(1.0, 1.0)).ByteSize()
 log = logging.getLogger(__name__)
 
 
-class Receiver:
-    """Takes prompts in and hands them to the engine. Lives on the io loop.
+@dataclass(eq=False)
+class Intake:
+    """The receiving end of one channel: frames of any number of hand-offs in, credit out.
 
-    on_admit: called with every complete prompt; only enqueues. A DisaggError from it refuses the
-              prompt, whose records it has freed by then.
-    on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must
-              drop and free
-    on_damage: called with (rid, attempt, error) of a prompt dropped for its damaged pages
+    A frame that is refused is dropped, and credited back with the error; the channel goes on.
+
+    on_news:  called when nothing more is expected of a hand-off, or the channel is over
+    failures: refusals by reason
+    """
+
+    reservations: Reservations
+    arena: Arena
+    clock: Callable[[], float] = time.monotonic
+    on_news: Callable[[], None] = lambda: None
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def take(self, message: Buffer) -> Credit:
+        """What became of the frame in a PushRequest.
+
+        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
+        """
+        data = message_frame(message)
+        frame = unpack(data)
+        if not isinstance(frame, PageFrame):
+            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
+        try:
+            write = self.begin(frame)
+        except DisaggError as error:
+            return self.refuse(frame, len(message), error)
+        return self.end(write, frame, len(message))
+
+    def close(self) -> None:
+        """The channel is over, however it ended: nothing is complete without a commit."""
+        self.reservations.channel_ended(self)
+        self.on_news()
+
+    # -- `take` in steps, for a channel that receives payloads where they belong
+
+    def begin(self, frame: PageFrame) -> Write:
+        """Check a frame whose payload may still be on the way; raises what refuses it.
+
+        What begins ends by `end` or `abandon`; what is refused is answered by `refuse`.
+        """
+        return self.reservations.begin_write(frame, self.clock(), self)
+
+    def targets(self, write: Write, sizes: Sequence[int]) -> list[memoryview]:
+        """Where to receive each item of a frame: in the arena, if it lies there in one piece."""
+        return [
+            self.arena.read(*spans[0])
+            if self.arena.on_host and len(spans) == 1
+            else memoryview(bytearray(size))
+            for spans, size in zip(write.spans, sizes, strict=True)
+        ]
+
+    def progress(self, write: Write) -> None:
+        """More bytes came; ReservationError if they are of no use any more."""
+        self.reservations.still_writing(write, self.clock())
+
+    def abandon(self, write: Write) -> None:
+        """The rest will not come."""
+        self.reservations.end_write(write, written=False)
+
+    def refuse(self, frame: PageFrame, nbytes: int, error: DisaggError) -> Credit:
+        """The answer to a frame that was dropped, in a message of `nbytes`."""
+        self.failures[error.reason] += 1
+        return self._answer(frame, nbytes, error=error)
+
+    def end(self, write: Write, frame: PageFrame, nbytes: int, landed: bool = False) -> Credit:
+        """Verify a frame and put its items in place, but for those that `landed` in `targets`."""
+        began, written, failure = self.clock(), False, None
+        try:
+            frame.verify()
+            self.arena.write(list(write.pieces(frame.payload, landed and self.arena.on_host)))
+            written = True
+        except CorruptFrameError as error:
+            failure = error
+        finally:
+            self.reservations.end_write(write, written)
+        if failure is not None:
+            return self.refuse(frame, nbytes, failure)
+        return self._answer(frame, nbytes, 1000 * (self.clock() - began))
+
+    def _answer(
+        self,
+        frame: PageFrame,
+        nbytes: int,
+        verify_ms: float = 0.0,
+        error: DisaggError | None = None,
+    ) -> Credit:
+        ticket = frame.ticket
+        credit = Credit(ticket.nonce, ticket.gen, nbytes, error=error)
+        answered = credit.to_message().ByteSize()
+        self.reservations.count(ticket.nonce, nbytes + answered, verify_ms)
+        if not self.reservations.expects(ticket):
+            self.on_news()
+        return credit
+
+
+class Receiver:
+    """Takes prompts in and hands them to the engine.
+
+    on_admit:  called with every complete prompt; only enqueues. If it raises anything the prompt is
+               refused with that, and its records are freed here.
+    on_drop:   called with (rid, attempt, reason) of a prompt that the engine was given and must
+               drop and free
+    on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
+    direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
+               nowhere. Its frames go through `open_channel`.
     """
 
     def __init__(
         self,
         terms: Terms,
-        allocator: Allocator,
+        pool: Pool,
         arena: Arena,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
         on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.ledger = Ledger(terms, allocator, lambda: secrets.randbits(64))
+        self.reservations = Reservations(terms, pool, lambda: secrets.randbits(64))
+        self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
+        self.failures: Counter[str] = Counter()  # refusals by reason
         self._arena = arena
         self._on_admit = on_admit
         self._on_drop = on_drop
         self._on_damage = on_damage
         self._clock = clock
-        self._settled: dict[int, asyncio.Event] = {}
-        self._upkeep = Upkeep(self.ledger, clock, self.tick, self.scrub)
-        self.failures: Counter[str] = Counter()  # refusals by reason
-        self.streams = PushServer({PUSH: self.push, ABSORB: absorb}, self._note)
+        self._news = asyncio.Event()  # set once, when something happened; then there is another
 
     # -- for the worker
 
-    def serve(self, host: str, security: Security | None = None) -> grpc.GenericRpcHandler:
-        """Take frames, on a port that `attach` tells; what `channel.start_server` serves beside."""
-        self.streams.start(host, security)
-        calls = {
-            "Reserve": self.reserve,
-            "Attach": self.attach,
-            "Commit": self.commit,
-            "Abort": self.abort_call,
-            "Release": self.release,
-            "Probe": self.probe,
-        }
-        return rpc_handlers(SERVICE, calls, on_refusal=self._note)
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service, for `rpc.start_server`."""
+        calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
+        streams = {"Push": self.push, "Probe": absorb}
+        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=self._note)
+
+    async def run(self) -> None:
+        """End leases when they are due and verify what is kept, until it is cancelled.
+
+        Raises what breaks: without it no lease ends.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_time())
+            tasks.create_task(self._keep_verifying())
+
+    def reserve(self, job: Job, epoch: int) -> Grant:
+        """Room for a prompt, at once or not at all."""
+        with self._event() as now:
+            return self.reservations.reserve(job, epoch, now)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Give up an attempt and all before it, known or not."""
-        self.ledger.abort(rid, attempt, reason, self._clock())
-        self._act()
+        with self._event() as now:
+            self.reservations.abort(rid, attempt, reason, now)
 
     def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a prompt and has freed it."""
-        self.ledger.finished(rid, attempt)
-        self.make_room()
-
-    def make_room(self) -> None:
-        """Records were freed: serve who waits for room."""
-        self.ledger.make_room(self._clock())
-        self._act()
+        with self._event() as now:
+            self.reservations.finished(rid, attempt, now)
 
     def fence(self, epoch: int) -> None:
-        """A new epoch; ReservationError if it is lower than the one of now."""
-        self.ledger.fence(epoch, self._clock())
-        self._act()
+        """The next epoch; ReservationError if it is not."""
+        with self._event() as now:
+            self.reservations.fence(epoch, now)
 
     def drain(self) -> None:
         """Take no new reservations; what is reserved may still complete."""
-        self.ledger.draining = True
+        self.reservations.draining = True
 
     def gauges(self) -> dict[str, int]:
         """What is held; all zero when nothing goes on."""
-        return self.ledger.gauges()
+        return self.reservations.gauges()
 
-    def tick(self) -> None:
-        """End what is over by now; the ticker calls it when something is due."""
-        self.ledger.expire(self._clock())
-        self.make_room()
+    def open_channel(self) -> Intake:
+        """The receiving end of a new channel; close it when that ends."""
+        return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
 
-    def scrub(self, max_bytes: int) -> list[Damage]:
-        """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told."""
-        damages = self.ledger.scrub(max_bytes, self._clock())
-        self._act()
+    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> list[Damage]:
+        """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
+
+        In a thread: on a device the bytes come behind the kernels that run now.
+        """
+        scrub, damages = self.reservations.cache.begin_scrub(max_bytes), list[Damage]()
+        damaged: dict[bytes, CorruptFrameError] = {}
+        try:
+            damaged = await asyncio.to_thread(scrub.verify)
+        finally:
+            with self._event() as now:
+                damages = self.reservations.end_scrub(scrub, damaged, now)
         for damage in damages:
             log.error("%s; %d requests had it", damage.error, len(damage.requests))
             for rid, attempt in damage.requests:
                 self._on_damage(rid, attempt, damage.error)
         return damages
 
-    async def __aenter__(self) -> Self:
-        self._upkeep.start()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.streams.stop()
-        await self._upkeep.stop()
-
     # -- the service: bytes of messages in and out
-
-    async def reserve(self, data: bytes) -> bytes:
-        """A ReserveResponse, when there is room."""
-        waiter = self.ledger.reserve(
-            convert.request_from(parse(pb.ReserveRequest, data)), self._clock()
-        )
-        settled = self._settled.setdefault(id(waiter), asyncio.Event())
-        try:
-            self._act()
-            if not waiter.settled:
-                await settled.wait()
-        finally:
-            self._settled.pop(id(waiter), None)
-            self.ledger.leave(waiter, self._clock())
-            self._act()
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.grant is not None
-        answer = convert.grant_to(waiter.grant).SerializeToString()
-        self._count(waiter.grant.nonce, data, answer)
-        return answer
 
     async def attach(self, data: bytes) -> bytes:
         """An AttachResponse."""
-        ticket = convert.ticket_from(parse(pb.AttachRequest, data).ticket)
-        attached = self.ledger.attach(ticket, self._clock())
-        self._act()
-        attached = replace(attached, push_port=self.streams.port)
-        answer = convert.attached_to(attached).SerializeToString()
-        self._count(ticket.nonce, data, answer)
+        attach = Attach.from_message(parse(kv.AttachRequest, data))
+        with self._event() as now:
+            attached = self.reservations.attach(attach, now)
+        if attach.direct and attached.state is State.ATTACHED:
+            port, key = self.direct()
+            attached = replace(attached, port=port, key=key)
+        answer = attached.to_message().SerializeToString()
+        self.reservations.count(attach.ticket.nonce, len(data) + len(answer))
         return answer
 
+    async def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
+        """PushResponses to the frames of one channel."""
+        intake = self.open_channel()
+        try:
+            async for message in messages:
+                yield intake.take(message).to_message().SerializeToString()
+        finally:
+            intake.close()
+
+    async def renew(self, data: bytes) -> bytes:
+        """A RenewResponse."""
+        tickets = list(map(ticket_from, parse(kv.RenewRequest, data).tickets))
+        with self._event() as now:
+            over = self.reservations.renew(tickets, now)
+        return kv.RenewResponse(over=over).SerializeToString()
+
     async def commit(self, data: bytes) -> bytes:
-        """A CommitResponse to a commit frame outside of a stream."""
-        frame = unpack(convert.message_frame(data))
+        """A CommitResponse, once the frames before it came or will not come.
+
+        Nothing that is missing is waited for longer than a lease.
+        """
+        frame = unpack(message_frame(data))
         if not isinstance(frame, CommitFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        answer = self._admit(frame, len(data))
-        return convert.answer_to(answer, pb.CommitResponse).SerializeToString()
-
-    async def abort_call(self, data: bytes) -> bytes:
-        """An AbortResponse."""
-        message = parse(pb.AbortRequest, data)
-        self.abort(message.rid, message.attempt, message.reason)
-        return pb.AbortResponse().SerializeToString()
-
-    async def release(self, data: bytes) -> bytes:
-        """A ReleaseResponse."""
-        ticket = convert.ticket_from(parse(pb.ReleaseRequest, data).ticket)
-        self.ledger.release(ticket, self._clock())
-        self._act()
-        return pb.ReleaseResponse().SerializeToString()
-
-    async def probe(self, data: bytes) -> bytes:
-        """A ProbeResponse."""
-        return pb.ProbeResponse(push_port=self.streams.port).SerializeToString()
-
-    def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
-        """PushResponses to the frames of one stream, until the commit is acknowledged."""
-        intake = Intake(self.ledger, self._arena, self._admit, self._clock)
-        return intake.answers(messages, self._act)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.reservations.terms.lease_s):
+                while self.reservations.expects(frame.ticket):
+                    await self._news.wait()
+        answer = self._admit(frame, len(data) + ACK_BYTES)
+        return answer_to(answer).SerializeToString()
 
     def _admit(self, frame: CommitFrame, nbytes: int) -> Ack | Nack:
         """Commit; where that completes a prompt the engine has it before this returns."""
-        began = self._clock()
-        answer = self.ledger.commit(frame, began)
-        handoff = self.ledger.handoff(frame.ticket.nonce)
-        assert handoff is not None
-        if isinstance(answer, Ack) and not answer.admit_ms:
-            answer = replace(answer, admit_ms=LEAST_MS)  # its size counts before its value is known
-        handoff.wire_bytes += nbytes + convert.answer_to(answer, pb.PushResponse).ByteSize()
-        self._act()
+        began, nonce = self._clock(), frame.ticket.nonce
+        self.reservations.count(nonce, nbytes)  # before it is told to the engine
+        with self._event() as now:
+            answer = self.reservations.commit(frame, now)
         if isinstance(answer, Ack):
-            admit_ms = max(answer.admit_ms, 1000 * (self._clock() - began))
-            handoff.ack = answer = replace(answer, admit_ms=admit_ms)
+            return self.reservations.acknowledge(nonce, 1000 * (self._clock() - began))
+        self.reservations.count(nonce, answer_to(answer).ByteSize() - ACK_BYTES)
         return answer
 
-    def _act(self, sooner: bool = True) -> None:
-        """Do what the ledger decided, wake the ticker if `sooner`; raises the engine's refusal."""
-        if sooner:
-            self._upkeep.wake()
-        refusal: DisaggError | None = None
-        for action in self.ledger.take_actions():
-            if isinstance(action, Settled):
-                if settled := self._settled.get(id(action.waiter)):
-                    settled.set()
-            elif isinstance(action, Drop):
-                self._on_drop(action.rid, action.attempt, action.reason)
-            else:
-                refusal = self._hand_over(action) or refusal
-        if refusal is not None:
-            raise refusal
+    # -- what happens by itself
 
-    def _hand_over(self, action: Admit) -> DisaggError | None:
-        handoff = self.ledger.handoff(action.nonce)
-        assert handoff is not None
-        admission = replace(
-            action.admission, wire_bytes=handoff.wire_bytes, verify_ms=handoff.verify_ms
-        )
+    @contextmanager
+    def _event(self) -> Iterator[float]:
+        """One event of the rules, at the time that this gives; then what they decided is done."""
         try:
-            self._on_admit(admission)
-        except DisaggError as refusal:
-            self.ledger.reject(action.nonce, str(refusal), self._clock())
-            return refusal
-        return None
+            yield self._clock()
+        finally:
+            self._wake()
+            self._act()
+
+    def _act(self) -> None:
+        """Do all that was decided; raises the first failure of it."""
+        failure: Exception | None = None
+        for action in self.reservations.take_actions():
+            try:
+                if isinstance(action, Dropped):
+                    self._on_drop(action.rid, action.attempt, action.reason)
+                else:
+                    self._on_admit(action)
+            except Exception as error:
+                failure = failure or error
+                if isinstance(action, Admission):
+                    self.reservations.reject(action, str(error), self._clock())
+        if failure is not None:
+            raise failure
+
+    def _wake(self) -> None:
+        """Something happened: who waits for that looks again."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _note(self, error: DisaggError) -> None:
         self.failures[error.reason] += 1
 
-    def _count(self, nonce: int, *messages: bytes) -> None:
-        if handoff := self.ledger.handoff(nonce):
-            handoff.wire_bytes += sum(map(len, messages))
+    async def _keep_time(self) -> None:
+        while True:
+            news, due = self._news, self.reservations.next_event()
+            wait_s = None if due is None else max(0.0, due - self._clock())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await news.wait()
+            with self._event() as now:
+                self.reservations.expire(now)
+
+    async def _keep_verifying(self) -> None:
+        while True:
+            await asyncio.sleep(SCRUB_S)
+            await self.scrub()

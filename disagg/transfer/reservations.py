@@ -91,6 +91,7 @@ class Admission:
     commit: Commit
     wire_bytes: int
     verify_ms: float
+    nonce: int
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,13 @@ class Write:
     places: list[int]
     spans: list[list[Span]]
 
-    def pieces(self, payload: Sequence[Buffer]) -> Iterator[tuple[int, Buffer]]:
-        """What to write where, of the bytes of the items."""
+    def pieces(
+        self, payload: Sequence[Buffer], landed: bool = False
+    ) -> Iterator[tuple[int, Buffer]]:
+        """What to write where, of the bytes of the items; `landed`: those in one piece are there."""
         for data, spans in zip(payload, self.spans, strict=True):
+            if landed and len(spans) == 1:
+                continue
             ends = accumulate(nbytes for _, nbytes in spans)
             for (start, nbytes), end in zip(spans, ends, strict=True):
                 yield start, data[end - nbytes : end]
@@ -429,10 +434,10 @@ class Reservations:
         reservation.ack = Ack(reservation.ack.verify_ms, max(LEAST_MS, admit_ms))
         return reservation.ack
 
-    def reject(self, nonce: int, groups: Sequence[GroupState], reason: str, now: float) -> None:
+    def reject(self, admission: Admission, reason: str, now: float) -> None:
         """The engine did not take what was admitted: it is freed, and the commit is refused."""
-        self.cache.release(groups)
-        self._end(self._by_nonce[nonce], State.ABORTED, reason, now)
+        self.cache.release(admission.groups)
+        self._end(self._by_nonce[admission.nonce], State.ABORTED, reason, now)
 
     def finished(self, rid: str, attempt: int, now: float) -> None:
         """The engine is done with a prompt and has freed it."""
@@ -543,7 +548,7 @@ class Reservations:
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        figures = reservation.wire_bytes, reservation.verify_ms
+        figures = reservation.wire_bytes, reservation.verify_ms, reservation.nonce
         self._actions.append(Admission(contents.job, holding.groups, commit, *figures))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:

@@ -1,280 +1,656 @@
-"""The receiving end by its bytes: what a broken or hostile sender can say to it."""
+"""The receiving end by its bytes: what a broken or hostile sender can say; and over a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
-from disagg.errors import CorruptFrameError, DisaggError, ReservationError, VersionError
-from disagg.protos.v1 import kv_transfer_pb2 as pb
-from disagg.transfer import convert
-from disagg.transfer.messages import Ack, Admission, Nack, State
-from disagg.transfer.receiver import Receiver
-from disagg.wire import CommitFrame, Frame, RenewFrame, Ticket, pack
-from tests.transfer.prompts import EPOCH, Prompt, make_pool, make_prompt, make_terms
-from tests.transfer.wires import Clock, open_house
+from disagg.errors import (
+    CorruptFrameError,
+    DisaggError,
+    LayoutError,
+    RequestError,
+    ReservationError,
+    VersionError,
+)
+from disagg.pool import HostArena, Pool
+from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.link import measure
+from disagg.transfer.messages import (
+    Ack,
+    Attach,
+    Attached,
+    Credit,
+    Nack,
+    State,
+    answer_from,
+    ticket_to,
+)
+from disagg.transfer.receiver import Intake, Receiver
+from disagg.transfer.reservations import Admission, Dropped
+from disagg.transfer.rpc import connect, start_server
+from disagg.transfer.sender import Channel, Sender
+from disagg.wire import CommitFrame, Frame, Item, PageFrame, Ticket, frame_message, pack
+from tests.transfer.desk import corrupt
+from tests.transfer.peer import QUICK, offer_all, until
+from tests.transfer.prompts import (
+    EPOCH,
+    MODEL,
+    Prompt,
+    make_pool,
+    make_prompt,
+    make_related,
+    make_terms,
+)
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Booth:
-    """A receiver without a server, spoken to in bytes."""
+    """A receiver, spoken to in bytes, with an engine that keeps what it gets."""
 
-    def __init__(self, **terms: object):
-        self.pool = make_pool()
+    def __init__(self, pool: Pool | None = None, **terms: object):
+        self.pool = pool or make_pool()
+        self.clock = Clock()
         self.admitted: list[Admission] = []
+        self.dropped: list[tuple[str, int, str]] = []
+        self.damaged: list[tuple[str, int, str]] = []
+        self.refusal: Exception | None = None
         self.receiver = Receiver(
             make_terms(self.pool, **terms),
             self.pool,
             self.pool.arena,
-            self.admitted.append,
-            lambda *drop: None,
+            self.admit,
+            lambda *drop: self.dropped.append(drop),
+            lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
+            self.clock,
         )
 
-    async def reserve(self, prompt: Prompt, gen: int = 1, **changes: object) -> Ticket:
-        message = convert.request_to(prompt.request(**changes)).SerializeToString()
-        grant = pb.ReserveResponse.FromString(await self.receiver.reserve(message))
-        ticket = Ticket(grant.nonce, grant.epoch, gen)
-        await self.attach(ticket)
+    def admit(self, admission: Admission) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.admitted.append(admission)
+
+    async def begin(self, prompt: Prompt, rid: str = "r", attempt: int = 0) -> Ticket:
+        """Reserve and attach."""
+        grant = self.receiver.reserve(prompt.job(rid, attempt), EPOCH)
+        ticket = Ticket(grant.nonce, grant.epoch, 1)
+        await self.attach(prompt, ticket)
         return ticket
 
-    async def attach(self, ticket: Ticket) -> pb.AttachResponse:
-        message = pb.AttachRequest(ticket=convert.ticket_to(ticket)).SerializeToString()
-        return pb.AttachResponse.FromString(await self.receiver.attach(message))
+    async def attach(self, prompt: Prompt, ticket: Ticket, direct: bool = False) -> Attached:
+        attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens, direct)
+        data = await self.receiver.attach(attach.to_message().SerializeToString())
+        return Attached.from_message(kv.AttachResponse.FromString(data))
 
-    async def commit_again(self, data: bytes) -> Ack | Nack:
-        answer = await self.receiver.commit(data)
-        return convert.answer_from(pb.CommitResponse.FromString(answer))
+    async def push(self, messages: Iterable[bytes]) -> list[Credit]:
+        """All answers of one channel."""
 
-    async def push(self, messages: Iterable[bytes]) -> list[pb.PushResponse]:
         async def stream() -> AsyncIterator[bytes]:
             for message in messages:
                 yield message
 
         replies = self.receiver.push(stream())
-        return [pb.PushResponse.FromString(reply) async for reply in replies]
+        return [Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies]
+
+    async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack | Nack:
+        data = await self.receiver.commit(message(CommitFrame(ticket, prompt.commit())))
+        return answer_from(kv.CommitResponse.FromString(data))
+
+    def free(self) -> None:
+        """The engine finishes everything."""
+        for admission in self.admitted:
+            for state in admission.groups:
+                self.pool.release(list(state.ids()))
+            self.receiver.finished(admission.job.rid, admission.job.attempt)
+        self.admitted.clear()
+
+    def assert_nothing_held(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.referenced_pages == 0
+        assert not any(self.receiver.gauges().values())
 
 
 def message(frame: Frame) -> bytes:
-    return convert.frame_message(pack(frame))
+    return frame_message(pack(frame))
 
 
-def whole(prompt: Prompt, ticket: Ticket) -> list[bytes]:
-    frames = [RenewFrame(ticket), *prompt.frames(ticket), CommitFrame(ticket, prompt.commit())]
-    return [message(frame) for frame in frames]
+def pages(prompt: Prompt, ticket: Ticket) -> list[bytes]:
+    return [message(frame) for frame in prompt.frames(ticket)]
 
 
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
+async def turn() -> None:
+    """Let everything that can go on do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
-def test_every_frame_gives_its_own_bytes_of_credit_back(prompt):
+# -- frames of one channel
+
+
+def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_its_bytes_back(prompt):
     async def scene():
         booth = Booth()
-        ticket = await booth.reserve(prompt)
-        sent = whole(prompt, ticket)
-        first, *credits, last = await booth.push(sent)
-        assert first.credit.bytes == prompt.checklist.window_bytes
-        assert [x.credit.bytes for x in credits] == [len(x) for x in sent[1:-1]]
-        assert {x.credit.frames for x in credits} == {1}
-        assert isinstance(convert.answer_from(last), Ack)
-        assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
+        tickets = [await booth.begin(prompt, rid) for rid in ("a", "b")]
+        one, two = (pages(prompt, ticket) for ticket in tickets)
+        sent = [x for pair in zip(one, two[::-1], strict=True) for x in pair] + one[:2]
+        credits = await booth.push(sent)
+        assert [(x.nonce, x.nbytes) for x in credits] == [
+            (tickets[place % 2 if place < 2 * len(one) else 0].nonce, len(data))
+            for place, data in enumerate(sent)
+        ]
+        assert {(x.gen, x.frames, x.error) for x in credits} == {(1, 1, None)}
+        for ticket in tickets:
+            assert isinstance(await booth.commit(ticket, prompt), Ack)
+        for admission in booth.admitted:
+            assert prompt.equals(booth.pool.arena, admission.groups)
+        booth.free()
+        booth.assert_nothing_held()
 
     asyncio.run(scene())
 
 
-def test_a_clean_end_of_stream_completes_nothing(prompt):
+def test_a_refused_frame_is_credited_back_with_its_error_and_the_channel_goes_on(prompt):
     async def scene():
         booth = Booth()
-        ticket = await booth.reserve(prompt)
-        await booth.push(whole(prompt, ticket)[:-1])
-        assert not booth.admitted
-        assert booth.receiver.gauges() == {
-            "reservations": 1,
-            "streams": 0,
-            "waiting": 0,
-            "running": 0,
+        gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
+        booth.receiver.abort("gone", 0, "client gone")
+        await booth.attach(prompt, replace(old, gen=2))
+        first = prompt.frames(live)[0]
+        wrong = replace(first, layout="0" * 16)
+        frames = {
+            "dead nonce": prompt.frames(gone)[0],
+            "old gen": prompt.frames(old)[0],
+            "unknown nonce": replace(first, ticket=Ticket(1, EPOCH, 1)),
+            "other epoch": replace(first, ticket=replace(live, epoch=EPOCH + 1)),
+            "foreign layout": wrong,
+            "corrupt payload": corrupt(first),
         }
-        again = Ticket(ticket.nonce, ticket.epoch, 2)
-        assert len((await booth.attach(again)).have) > 0
-        await booth.push([message(RenewFrame(again)), whole(prompt, again)[-1]])
-        assert len(booth.admitted) == 1
+        sent = [message(x) for x in frames.values()] + pages(prompt, live)
+        credits = await booth.push(sent)
+        reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
+        assert reasons == dict.fromkeys(frames, "reservation") | {
+            "foreign layout": "layout",
+            "corrupt payload": "corrupt_frame",
+        }
+        assert all(x.error is None for x in credits[len(frames) :])
+        assert [x.nbytes for x in credits] == list(map(len, sent))
+        assert booth.receiver.failures == {"reservation": 4, "layout": 1, "corrupt_frame": 1}
+        assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
+        assert isinstance(await booth.commit(live, prompt), Ack)
 
     asyncio.run(scene())
 
 
-def test_frames_may_be_duplicated_and_reordered(prompt):
+BROKEN = {
+    "no frame": (lambda data: b"\x0a\x03abc", CorruptFrameError),
+    "another message": (lambda data: b"\x12" + data[1:], CorruptFrameError),
+    "nothing": (lambda data: b"", CorruptFrameError),
+    "a cut frame": (lambda data: data[:-1], CorruptFrameError),
+    "a flipped header": (lambda data: data[:45] + bytes([data[45] ^ 1]) + data[46:], DisaggError),
+    "another version": (
+        lambda data: data[: data.index(b"dgKV") + 4] + b"\x09" + data[data.index(b"dgKV") + 5 :],
+        VersionError,
+    ),
+}
+
+
+@pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
+def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_it(
+    prompt, breaking, error
+):
     async def scene():
         booth = Booth()
-        ticket = await booth.reserve(prompt)
-        renew, *pages, commit = whole(prompt, ticket)
-        await booth.push([renew, *pages[::-1], renew, *pages[:4], commit])
-        assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
+        ticket = await booth.begin(prompt)
+        first, second, *_ = pages(prompt, ticket)
+        with pytest.raises(error):
+            await booth.push([first, breaking(second)])
+        assert booth.receiver.gauges() == {"reservations": 1, "streams": 0, "running": 0}
+        again = replace(ticket, gen=2)
+        assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].layers)
+        await booth.push(pages(prompt, again))
+        assert isinstance(await booth.commit(again, prompt), Ack)
 
     asyncio.run(scene())
 
 
-def test_a_commit_that_comes_early_names_what_is_missing(prompt):
+def test_a_commit_among_pages_ends_the_channel(prompt):
     async def scene():
         booth = Booth()
-        ticket = await booth.reserve(prompt)
-        renew, *pages, commit = whole(prompt, ticket)
-        replies = await booth.push([renew, *pages[:-1], commit, pages[-1], commit])
-        nack = convert.answer_from(replies[-3])
-        assert isinstance(nack, Nack)
-        assert list(nack.missing) == prompt.frames(ticket)[-1].items()
-        assert isinstance(convert.answer_from(replies[-1]), Ack)
+        ticket = await booth.begin(prompt)
+        with pytest.raises(CorruptFrameError, match="CommitFrame"):
+            await booth.push([message(CommitFrame(ticket, prompt.commit()))])
+        with pytest.raises(CorruptFrameError, match="PageFrame"):
+            await booth.receiver.commit(pages(prompt, ticket)[0])
 
     asyncio.run(scene())
 
 
-def test_one_corrupt_byte_in_any_message_of_a_stream_admits_nothing(prompt):
+def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(prompt, monkeypatch):
     async def scene():
         booth = Booth()
-        for place in range(0, sum(map(len, whole(prompt, Ticket(0, 0, 1)))), 997):
-            ticket = await booth.reserve(prompt, rid=f"r{place}")
-            stream = [bytearray(x) for x in whole(prompt, ticket)]
-            offset = place
-            for data in stream:
+        ticket = await booth.begin(prompt)
+        monkeypatch.setattr(booth.pool.arena, "write", lambda places: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await booth.push(pages(prompt, ticket))
+        assert booth.receiver.gauges()["streams"] == 0
+        booth.receiver.abort("r", 0, "client gone")
+        booth.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
+    async def scene():
+        booth = Booth(lease_s=0.05)  # as long as a commit waits for a channel that nothing came on
+        size = sum(map(len, pages(prompt, Ticket(0, 0, 1))))
+        for place in range(0, size, 997):
+            ticket = await booth.begin(prompt, f"r{place}")
+            sent, offset = [bytearray(x) for x in pages(prompt, ticket)], place
+            for data in sent:
                 if offset < len(data):
                     data[offset] ^= 0x40
                     break
                 offset -= len(data)
-            with pytest.raises(DisaggError):
-                await booth.push(map(bytes, stream))
+            with suppress(DisaggError):
+                await booth.push(map(bytes, sent))
+            with suppress(DisaggError):
+                assert isinstance(await booth.commit(ticket, prompt), Nack)
             assert not booth.admitted
             booth.receiver.abort(f"r{place}", 0, "corrupt")
-            assert booth.pool.referenced_pages == 0
+            booth.assert_nothing_held()
 
     asyncio.run(scene())
 
 
-def test_a_stream_that_is_cut_anywhere_admits_nothing(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.reserve(prompt)
-        renew, *rest = whole(prompt, ticket)
-        for size in (0, 1, 40, len(rest[0]) - 1):
-            ticket = Ticket(ticket.nonce, EPOCH, ticket.gen + 1)
-            await booth.attach(ticket)
-            renew, *rest = whole(prompt, ticket)
-            with pytest.raises(CorruptFrameError):
-                await booth.push([renew, rest[0][:size]])
-            assert booth.receiver.gauges()["streams"] == 0
-        assert not booth.admitted
-
-    asyncio.run(scene())
-
-
-def test_a_stream_begins_with_a_renew_frame_and_keeps_its_ticket(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.reserve(prompt)
-        other = await booth.reserve(prompt, rid="other")
-        with pytest.raises(CorruptFrameError, match="begins"):
-            await booth.push(whole(prompt, ticket)[1:])
-        with pytest.raises(ReservationError, match="on the stream"):
-            await booth.push([message(RenewFrame(ticket)), *whole(prompt, other)[1:]])
-        with pytest.raises(ReservationError):
-            await booth.push([message(RenewFrame(Ticket(ticket.nonce, EPOCH, 9)))])
-
-    asyncio.run(scene())
-
-
-def test_a_frame_larger_than_the_window_is_beyond_credit(prompt, monkeypatch):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.reserve(prompt)
-        with pytest.raises(CorruptFrameError, match="beyond credit"):
-            await booth.push(whole(prompt, ticket))
-
-    monkeypatch.setattr("disagg.transfer.items.Checklist.window_bytes", 3000)
-    asyncio.run(scene())
-
-
-def test_a_frame_of_another_version_is_refused_as_such(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.reserve(prompt)
-        data = bytearray(message(RenewFrame(ticket)))
-        data[data.index(b"dgKV") + 4] += 1
-        with pytest.raises(VersionError):
-            await booth.push([bytes(data)])
-
-    asyncio.run(scene())
-
-
-def test_refusals_and_expired_leases_are_counted_by_name(prompt):
-    async def scene():
-        clock = Clock()
-        async with open_house(clock=clock) as house:
-            for change in ({"model": "b"}, {"plan": "b"}, {"epoch": EPOCH - 1}):
-                with pytest.raises(DisaggError):
-                    await house.sender(prompt, **change).reserve()
-            assert house.receiver.failures == {"layout": 2, "reservation": 1}
-            await house.sender(prompt).reserve()
-            clock.now += 11.0
-            house.receiver.tick()
-            assert house.receiver.ledger.counts["expired"] == 1
-            house.assert_nothing_held()
-
-    asyncio.run(scene())
-
-
-def test_a_replayed_stream_is_refused_by_name_and_lands_nowhere(prompt):
+def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     """Every frame of a finished hand-off again, when its pages belong to another prompt."""
 
     async def scene():
         booth, other = Booth(), make_prompt(300, seed=7)
-        ticket = await booth.reserve(prompt)
-        recorded = whole(prompt, ticket)
-        await booth.push(recorded)
-        for state in booth.admitted[0].groups:
-            booth.pool.release(list(state.ids()))
-        booth.receiver.finished("r", 0)
-        await booth.push(whole(other, await booth.reserve(other, rid="other")))
+        ticket = await booth.begin(prompt)
+        await booth.push(pages(prompt, ticket))
+        first = await booth.commit(ticket, prompt)
+        booth.free()
+        second = await booth.begin(other, "other")
+        await booth.push(pages(other, second))
+        await booth.commit(second, other)
         before = bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes))
-        for first in (ticket, Ticket(ticket.nonce, EPOCH, 2)):
-            for frame in recorded:
-                with pytest.raises(DisaggError):
-                    await booth.push([message(RenewFrame(first)), frame])
-                with pytest.raises(DisaggError):
-                    await booth.push([frame])
-        assert isinstance(await booth.commit_again(recorded[-1]), Ack)  # the same answer as before
-        assert len(booth.admitted) == 2
-        assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
-        assert other.equals(booth.pool.arena, booth.admitted[1].groups)
-
-    asyncio.run(scene())
-
-
-def test_a_commit_outside_of_a_stream_completes_what_arrived(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.reserve(prompt)
-        *pages, commit = whole(prompt, ticket)
-        await booth.push(pages)
-        again = Ticket(ticket.nonce, EPOCH, 2)
-        await booth.attach(again)
-        commit = whole(prompt, again)[-1]
-        first = await booth.receiver.commit(commit)
-        assert isinstance(convert.answer_from(pb.CommitResponse.FromString(first)), Ack)
-        assert await booth.receiver.commit(commit) == first
+        for again in (ticket, replace(ticket, gen=2)):
+            credits = await booth.push(pages(prompt, again))
+            assert {x.error.reason for x in credits} == {"reservation"}
+            assert (await booth.attach(prompt, again)).state is State.ADMITTED
+        assert await booth.commit(ticket, prompt) == first  # the same answer as before
         assert len(booth.admitted) == 1
-        assert (await booth.attach(Ticket(ticket.nonce, EPOCH, 3))).state == (
-            convert.attached_to(convert.Attached(State.ADMITTED)).state
-        )
-        with pytest.raises(CorruptFrameError, match="RenewFrame"):
-            await booth.receiver.commit(pages[0])
+        assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("call", ["reserve", "attach", "commit", "abort_call", "release"])
-@pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x7f", b"", b"\x08\x01\x10\x02"])
-def test_control_messages_of_nobody_end_in_a_typed_error(call, data):
+# -- payloads that are received where they belong
+
+
+def receive(intake: Intake, frame: PageFrame, payload: Sequence[bytes]) -> Credit:
+    """As a direct channel does, piece by piece."""
+    nothing = tuple(memoryview(bytes(len(data))) for data in frame.payload)
+    write = intake.begin(replace(frame, payload=nothing))
+    targets = intake.targets(write, [len(data) for data in payload])
+    for target, data in zip(targets, payload, strict=True):
+        target[: len(data) // 2] = data[: len(data) // 2]
+        intake.progress(write)
+        target[len(data) // 2 :] = data[len(data) // 2 :]
+    return intake.end(write, replace(frame, payload=tuple(targets)), 9000, landed=True)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_payloads_may_land_in_the_arena_before_they_are_verified(prompt, monkeypatch, on_host):
+    monkeypatch.setattr(HostArena, "on_host", on_host)
+
     async def scene():
         booth = Booth()
-        with pytest.raises(DisaggError):
-            await getattr(booth.receiver, call)(data)
+        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+        *frames, last = prompt.frames(ticket)
+        for frame in (*frames, frames[0]):
+            assert receive(intake, frame, frame.payload).error is None
+        credit = receive(intake, last, corrupt(last).payload)
+        assert isinstance(credit.error, CorruptFrameError)
+        assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
+        receive(intake, last, last.payload)
+        assert isinstance(await booth.commit(ticket, prompt), Ack)
+        assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
+
+    asyncio.run(scene())
+
+
+def test_bytes_of_an_open_frame_renew_the_lease_and_pin_the_pages_until_it_is_given_up(prompt):
+    async def scene():
+        booth = Booth()
+        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+        write = intake.begin(prompt.frames(ticket)[0])
+        for _ in range(5):
+            booth.clock.now += 9.0
+            intake.progress(write)
+        booth.receiver.abort("r", 0, "client gone")
+        with pytest.raises(ReservationError, match="client gone"):
+            intake.progress(write)
+        assert booth.pool.referenced_pages > 0
+        intake.abandon(write)
+        intake.close()
+        booth.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+def test_who_asks_for_a_direct_channel_is_told_where(prompt):
+    async def scene():
+        booth = Booth()
+        ticket = await booth.begin(prompt)
+        again = await booth.attach(prompt, replace(ticket, gen=2), direct=True)
+        assert (again.port, again.key) == (0, b"")
+        booth.receiver.direct = lambda: (4711, b"once")
+        for gen, direct, port in ((3, True, 4711), (4, False, 0)):
+            attached = await booth.attach(prompt, replace(ticket, gen=gen), direct)
+            assert attached.port == port
+
+    asyncio.run(scene())
+
+
+# -- the commit
+
+
+def waiting_commit(booth: Booth, ticket: Ticket, prompt: Prompt) -> asyncio.Task[Ack | Nack]:
+    return asyncio.create_task(booth.commit(ticket, prompt))
+
+
+def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
+    async def scene():
+        booth = Booth()
+        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+        answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
+        for data in pages(prompt, ticket):
+            await turn()
+            assert not any(answer.done() for answer in answers)
+            intake.take(data)
+        first, second = await asyncio.gather(*answers)
+        assert isinstance(first, Ack)
+        assert first == second
+        assert len(booth.admitted) == 1
+
+    asyncio.run(scene())
+
+
+ENDINGS = {
+    "the channel ends": (lambda booth, intake, frame: intake.close(), Nack),
+    "a frame was corrupt": (
+        lambda booth, intake, frame: intake.take(message(corrupt(frame))),
+        Nack,
+    ),
+    "the router aborts": (
+        lambda booth, intake, frame: booth.receiver.abort("r", 0, "client gone"),
+        ReservationError,
+    ),
+    "a fence": (lambda booth, intake, frame: booth.receiver.fence(EPOCH + 1), ReservationError),
+}
+
+
+@pytest.mark.parametrize(("end", "answer"), ENDINGS.values(), ids=ENDINGS)
+def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
+    async def scene():
+        booth = Booth(lease_s=600.0)
+        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+        *sent, last = prompt.frames(ticket)
+        for frame in sent:
+            intake.take(message(frame))
+        waiting = waiting_commit(booth, ticket, prompt)
+        await turn()
+        end(booth, intake, last)
+        if answer is Nack:
+            assert await waiting == Nack(tuple(last.items()))
+        else:
+            with pytest.raises(answer):
+                await waiting
+
+    asyncio.run(scene())
+
+
+def test_a_waiting_commit_ends_with_the_lease_and_with_a_younger_attachment(prompt):
+    async def scene():
+        booth = Booth(lease_s=0.05)
+        ticket = await booth.begin(prompt)
+        answer = await booth.commit(ticket, prompt)
+        assert isinstance(answer, Nack)
+        assert set(answer.missing) == set(prompt.checklist.items)
+        booth = Booth()
+        ticket = await booth.begin(prompt)
+        waiting = waiting_commit(booth, ticket, prompt)
+        await turn()
+        await booth.attach(prompt, replace(ticket, gen=2))
+        with pytest.raises(ReservationError, match="stream 1"):
+            await waiting
+        waiting = waiting_commit(booth, replace(ticket, gen=2), prompt)
+        await turn()
+        timers = asyncio.create_task(booth.receiver.run())
+        booth.clock.now += 11.0
+        with pytest.raises(ReservationError, match="expired"):
+            await waiting
+        timers.cancel()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
+def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(prompt, refusal):
+    async def scene():
+        booth = Booth()
+        booth.refusal = refusal
+        ticket = await booth.begin(prompt)
+        await booth.push(pages(prompt, ticket))
+        with pytest.raises(type(refusal)):
+            await booth.commit(ticket, prompt)
+        booth.assert_nothing_held()
+        booth.refusal = None
+        with pytest.raises(ReservationError, match=str(refusal)):
+            await booth.commit(ticket, prompt)
+
+    asyncio.run(scene())
+
+
+# -- what happens by itself
+
+
+def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt):
+    async def scene():
+        booth = Booth()
+        kept, lost = await booth.begin(prompt, "kept"), await booth.begin(prompt, "lost")
+        timers = asyncio.create_task(booth.receiver.run())
+        booth.clock.now += 6.0
+        request = kv.RenewRequest(tickets=[ticket_to(kept), ticket_to(Ticket(1, EPOCH, 1))])
+        answer = await booth.receiver.renew(request.SerializeToString())
+        assert list(kv.RenewResponse.FromString(answer).over) == [1]
+        booth.clock.now += 6.0
+        booth.receiver.finished("nobody", 0)  # any event: the clock of this test stood still
+        await until(lambda: booth.receiver.gauges()["reservations"] == 1)
+        assert booth.receiver.reservations.counts["expired"] == 1
+        assert (await booth.attach(prompt, replace(lost, gen=2))).state is State.EXPIRED
+        timers.cancel()
+        booth.receiver.abort("kept", 0, "client gone")
+        booth.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("broken", ["expire", "scrub", "drop"])
+def test_what_breaks_a_timer_is_raised_to_the_worker(prompt, monkeypatch, broken):
+    async def scene():
+        booth = Booth()
+        if broken == "expire":
+            monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
+        elif broken == "scrub":
+            monkeypatch.setattr("disagg.transfer.receiver.SCRUB_S", 0.0)
+            monkeypatch.setattr(
+                booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0
+            )
+        else:
+            monkeypatch.setattr(booth.receiver, "_on_drop", lambda *drop: 1 // 0)
+            booth.receiver.reservations._actions.append(Dropped("r", 0, "client gone"))
+        running = asyncio.create_task(booth.receiver.run())
+        await turn()
+        booth.receiver._wake()
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(running, 30)
+        assert raised.group_contains(ZeroDivisionError)
+
+    asyncio.run(scene())
+
+
+class Device(HostArena):
+    """An arena whose bytes take until somebody lets them go."""
+
+    on_host = False
+
+    def __init__(self, nbytes: int):
+        super().__init__(bytearray(nbytes))
+        self.threads: list[str] = []
+
+    def stage(self, spans):
+        import threading
+
+        copies = super().stage(spans)
+
+        def wait():
+            self.threads.append(threading.current_thread().name)
+            return copies()
+
+        return wait
+
+
+def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(monkeypatch):
+    """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
+
+    async def scene():
+        booth = Booth(Pool(Device(1 << 20), 1 << 14))
+        prompt = make_related(500, 1, 400)
+        ticket = await booth.begin(prompt)
+        await booth.push(pages(prompt, ticket))
+        await booth.commit(ticket, prompt)
+        assert await booth.receiver.scrub() == []
+        device = booth.pool.arena
+        assert device.threads
+        assert "MainThread" not in device.threads
+        page = booth.admitted[0].groups[1].page_ids()[2]
+        device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
+        (damage,) = await booth.receiver.scrub()
+        assert str(Item("page", 1, 1, 2)) in str(damage.error)
+        assert booth.damaged == [("r", 0, "corrupt_frame")]
+        assert booth.dropped == [("r", 0, str(damage.error))]
+        booth.free()
+        booth.assert_nothing_held()
+
+    asyncio.run(scene())
+
+
+# -- what peers say
+
+
+@pytest.mark.parametrize("call", ["attach", "commit", "renew"])
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x7f", b"\x08\x01\x10\x02"])
+def test_control_messages_of_nobody_end_in_a_typed_error_or_name_nobody(call, data):
+    async def scene():
+        booth = Booth()
+        try:
+            answer = await getattr(booth.receiver, call)(data)
+        except DisaggError:
+            return
+        assert call == "renew"
+        assert not any(kv.RenewResponse.FromString(answer).over)
+
+    asyncio.run(scene())
+
+
+@asynccontextmanager
+async def open_door(**terms: object) -> AsyncIterator[tuple[Booth, Channel]]:
+    """A receiver on a free port, and a channel to it; everything is closed and checked."""
+    booth = Booth(**terms)
+    timers = asyncio.create_task(booth.receiver.run())
+    server, address = await start_server([booth.receiver.handlers()], "127.0.0.1")
+    channel = Channel(address, None, QUICK)
+    try:
+        yield booth, channel
+    finally:
+        await channel.close()
+        await server.stop(None)
+        timers.cancel()
+    booth.free()
+    booth.assert_nothing_held()
+
+
+def sender_of(booth: Booth, channel: Channel, prompt: Prompt, rid: str) -> Sender:
+    grant = booth.receiver.reserve(prompt.job(rid), EPOCH)
+    attach = Attach(Ticket(grant.nonce, grant.epoch, 0), MODEL, prompt.plan.fingerprint, 1500)
+    return Sender(channel, attach, prompt.plan, prompt.read, 20.0)
+
+
+def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_the_same_bytes():
+    prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
+
+    async def scene():
+        async with open_door() as (booth, channel):
+            for rid, prompt in prompts.items():
+                sender = sender_of(booth, channel, prompt, rid)
+                offer_all(sender, prompt)
+                stats = await sender.run()
+                admission = booth.admitted[-1]
+                assert prompt.equals(booth.pool.arena, admission.groups)
+                assert admission.job.rid == rid
+                assert admission.commit.first_token == 42
+                assert admission.wire_bytes == stats.wire_bytes
+                assert stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
+            assert stats.cached_bytes > 0
+
+    asyncio.run(scene())
+
+
+def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_other():
+    prompts = {f"r{seed}": make_prompt(1500, seed) for seed in range(4)}
+
+    async def scene():
+        async with open_door(lease_s=2.0) as (booth, channel):
+            senders = {rid: sender_of(booth, channel, x, rid) for rid, x in prompts.items()}
+            runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
+            await until(lambda: booth.receiver.gauges()["streams"] == 4)
+            booth.receiver.abort("r1", 0, "client gone")
+            for rid, sender in senders.items():
+                offer_all(sender, prompts[rid])
+            done = dict(
+                zip(runs, await asyncio.gather(*runs.values(), return_exceptions=True), strict=True)
+            )
+            assert isinstance(done.pop("r1"), ReservationError)
+            assert {stats.attaches for stats in done.values()} == {1}
+            for admission in booth.admitted:
+                rid = admission.job.rid
+                assert prompts[rid].equals(booth.pool.arena, admission.groups)
+            assert len(booth.admitted) == 3
+
+    asyncio.run(scene())
+
+
+def test_refusals_and_probes_over_a_server(prompt):
+    async def scene():
+        async with open_door() as (booth, channel):
+            link = connect(channel.address)
+            with pytest.raises(RequestError):
+                await link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
+            assert booth.receiver.failures == {"request": 1}
+            assert (await measure(link)).gbytes_per_s > 0
+            await link.close()
 
     asyncio.run(scene())

@@ -99,7 +99,7 @@ def test_what_the_engine_refuses_is_freed_and_not_acknowledged_later(desk, promp
     desk.push(prompt, ticket)
     commit = CommitFrame(ticket, prompt.commit())
     desk.ledger.commit(commit, 0.0)
-    desk.ledger.reject(ticket.nonce, desk.admitted().groups, "out of memory", 0.0)
+    desk.ledger.reject(desk.admitted(), "out of memory", 0.0)
     with pytest.raises(ReservationError, match="out of memory"):
         desk.ledger.commit(commit, 0.0)
     desk.assert_nothing_held()
