@@ -72,9 +72,9 @@ def write(result: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], keys: Sequence[str] = ()) -> str:
     """Text on the left, numbers on the right, a column for every key that some row has."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = keys or list(dict.fromkeys(key for row in rows for key in row))
     lines = [[key.replace("_", " ") for key in keys]]
     for row in rows:
         lines.append([_cell(row.get(key, "")) for key in keys])

@@ -1,46 +1,54 @@
-"""What compression is worth on a link: codecs x prompt lengths x link rates.
+"""`disagg bench transfer`: what compression is worth on a link; with `--plane`, what a plane is.
 
     disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
-    disagg bench transfer --netns --json          links between namespaces, as root
+    disagg bench transfer --plane --netns         loopback and links of 1, 5 and 10 Gb/s, as root
 
-KV shaped as in Llama 3.1 8B, realistic and made up, goes from one process to another through the
-sender, receiver, ledger and pool that serve. A link's rate is kept by a token bucket in the sender,
-or with `--netns` by the kernel. Every prompt goes twice: with its pages encoded beforehand, and
-encoded layer by layer while it is sent. `seconds` end when the decode worker has the prompt and
-could compute its next token.
+KV shaped as in Llama 3.1 8B goes from one process to another through what serves. A link's rate is
+kept by a token bucket in the sender, or with `--netns` by the kernel.
+
+Codecs: every prompt, realistic and made up, goes twice, with its pages encoded beforehand, and
+encoded layer by layer while it is sent. `seconds` end when the decode worker has the prompt.
+
+Plane: one hand-off of arbitrary bytes over one stream, reserved and attached: frames of 2 MiB,
+credit, digests checked at the other end, records in the pool, commit. Beside it a socket (cubic)
+brings as many bytes from the same memory to as much. Rounds are interleaved; figures are medians,
+and a ratio is the median of the rounds' ratios, since machines have moods.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from disagg.bench import link
 from disagg.bench.child import Child
-from disagg.bench.encoder import Encoder
+from disagg.bench.ends import Sent, Sink, Source, Way
 from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
-from disagg.bench.link import HOSTS, LOOPBACK, Namespaces
-from disagg.bench.result import result_of, tell
-from disagg.bench.sink import Sink
-from disagg.bench.source import Sent
+from disagg.bench.result import result_of, table, tell
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.plan import Plan
-from disagg.transfer.items import Checklist
-from disagg.transfer.pace import Pace
+from disagg.transfer.records import Checklist
+from disagg.wire import FRAME_BYTES
+from disagg.workers.dispatch import Started
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
-LINKS_GBPS = (0.1, 1.0, 10.0)
-LEAST_FRAME, MOST_FRAME = 64 << 10, 2 << 20
+LINKS_GBPS, PLANE_GBPS = (0.1, 1.0, 10.0), (1.0, 5.0, 10.0)
+ADDRESSES, TLS = (link.LOOPBACK, *link.HOSTS), " TLS"
+LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
 NOTES = "seconds until the decode worker has the prompt; no model is computed; medians of `rounds`"
+PLANE_NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
+COLUMNS = "codec tokens gbps pages wire_bytes seconds encode_s byte_ratio time_ratio bottleneck"
 
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What is sent and over what; `threads` are torch's, in the encoder."""
+    """What is sent and over what; `threads` are torch's, where prompts are encoded."""
 
     codecs: tuple[str, ...] = CODECS
     tokens: tuple[int, ...] = (8192,)
@@ -48,6 +56,19 @@ class TransferOptions:
     rounds: int = 3
     netns: bool = False
     threads: int = 1
+    channel: str = "grpc"
+    shape: KVShape = field(default_factory=shape_of)
+
+
+@dataclass(frozen=True)
+class PlaneOptions:
+    """What is sent, and how often; `gbps` are the links between namespaces, with `netns`."""
+
+    codec: str = DEFAULT_CODEC
+    tokens: int = 16384
+    gbps: tuple[float, ...] = PLANE_GBPS
+    rounds: int = 5
+    netns: bool = False
     shape: KVShape = field(default_factory=shape_of)
 
 
@@ -67,6 +88,7 @@ class TransferRow:
     codec: str
     tokens: int
     link: str
+    channel: str
     gbps: float
     pages: str
     rounds: int
@@ -83,13 +105,76 @@ class TransferRow:
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """Two processes that are linked, and the link, if it can be shaped."""
+class Cost:
+    """Processor seconds per 1e9 bytes of records, of the two processes."""
 
-    options: TransferOptions
+    sender: float
+    receiver: float
+
+
+@dataclass(frozen=True)
+class PlaneRow:
+    """One link and one channel, "grpc" or "direct", beside the socket in the same rounds; medians.
+
+    plane_gbps, tcp_gbps: 1e9 bits of records per second · ratio: of them, round by round
+    """
+
+    link: str
+    channel: str
+    tls: bool
+    rounds: int
+    nbytes: int
+    plane_gbps: float
+    tcp_gbps: float
+    ratio: float
+    plane_cpu: Cost
+    tcp_cpu: Cost
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one round took: seconds on the clock, and of two processors."""
+
+    seconds: float
+    sender_cpu: float
+    receiver_cpu: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two processes that are linked: the kernel limits the link if it is one of `netns`."""
+
     sink: Child
     source: Child
-    namespaces: Namespaces | None
+    netns: bool
+
+    @property
+    def host(self) -> str:
+        return link.HOSTS[1] if self.netns else link.LOOPBACK
+
+    def limit(self, gbps: float) -> None:
+        """Let at most so much pass, if it is the kernel that does it."""
+        if self.netns:
+            link.limit([self.source.pid, self.sink.pid], gbps)
+
+
+@contextmanager
+def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
+    """A source, and a sink with a pool of so many bytes for prompts under these plans."""
+    with ExitStack() as stack:
+        if netns:
+            link.require()
+        prefix = link.ISOLATED if netns else ()
+        sink, source = (stack.enter_context(Child(role, prefix)) for role in (Sink, Source))
+        for child in (sink, source):
+            child.ask("cpu_seconds")  # it runs, so it is where it shall be
+        if netns:
+            link.join([source.pid, sink.pid])
+        sink.ask("open", plans, nbytes)
+        yield Pair(sink, source, netns)
+
+
+# -- codecs
 
 
 def run(options: TransferOptions) -> dict[str, Any]:
@@ -101,131 +186,177 @@ def measure(options: TransferOptions) -> list[TransferRow]:
     """All rows; raw is always among the codecs, since the others are compared with it."""
     if RAW not in options.codecs:
         options = replace(options, codecs=(RAW, *options.codecs))
-    rows: list[TransferRow] = []
-    with _bench(options) as bench:
+    shape, rows = options.shape, list[TransferRow]()
+    plans = {spec: parse_plan(spec, shape) for spec in options.codecs}
+    slabs = max(slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens)
+    with start_pair(options.netns, plans, slabs * SLAB_BYTES) as pair:
+        target = pair.sink.ask("listen", pair.host)
         for tokens in options.tokens:
-            plans = _prepare(bench, tokens)
+            pair.source.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
+            for spec in tell(plans, f"{tokens} tokens, encode {{}}".format):
+                pair.source.ask("encode", spec, plans[spec], tokens)
             for gbps in options.gbps:
-                rows += _measure(bench, plans, tokens, gbps)
+                rows += _measure_link(options, pair, target, plans, tokens, gbps)
     return rows
 
 
-@contextmanager
-def _bench(options: TransferOptions) -> Iterator[_Bench]:
-    with ExitStack() as stack:
-        namespaces = stack.enter_context(Namespaces()) if options.netns else None
-        ends = [namespaces.prefix(0), namespaces.prefix(1)] if namespaces else [[], []]
-        sink = stack.enter_context(Child(Sink, ends[1]))
-        source = stack.enter_context(Child(Encoder, ends[0]))
-        yield _Bench(options, sink, source, namespaces)
-
-
-def _prepare(bench: _Bench, tokens: int) -> dict[str, Plan]:
-    """Make a prompt up, encode it under every codec, and open a receiver for all of them."""
-    shape = bench.options.shape
-    plans = {spec: parse_plan(spec, shape) for spec in bench.options.codecs}
-    slabs = {spec: slabs_for(plan, tokens) for spec, plan in plans.items()}
-    bench.source.ask("generate", shape.heads, tokens, shape.head_dim, bench.options.threads)
-    for spec, plan in tell(plans.items(), lambda case: f"{tokens} tokens, encode {case[0]}"):
-        bench.source.ask("encode", spec, plan, tokens, slabs[spec], SLAB_BYTES)
-    bench.sink.ask("open", plans, max(slabs.values()), SLAB_BYTES)
-    address = bench.sink.ask("listen", HOSTS[1] if bench.namespaces else LOOPBACK, None)
-    bench.source.ask("connect", "link", address, None)
-    return plans
-
-
-def _measure(
-    bench: _Bench, plans: Mapping[str, Plan], tokens: int, gbps: float
+def _measure_link(
+    options: TransferOptions,
+    pair: Pair,
+    target: Started,
+    plans: Mapping[str, Plan],
+    tokens: int,
+    gbps: float,
 ) -> list[TransferRow]:
     """Rounds over all codecs and both ways, interleaved, over one link."""
-    if bench.namespaces:
-        bench.namespaces.shape(gbps)
-    seen: dict[tuple[str, str], list[Sent]] = {}
+    pair.limit(gbps)
+    bytes_per_s = 1e9 * gbps / 8
+    frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
+    pace = None if pair.netns else bytes_per_s
+    way = Way(target, None, options.channel == "direct", frame, pace)
+    seen: dict[tuple[str, bool], list[Sent]] = {}
     cases = [
-        (number, spec, pages)
-        for number in range(bench.options.rounds)
+        (spec, inline)
+        for number in range(options.rounds)
         for spec, plan in plans.items()
-        if not number or 8e-9 * Checklist(plan, tokens).total_bytes / gbps <= LONG_S
-        for pages in ("ready", "inline")
+        if not number or Checklist(plan, tokens).total_bytes / bytes_per_s <= LONG_S
+        for inline in (False, True)
     ]
     place = f"{tokens} tokens, {gbps:g} Gb/s"
-    for _, spec, pages in tell(cases, lambda case: f"{place}, {case[1]}, {case[2]}"):
-        seen.setdefault((spec, pages), []).append(_send(bench, spec, gbps, pages))
-    rows = [
-        _row(bench.options, plans[spec], spec, pages, tokens, gbps, sent)
-        for (spec, pages), sent in seen.items()
-    ]
+    for spec, inline in tell(cases, lambda case: f"{place}, {case[0]}, {_pages(case[1])}"):
+        seen.setdefault((spec, inline), []).append(pair.source.ask("send", spec, way, inline))
+        assert pair.sink.ask("settle") == 1
+    rows = [_row(options, tokens, gbps, *case, sent) for case, sent in seen.items()]
     raw = {row.pages: row for row in rows if row.codec == RAW}
-    return [_compare(row, raw[row.pages]) for row in rows]
-
-
-def _send(bench: _Bench, spec: str, gbps: float, pages: str) -> Sent:
-    bytes_per_s = 1e9 * gbps / 8
-    frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), MOST_FRAME))
-    pace = None if bench.namespaces else Pace(bytes_per_s, frame)
-    method = "send" if pages == "ready" else "send_inline"
-    sent: Sent = bench.source.ask(method, "link", spec, pace, frame)
-    admitted = bench.sink.ask("settle")
-    assert admitted == 1
-    return sent
+    return [
+        replace(
+            row,
+            byte_ratio=raw[row.pages].payload_bytes / row.payload_bytes,
+            time_ratio=raw[row.pages].seconds / row.seconds,
+        )
+        for row in rows
+    ]
 
 
 def _row(
-    options: TransferOptions,
-    plan: Plan,
-    spec: str,
-    pages: str,
-    tokens: int,
-    gbps: float,
-    sent: Sequence[Sent],
+    options: TransferOptions, tokens: int, gbps: float, spec: str, inline: bool, sent: list[Sent]
 ) -> TransferRow:
     seconds = statistics.median(x.seconds for x in sent)
-    wire_bytes = sent[0].receipt.wire_bytes
-    inline = pages == "inline"
+    stats = sent[0].stats
     encode_s = statistics.median(x.offered_s for x in sent) if inline else 0.0
-    link_s = 8e-9 * wire_bytes / gbps
-    busy_s = max(encode_s, link_s)
+    link_s = 8e-9 * stats.wire_bytes / gbps
     stage = "encode" if encode_s > link_s else "link"
     return TransferRow(
         codec=spec,
         tokens=tokens,
         link="netns" if options.netns else "paced",
+        channel=options.channel,
         gbps=gbps,
-        pages=pages,
+        pages=_pages(inline),
         rounds=len(sent),
         fp16_bytes=fp16_bytes(options.shape, tokens),
-        payload_bytes=Checklist(plan, tokens).total_bytes,
-        wire_bytes=wire_bytes,
+        payload_bytes=stats.payload_bytes,
+        wire_bytes=stats.wire_bytes,
         seconds=seconds,
         encode_s=encode_s,
         link_s=link_s,
         byte_ratio=1.0,
         time_ratio=1.0,
-        bottleneck=stage if busy_s > 0.8 * seconds else "plane",
-        crossover_gbps=8e-9 * wire_bytes / encode_s if inline else None,
+        bottleneck=stage if max(encode_s, link_s) > 0.8 * seconds else "plane",
+        crossover_gbps=8e-9 * stats.wire_bytes / encode_s if inline else None,
     )
 
 
-def _compare(row: TransferRow, raw: TransferRow) -> TransferRow:
-    return replace(
-        row,
-        byte_ratio=raw.payload_bytes / row.payload_bytes,
-        time_ratio=raw.seconds / row.seconds,
-    )
+def _pages(inline: bool) -> str:
+    return "inline" if inline else "ready"
 
 
 def draw(result: dict[str, Any]) -> str:
     """What people read."""
-    line = (
-        "{codec:<34} {tokens:6} {gbps:6g} {pages:<6} {megabytes:7.1f} {seconds:8.3f}"
-        " {encode_s:7.3f} {byte_ratio:7.2f} {time_ratio:7.2f}  {bottleneck}"
-    )
-    lines = [
-        f"{'codec':<34} {'tokens':>6} {'Gb/s':>6} {'pages':<6} {'MB':>7} {'seconds':>8}"
-        f" {'encode':>7} {'x bytes':>7} {'x time':>7}  bottleneck"
+    return table(result["rows"], [*COLUMNS.split(), "crossover_gbps"])
+
+
+# -- the plane
+
+
+def run_plane(options: PlaneOptions) -> dict[str, Any]:
+    """The result of `measure_plane` as a JSON object."""
+    return result_of(measure_plane(options), PLANE_NOTES, congestion=link.CONGESTION)
+
+
+def measure_plane(options: PlaneOptions) -> list[PlaneRow]:
+    """Loopback, and with `netns` every link."""
+    rows: list[PlaneRow] = []
+    plan, codec, tokens = parse_plan(options.codec, options.shape), options.codec, options.tokens
+    nbytes, security = Checklist(plan, tokens).total_bytes, link.make_security(ADDRESSES)
+    slabs = 2 * slabs_for(plan, tokens)  # of one prompt, and of one that is kept meanwhile
+    for netns in (False, True)[: 1 + options.netns]:
+        with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
+            pair.source.ask("fill", codec, plan, tokens)
+            port = pair.sink.ask("listen_raw", pair.host, nbytes)
+            sends = {"tcp": partial(pair.source.ask, "send_raw", codec, pair.host, port)}
+            for tls, (server, client) in enumerate(((None, None), security)):
+                target = pair.sink.ask("listen", pair.host, server)
+                for channel in ("grpc", "direct"):
+                    way = Way(target, client, channel == "direct")
+                    sends[channel + tls * TLS] = partial(_send, pair, codec, way)
+            for gbps in options.gbps if netns else (0.0,):
+                pair.limit(gbps)
+                name = f"{gbps:g} Gb/s" if netns else "loopback"
+                cases = tell(range(options.rounds + 1), f"{name}, round {{}}".format)
+                rounds = [{way: _timed(pair, send) for way, send in sends.items()} for _ in cases]
+                rows += _plane_rows(name, nbytes, rounds[1:])  # the first one warms everything
+    return rows
+
+
+def _send(pair: Pair, codec: str, way: Way) -> tuple[float, float]:
+    sent = pair.source.ask("send", codec, way)
+    assert pair.sink.ask("settle") == 1
+    return sent.seconds, sent.cpu_s
+
+
+def _timed(pair: Pair, send: Callable[[], tuple[float, float]]) -> Spent:
+    before = pair.sink.ask("cpu_seconds")
+    seconds, cpu = send()
+    return Spent(seconds, cpu, pair.sink.ask("cpu_seconds") - before)
+
+
+def _plane_rows(name: str, nbytes: int, rounds: Sequence[dict[str, Spent]]) -> Iterator[PlaneRow]:
+    """A row for every way but the socket."""
+
+    def median(value: Callable[[dict[str, Spent]], float]) -> float:
+        return statistics.median(map(value, rounds))
+
+    def gbps(way: str) -> float:
+        return median(lambda once: 8e-9 * nbytes / once[way].seconds)
+
+    def ratio(way: str) -> float:
+        return median(lambda once: once["tcp"].seconds / once[way].seconds)
+
+    def cost(way: str) -> Cost:
+        sender = median(lambda once: 1e9 / nbytes * once[way].sender_cpu)
+        return Cost(sender, median(lambda once: 1e9 / nbytes * once[way].receiver_cpu))
+
+    for way in list(rounds[0])[1:]:
+        yield PlaneRow(
+            link=name,
+            channel=way.removesuffix(TLS),
+            tls=way.endswith(TLS),
+            rounds=len(rounds),
+            nbytes=nbytes,
+            plane_gbps=gbps(way),
+            tcp_gbps=gbps("tcp"),
+            ratio=ratio(way),
+            plane_cpu=cost(way),
+            tcp_cpu=cost("tcp"),
+        )
+
+
+def draw_plane(result: dict[str, Any]) -> str:
+    """What people read; processor seconds per GB are of sender + receiver."""
+    cpu = "{sender:.2f} + {receiver:.2f}"
+    both = [
+        {key: cpu.format_map(row[key]) for key in ("plane_cpu", "tcp_cpu")}
+        for row in result["rows"]
     ]
-    for row in result["rows"]:
-        above = row["crossover_gbps"]
-        more = f", encode above {above:.2g} Gb/s" if above else ""
-        lines.append(line.format(megabytes=1e-6 * row["wire_bytes"], **row) + more)
-    return "\n".join(lines)
+    return table([row | more for row, more in zip(result["rows"], both, strict=True)])

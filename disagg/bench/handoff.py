@@ -1,0 +1,323 @@
+"""`disagg bench latency` and `overlap`: what handing a prompt over costs, between real workers.
+
+Latency: a tiny prompt, loopback, an idle decode worker with the packaged model: from the last layer
+offered until its engine runs the prompt, on the clock of the host; and to the acknowledgement, one
+way more. Pages are ready and all layers are offered at once, so none is on its way before the last;
+the prompt is reserved and attached by then, as workers do before they compute. Then one answer is
+decoded alone, and while prompts arrive one after another, at 1 Gb/s and as fast as they come.
+
+Overlap: time to the first decode token through a token bucket of 50 Mb/s, in bursts of at most
+64 KiB. A prompt cannot decode before it is computed, nor before its KV has crossed the link: the
+bound is max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from disagg.bench.child import Child
+from disagg.bench.ends import Sent, Source, Way
+from disagg.bench.result import result_of, table, tell
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
+from disagg.engine.messages import StepOutput
+from disagg.model.tokenizer import Tokenizer
+from disagg.plan import Plan
+from disagg.transfer.control import WorkerClient
+from disagg.transfer.messages import Job, Submit, Work
+from disagg.transfer.rpc import connect
+from disagg.workers.dispatch import Role, Started
+from disagg.workers.router import Peer, Router
+from disagg.workers.worker import Worker, settle_memory
+
+LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
+PROMPT_TOKENS = 1500
+CODECS = ("raw", "raw:dtype=fp16", "kivi:bits=2,group=64,residual=64")
+TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
+NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
+OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
+
+
+class NotingWorker(Worker):
+    """A worker that notes when it heard of each token of its engine: by the engine's names."""
+
+    said: list[tuple[str, float]] = []
+
+    def _step(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        self.said += [(token.rid, now) for token in output.tokens]
+        super()._step(output)
+
+
+class Served:
+    """A worker in a process of its own, without Ray, as a benchmark sees it."""
+
+    async def start(self, config: Config, role: Role) -> Started:
+        """Where it can be reached; no router need follow it."""
+        torch.set_num_threads(1)
+        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
+        self._worker = NotingWorker(config, role, role.value)
+        settle_memory()
+        return await asyncio.to_thread(self._worker.start)
+
+    async def plan(self, codec: str) -> Plan:
+        """The plan of its model under a codec."""
+        return self._worker.engine.plan(codec)
+
+    async def answer(self, rid: str, tokens: int) -> None:
+        """Begin to decode an answer."""
+        started, sampling = self._worker.started, {"max_tokens": tokens, "ignore_eos": True}
+        job = Job(rid, 0, (1,) * 64, sampling=sampling)
+        link = connect(started.address)
+        await WorkerClient(link).submit(Submit(job, Work.LOCAL, started.epoch))
+        await link.close()
+
+    async def said(self, rid: str, count: int) -> list[float]:
+        """When it heard of the tokens of a request, once there are so many; forgets all others.
+
+        On the monotonic clock of the host.
+        """
+        said, name = self._worker.said, f"{rid}#0/d"
+        while len(found := [at for each, at in said if each == name]) < count:
+            await asyncio.sleep(1e-3)
+        said.clear()
+        return found
+
+
+# -- latency
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """The tiny prompt, how often it is sent, and the answer that is decoded beside.
+
+    arriving: tokens of the prompts that arrive meanwhile, for so many `seconds`
+    """
+
+    codec: str = DEFAULT_CODEC
+    tokens: int = 100
+    rounds: int = 200
+    answer: int = 600
+    arriving: int = 1900
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class AnswerGaps:
+    """Milliseconds between the tokens of an answer, while `received_gbps` of records arrived."""
+
+    received_gbps: float
+    tokens: int
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """Milliseconds from the last layer offered.
+
+    running_ms: until the engine runs the prompt; `acknowledged_ms`: until its sender knows
+    admit_ms:   of these, from the commit at the decode worker to the inbox of its engine
+    decoding:   an answer decoded alone, and while prompts arrive
+    """
+
+    codec: str
+    tokens: int
+    rounds: int
+    wire_bytes: int
+    running_ms: float
+    running_p99_ms: float
+    acknowledged_ms: float
+    acknowledged_p99_ms: float
+    admit_ms: float
+    decoding: tuple[AnswerGaps, ...]
+
+
+def run_latency(options: LatencyOptions) -> dict[str, Any]:
+    """The result of `measure_latency` as a JSON object."""
+    return result_of([measure_latency(options)], NOTES)
+
+
+def measure_latency(options: LatencyOptions) -> LatencyRow:
+    """Send a prompt again and again, one at a time; then decode beside."""
+    with Child(Served) as worker, Child(Source) as source:
+        started = worker.ask("start", Config(), Role.BOTH)
+        plan = worker.ask("plan", options.codec)
+        _encode(source, plan, options.codec, options.tokens)
+        sent: list[Sent] = []
+        running: list[float] = []
+        for _ in tell(range(options.rounds + 1), "hand-off {}".format):
+            sent.append(one := source.ask("send", options.codec, Way(started)))
+            (at,) = worker.ask("said", one.rid, 1)
+            running.append(1e3 * (at - one.began_at))
+        _encode(source, plan, options.codec, options.arriving)
+        beside = {"an answer alone": None, "an answer while prompts arrive": Way(started)}
+        beside["an answer while prompts arrive at 1 Gb/s"] = Way(started, bytes_per_s=1e9 / 8)
+        ways = tell(beside.items(), lambda case: case[0])
+        decoding = tuple(_decode(options, worker, source, *way) for way in ways)
+    sent, running = sent[1:], running[1:]  # the first opened the connection
+    acknowledged = [x.stats.exposed_ms for x in sent]
+    return LatencyRow(
+        codec=options.codec,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        wire_bytes=sent[0].stats.wire_bytes,
+        running_ms=statistics.median(running),
+        running_p99_ms=_p99(running),
+        acknowledged_ms=statistics.median(acknowledged),
+        acknowledged_p99_ms=_p99(acknowledged),
+        admit_ms=statistics.median(x.stats.admit_ms for x in sent),
+        decoding=decoding,
+    )
+
+
+def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
+    group = plan.groups[0]
+    source.ask("generate", group.heads, tokens, group.head_dim)
+    source.ask("encode", codec, plan, tokens)
+
+
+def _decode(
+    options: LatencyOptions, worker: Child, source: Child, rid: str, way: Way | None
+) -> AnswerGaps:
+    """Decode one answer, while prompts arrive if there is a way for them."""
+    worker.ask("answer", rid, options.answer)
+    began, ended, nbytes = 0.0, float("inf"), 0
+    if way is not None:
+        began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
+    times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
+    gaps = [1e3 * (after - before) for before, after in pairwise(times)]
+    return AnswerGaps(
+        received_gbps=8e-9 * nbytes / (ended - began),
+        tokens=len(gaps),
+        p50_ms=statistics.median(gaps),
+        p99_ms=_p99(gaps),
+    )
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, round(0.99 * len(values)))]
+
+
+def draw_latency(result: dict[str, Any]) -> str:
+    """What people read."""
+    (row,) = result["rows"]
+    return f"{table([row], list(row)[:-1])}\n\n{table(row['decoding'])}"
+
+
+# -- overlap
+
+
+@dataclass(frozen=True)
+class Times:
+    """One prompt: milliseconds from asking to its first token and to the first decoded one."""
+
+    first_ms: float
+    decoded_ms: float
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class OverlapRow:
+    """One codec, medians. Milliseconds; ratios are to `bound_ms` = max(compute, wire).
+
+    compute_ms: until the first token, which prefill says as soon as it has it
+    wire_ms:    all bytes of the hand-off at the pace of the link
+    overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
+    """
+
+    codec: str
+    wire_bytes: int
+    compute_ms: float
+    wire_ms: float
+    bound_ms: float
+    overlapped_ms: float
+    overlapped_ratio: float
+    after_ms: float
+    after_ratio: float
+
+
+def run_overlap(runs: int = 5) -> dict[str, Any]:
+    """Rows for every codec, with what they were measured with."""
+    prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
+    ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
+    early, late = (measure_side(way, prompts) for way in ways)
+    rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
+    link = {"link_mbps": LINK_MBPS, "burst_bytes": BURST_BYTES}
+    return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
+
+
+def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> OverlapRow:
+    """The medians of two sides."""
+    wire_bytes = int(statistics.median(run.wire_bytes for run in early))
+    wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
+    compute_ms = statistics.median(run.first_ms for run in early)
+    bound_ms = max(compute_ms, wire_ms)
+    overlapped_ms = statistics.median(run.decoded_ms for run in early)
+    after_ms = statistics.median(run.decoded_ms for run in late)
+    return OverlapRow(
+        codec=codec,
+        wire_bytes=wire_bytes,
+        compute_ms=compute_ms,
+        wire_ms=wire_ms,
+        bound_ms=bound_ms,
+        overlapped_ms=overlapped_ms,
+        overlapped_ratio=overlapped_ms / bound_ms,
+        after_ms=after_ms,
+        after_ratio=after_ms / bound_ms,
+    )
+
+
+def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
+    """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
+    transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
+    with ExitStack() as stack:
+        workers = [
+            (role, stack.enter_context(Child(Served))) for role in (Role.DECODE, Role.PREFILL)
+        ]
+        pair = [child.ask("start", Config(transfer=transfer), role) for role, child in workers]
+        return asyncio.run(_ask_all(pair, prompts))
+
+
+async def _ask_all(
+    pair: Sequence[Started], prompts: Sequence[tuple[int, ...]]
+) -> dict[str, list[Times]]:
+    router = Router()
+    links = [connect(started.address) for started in pair]
+    for started, link in zip(pair, links, strict=True):
+        router.add(Peer(started, WorkerClient(link)))
+    found: dict[str, list[Times]] = {codec: [] for codec in CODECS}
+    cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
+    for prompt, codec in tell(cases, lambda case: case[1]):
+        found[codec].append(await ask(router, prompt, codec))
+    await router.close()
+    for link in links:
+        await link.close()
+    return {codec: runs[1:] for codec, runs in found.items()}
+
+
+async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
+    """Times of one prompt and three tokens."""
+    times, start = [], time.monotonic()
+    params = {"max_tokens": 3, "ignore_eos": True}
+    async with aclosing(router.generate(prompt, params, codec)) as outputs:
+        async for output in outputs:
+            times.append(1e3 * (time.monotonic() - start))
+            wire_bytes = output.kv.get("wire_bytes", 0)
+    return Times(times[0], times[1], wire_bytes)
+
+
+def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
+    """A prompt of so many tokens; another number begins another one, so that no page is known."""
+    return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
+
+
+def draw_overlap(result: dict[str, Any]) -> str:
+    """For people: one line a codec."""
+    return table(result["rows"])
