@@ -19,7 +19,15 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import LayerGroup, Plan, RecordShape
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
-from disagg.transfer.records import Addresses, Checklist, Span, Unit, ids_by_kind, units_of
+from disagg.transfer.records import (
+    Addresses,
+    Checklist,
+    Span,
+    Unit,
+    content_keys,
+    ids_by_kind,
+    units_of,
+)
 from disagg.wire import Item, digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
@@ -61,15 +69,25 @@ class Note:
 class Holding:
     """The records of one prompt.
 
+    keys:    of its units, by layer group
     cached:  how many leading units of each layer group were found
     digests: of their items
     shared:  page ids that others may own too
     """
 
+    checklist: Checklist
+    keys: Keys
     groups: tuple[GroupState, ...]
     cached: tuple[int, ...]
     digests: dict[Item, int]
     shared: frozenset[int]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens that all layer groups have the units of."""
+        units = units_of(self.checklist.plan, self.checklist.tokens)
+        found = zip(units, self.cached, strict=True)
+        return min(some[count - 1].end if count else 0 for some, count in found)
 
 
 @dataclass(frozen=True)
@@ -125,34 +143,33 @@ class PrefixCache:
                 f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
             )
 
-    def hold(self, checklist: Checklist, keys: Keys, spare_bytes: int) -> Holding:
+    def hold(self, model: str, plan: Plan, prompt: Sequence[int], spare_bytes: int) -> Holding:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
 
         spare_bytes: what stays free, unless nobody holds anything
         """
+        checklist, keys = Checklist(plan, len(prompt)), content_keys(model, plan, prompt)
         if self._pool.referenced_pages:
-            return self._hold(checklist, keys, spare_bytes)
+            return self._hold(checklist, keys, keys, spare_bytes)
         try:
-            return self._hold(checklist, keys, 0)
+            return self._hold(checklist, keys, keys, 0)
         except CapacityError:  # what it would share lies scattered over too many slabs
-            return self._hold(checklist, [()] * len(keys), 0)
+            return self._hold(checklist, keys, [()] * len(keys), 0)
 
     def release(self, groups: Iterable[GroupState]) -> None:
         """Give up all records of a prompt."""
         for state in groups:
             self._pool.release(list(state.ids()))
 
-    def keep(
-        self, checklist: Checklist, keys: Keys, holding: Holding, digests: "array[int]"
-    ) -> frozenset[int]:
+    def keep(self, holding: Holding, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
-        found = set[int]()
+        checklist, packed, found = holding.checklist, array("Q", digests), set[int]()
         units = units_of(checklist.plan, checklist.tokens)
-        for some, names, state in zip(units, keys, holding.groups, strict=True):
+        for some, keys, state in zip(units, holding.keys, holding.groups, strict=True):
             ids = ids_by_kind(state)
-            for unit, key in zip(reversed(some), reversed(names), strict=True):
+            for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = unit.ids(ids)
-                self._pool.keep(key, pages, Note(unit, checklist, digests))
+                self._pool.keep(key, pages, Note(unit, checklist, packed))
                 found.update(pages)
         return frozenset(found)
 
@@ -181,8 +198,9 @@ class PrefixCache:
             found.append(Find(key, kept.pages, kept.note))
         return found
 
-    def _hold(self, checklist: Checklist, keys: Keys, spare_bytes: int) -> Holding:
-        found, owned = [self._take(some) for some in keys], list[int]()
+    def _hold(self, checklist: Checklist, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
+        """With what the `wanted` ones of its keys keep."""
+        found, owned = [self._take(some) for some in wanted], list[int]()
         shared = [find for some in found for find in some]
         try:
             owned += chain.from_iterable(find.pages for find in shared)
@@ -199,7 +217,7 @@ class PrefixCache:
             raise
         digests = dict(chain.from_iterable(find.note.manifest() for find in shared))
         pages = frozenset(chain.from_iterable(find.pages for find in shared))
-        return Holding(groups, tuple(map(len, found)), digests, pages)
+        return Holding(checklist, keys, groups, tuple(map(len, found)), digests, pages)
 
     def _leave(self, spare_bytes: int, checklist: Checklist, givers: Sequence["Giver"]) -> None:
         """CapacityError unless the records leave so much free; nothing was evicted by then."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from disagg.errors import CorruptFrameError, DisaggError
+from disagg.errors import CorruptFrameError, DisaggError, PeerLostError
 from disagg.pool import Arena, Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.control import KV_SERVICE
@@ -37,7 +37,7 @@ from disagg.transfer.messages import (
     parse,
     ticket_from,
 )
-from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 class Intake:
     """The receiving end of one channel: frames of any number of hand-offs in, credit out.
 
-    A frame that is refused is dropped, and credited back with the error; the channel goes on.
+    A frame that is refused is dropped, and credited back with the error; the channel goes on. A
+    gRPC stream calls `take` with each message, a direct connection `begin` and `end`.
 
     on_news:  called when nothing more is expected of a hand-off, or the channel is over
     failures: refusals by reason
@@ -62,87 +63,79 @@ class Intake:
     clock: Callable[[], float] = time.monotonic
     on_news: Callable[[], None] = lambda: None
     failures: Counter[str] = field(default_factory=Counter)
+    _frame: PageFrame | None = None
+    _opened: Write | DisaggError | None = None
+    _nbytes: int = 0  # of the message
 
     def take(self, message: Buffer) -> Credit:
         """What became of the frame in a PushRequest.
 
         Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
         """
-        data = message_frame(message)
-        frame = unpack(data)
+        frame = unpack(message_frame(message))
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
-        try:
-            write = self.begin(frame)
-        except DisaggError as error:
-            return self.refuse(frame, len(message), error)
-        return self.end(write, frame, len(message))
+        self._open(frame, len(message))
+        return self._store(landed=False)
+
+    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
+        """Where to receive the payload of a frame that is still to come: each item where it belongs
+        in the arena, if it lies there in one piece; else in the memory that the frame came with.
+        """
+        write, payload = self._open(frame, nbytes), [memoryview(data) for data in frame.payload]
+        if isinstance(write, Write) and self.arena.on_host:
+            for place, spans in enumerate(write.spans):
+                if len(spans) == 1:
+                    payload[place] = self.arena.read(*spans[0])
+            self._frame = replace(frame, payload=tuple(payload))
+        return payload
+
+    def end(self, whole: bool) -> Credit:
+        """The payload came, or it never will."""
+        if isinstance(self._opened, Write) and not whole:
+            self.reservations.end_write(self._opened, written=False)
+            self._opened = PeerLostError("the frame was cut short")
+        return self._store(landed=self.arena.on_host)
 
     def close(self) -> None:
         """The channel is over, however it ended: nothing is complete without a commit."""
         self.reservations.channel_ended(self)
         self.on_news()
 
-    # -- `take` in steps, for a channel that receives payloads where they belong
-
-    def begin(self, frame: PageFrame) -> Write:
-        """Check a frame whose payload may still be on the way; raises what refuses it.
-
-        What begins ends by `end` or `abandon`; what is refused is answered by `refuse`.
-        """
-        return self.reservations.begin_write(frame, self.clock(), self)
-
-    def targets(self, write: Write, sizes: Sequence[int]) -> list[memoryview]:
-        """Where to receive each item of a frame: in the arena, if it lies there in one piece."""
-        return [
-            self.arena.read(*spans[0])
-            if self.arena.on_host and len(spans) == 1
-            else memoryview(bytearray(size))
-            for spans, size in zip(write.spans, sizes, strict=True)
-        ]
-
-    def progress(self, write: Write) -> None:
-        """More bytes came; ReservationError if they are of no use any more."""
-        self.reservations.still_writing(write, self.clock())
-
-    def abandon(self, write: Write) -> None:
-        """The rest will not come."""
-        self.reservations.end_write(write, written=False)
-
-    def refuse(self, frame: PageFrame, nbytes: int, error: DisaggError) -> Credit:
-        """The answer to a frame that was dropped, in a message of `nbytes`."""
-        self.failures[error.reason] += 1
-        return self._answer(frame, nbytes, error=error)
-
-    def end(self, write: Write, frame: PageFrame, nbytes: int, landed: bool = False) -> Credit:
-        """Verify a frame and put its items in place, but for those that `landed` in `targets`."""
-        began, written, failure = self.clock(), False, None
+    def _open(self, frame: PageFrame, nbytes: int) -> Write | DisaggError:
+        self._frame, self._nbytes = frame, nbytes
         try:
-            frame.verify()
-            self.arena.write(list(write.pieces(frame.payload, landed and self.arena.on_host)))
-            written = True
-        except CorruptFrameError as error:
-            failure = error
-        finally:
-            self.reservations.end_write(write, written)
-        if failure is not None:
-            return self.refuse(frame, nbytes, failure)
-        return self._answer(frame, nbytes, 1000 * (self.clock() - began))
+            self._opened = self.reservations.begin_write(frame, self.clock(), self)
+        except DisaggError as error:
+            self._opened = error
+        return self._opened
 
-    def _answer(
-        self,
-        frame: PageFrame,
-        nbytes: int,
-        verify_ms: float = 0.0,
-        error: DisaggError | None = None,
-    ) -> Credit:
-        ticket = frame.ticket
-        credit = Credit(ticket.nonce, ticket.gen, nbytes, error=error)
-        answered = credit.to_message().ByteSize()
-        self.reservations.count(ticket.nonce, nbytes + answered, verify_ms)
+    def _store(self, landed: bool) -> Credit:
+        """What becomes of the frame; what has `landed` is in place already."""
+        frame, opened, began = self._frame, self._opened, self.clock()
+        assert frame is not None
+        error = self._place(frame, opened, landed) if isinstance(opened, Write) else opened
+        ticket, verify_ms = frame.ticket, 1000 * (self.clock() - began)
+        credit = Credit(ticket.nonce, ticket.gen, self._nbytes, error=error)
+        nbytes = self._nbytes + credit.to_message().ByteSize()
+        self.reservations.count(ticket.nonce, nbytes, verify_ms)
+        self.failures.update([error.reason] if error else [])
         if not self.reservations.expects(ticket):
             self.on_news()
         return credit
+
+    def _place(self, frame: PageFrame, write: Write, landed: bool) -> DisaggError | None:
+        """Verify the items of a frame and put them in place; what was wrong."""
+        written = False
+        try:
+            frame.verify()
+            self.arena.write(list(write.pieces(frame.payload, landed)))
+            written = True
+        except CorruptFrameError as error:
+            return error
+        finally:
+            self.reservations.end_write(write, written)
+        return None
 
 
 class Receiver:
@@ -226,23 +219,22 @@ class Receiver:
         """The receiving end of a new channel; close it when that ends."""
         return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
 
-    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> list[Damage]:
+    async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
 
         In a thread: on a device the bytes come behind the kernels that run now.
         """
-        scrub, damages = self.reservations.cache.begin_scrub(max_bytes), list[Damage]()
+        scrub = self.reservations.cache.begin_scrub(max_bytes)
         damaged: dict[bytes, CorruptFrameError] = {}
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
             with self._event() as now:
-                damages = self.reservations.end_scrub(scrub, damaged, now)
-        for damage in damages:
-            log.error("%s; %d requests had it", damage.error, len(damage.requests))
-            for rid, attempt in damage.requests:
-                self._on_damage(rid, attempt, damage.error)
-        return damages
+                struck = self.reservations.end_scrub(scrub, damaged, now)
+        for error, requests in struck.items():
+            log.error("%s; %d requests had it", error, len(requests))
+            for rid, attempt in requests:
+                self._on_damage(rid, attempt, error)
 
     # -- the service: bytes of messages in and out
 

@@ -1,4 +1,4 @@
-"""Which items a prompt is made of, where each lies, and which of them prompts can share.
+"""Which items a prompt is made of, where each lies, which arrived, and which prompts can share.
 
 Sender and receiver derive the same list from the plan and the length of the prompt, so a manifest
 is a list of digests, and no peer ever names an address. What can be shared is named by its content.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from disagg.errors import LayoutError
+from disagg.errors import CorruptFrameError, LayoutError
 from disagg.page import ARENA_UNIT, RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Item, PageFrame
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Commit, Item, PageFrame
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
@@ -167,7 +167,7 @@ def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
             yield head * group.raw.block_bytes + plane.offset, plane.nbytes // RAW_TOKENS * rows
 
 
-# -- where they lie
+# -- where they lie, and which arrived
 
 
 class Addresses:
@@ -235,6 +235,75 @@ class ArenaSource:
             return [_joined([next(parts) for _ in some]) for some in spans]
 
         return wait
+
+
+class Arrivals:
+    """Which items of a prompt are verified and in place at a receiver, and which are on their way.
+
+    digests: of those that are there from the beginning
+    """
+
+    def __init__(
+        self, checklist: Checklist, states: Sequence[GroupState], digests: Mapping[Item, int]
+    ):
+        self._checklist = checklist
+        self._addresses = Addresses(checklist, states)
+        self._here = {checklist.place(item): seen for item, seen in digests.items()}
+        self._writing: dict[int, int] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are here."""
+        return len(self._here) == self._checklist.num_items
+
+    def begin_write(self, frame: PageFrame) -> tuple[dict[int, int], list[list[Span]]]:
+        """What a frame brings, digests by place; and where each of its items goes: nowhere, if it
+        is here or being written.
+
+        Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
+        came with another digest before.
+        """
+        self._checklist.check(frame)
+        new: dict[int, int] = {}
+        spans: list[list[Span]] = []
+        for item, expected in zip(frame.items(), frame.digests, strict=True):
+            place = self._checklist.place(item)
+            seen = self._here.get(place, self._writing.get(place, new.get(place)))
+            if seen is None:
+                new[place] = expected
+            elif seen != expected:
+                raise CorruptFrameError(f"{item} came as {seen:x} before, as {expected:x} now")
+            spans.append(self._addresses.spans(item) if seen is None else [])
+        self._writing |= new
+        return new, spans
+
+    def end_write(self, new: Mapping[int, int], written: bool) -> None:
+        """What it brought is verified and in place, or as absent as before."""
+        for place in new:
+            del self._writing[place]
+        if written:
+            self._here |= new
+
+    def have(self) -> dict[Item, int]:
+        """Items that are here, with their digests."""
+        return {self._checklist.items[place]: seen for place, seen in self._here.items()}
+
+    def missing(self, commit: Commit) -> tuple[Item, ...]:
+        """The items of a commit that are not here.
+
+        Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
+        here with another digest than the commit says.
+        """
+        ours = self._checklist.tokens, self._checklist.plan.fingerprint, self._checklist.num_items
+        if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
+            raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
+        for place, seen in self._here.items():
+            if seen != (expected := commit.digests[place]):
+                item = self._checklist.items[place]
+                raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
+        if self.complete:
+            return ()
+        return tuple(x for place, x in enumerate(self._checklist.items) if place not in self._here)
 
 
 def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:

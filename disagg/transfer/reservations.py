@@ -14,25 +14,30 @@ reservation is over and no write is open; what ended is remembered by its names,
 late is refused by name and lands nowhere.
 """
 
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from disagg.errors import CapacityError, CorruptFrameError, LayoutError, PromptTooLongError
-from disagg.errors import RequestError, ReservationError
+from disagg.errors import (
+    CapacityError,
+    CorruptFrameError,
+    LayoutError,
+    PromptTooLongError,
+    RequestError,
+    ReservationError,
+)
 from disagg.plan import Plan
 from disagg.pool import Pool
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack, State
-from disagg.transfer.prefix_cache import Holding, Keys, PrefixCache, Scrub
-from disagg.transfer.records import Addresses, Checklist, Span, content_keys, units_of
-from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket, pack_digests
+from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
+from disagg.transfer.records import Arrivals, Span
+from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
+Piece = tuple[int, Buffer]
 LEAST_MS = 1e-6  # so that an Ack has the same size whatever was measured
 
 
@@ -67,14 +72,16 @@ class Terms:
 
     def plan_for(self, job: Job) -> Plan:
         """The plan of a job that can be served some day; RequestError or ConfigError if not."""
-        _check_names(job.rid, job.codec)
+        if not job.rid or len(job.rid) > MAX_RID_CHARS or len(job.codec) > MAX_CODEC_CHARS:
+            raise RequestError(
+                f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
+                f"{MAX_CODEC_CHARS}; these have {len(job.rid)} and {len(job.codec)}"
+            )
         self.check(job)
         plan = self.plan_of(job.codec) if job.codec and self.plan_of else self.plan
-        tokens = len(job.prompt)
-        if not tokens or plan.nbytes(tokens) > self.capacity_bytes:
-            raise PromptTooLongError(
-                f"a prompt of {tokens} tokens for a pool of {self.capacity_bytes} bytes"
-            )
+        tokens, limit = len(job.prompt), self.capacity_bytes
+        if not tokens or plan.nbytes(tokens) > limit:
+            raise PromptTooLongError(f"a prompt of {tokens} tokens for a pool of {limit} bytes")
         return plan
 
 
@@ -104,81 +111,12 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Damage:
-    """Kept pages whose bytes are not those that were committed.
-
-    requests: (rid, attempt) of those that had or were promised them, and are over for it
-    """
-
-    error: CorruptFrameError
-    requests: list[tuple[str, int]]
-
-
 class Contents:
-    """What a live reservation holds: records, and what was verified into them."""
+    """What a live reservation holds: its job, its records, and what has arrived of them."""
 
-    def __init__(self, job: Job, checklist: Checklist, keys: Keys, holding: Holding):
-        self.job = job
-        self.checklist = checklist
-        self.keys = keys
-        self.holding = holding
-        self.digests = array("Q", bytes(8 * checklist.num_items))  # by place in the checklist
-        self.absent = checklist.num_items - len(holding.digests)
-        self._here = bytearray(checklist.num_items)  # 0: absent · 1: being written · 2: verified
-        self._addresses = Addresses(checklist, holding.groups)
-        for item, seen in holding.digests.items():
-            place = checklist.place(item)
-            self.digests[place], self._here[place] = seen, 2
-
-    def begin_write(self, frame: PageFrame) -> tuple[list[int], list[list[Span]]]:
-        """The places that it will fill, and where the bytes of each item of the frame go.
-
-        Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
-        came with another digest before.
-        """
-        self.checklist.check(frame)
-        new: dict[int, int] = {}
-        spans: list[list[Span]] = []
-        for item, expected in zip(frame.items(), frame.digests, strict=True):
-            place = self.checklist.place(item)
-            here = self._here[place] or place in new
-            if here and (seen := new.get(place, self.digests[place])) != expected:
-                raise CorruptFrameError(f"{item} came as {seen:x} before, as {expected:x} now")
-            if not here:
-                new[place] = expected
-            spans.append([] if here else self._addresses.spans(item))
-        for place, expected in new.items():
-            self.digests[place], self._here[place] = expected, 1
-        return list(new), spans
-
-    def end_write(self, places: Iterable[int], written: bool) -> None:
-        """They are verified and in place, or as absent as before."""
-        for place in places:
-            self._here[place] = 2 * written
-            self.absent -= written
-
-    def have(self) -> dict[Item, int]:
-        """Items that are here, with their digests."""
-        known = zip(self.checklist.items, self._here, self.digests, strict=True)
-        return {item: seen for item, here, seen in known if here == 2}
-
-    def missing(self, commit: Commit) -> tuple[Item, ...]:
-        """The items of a commit that are not here.
-
-        Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
-        here with another digest than the commit says.
-        """
-        theirs = commit.tokens, commit.plan, len(commit.digests)
-        ours = self.checklist.tokens, self.checklist.plan.fingerprint, len(self.digests)
-        if theirs != ours:
-            raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
-        if not self.absent and self.digests == array("Q", commit.digests):
-            return ()
-        have = self.have()
-        for item, expected in zip(self.checklist.items, commit.digests, strict=True):
-            if (seen := have.get(item, expected)) != expected:
-                raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
-        return tuple(item for item in self.checklist.items if item not in have)
+    job: Job
+    holding: Holding
+    arrivals: Arrivals
 
 
 class Reservation:
@@ -196,7 +134,7 @@ class Reservation:
         self.writes = 0
         self.lease_until = self.ended_at = 0.0
         self.pages = contents.holding.shared  # that others may own too
-        self.committed = b""  # stands for the commit
+        self.committed = 0  # stands for the commit
         self.ack: Ack | None = None
         self.wire_bytes = 0
         self.verify_ms = 0.0
@@ -226,19 +164,17 @@ class Reservation:
 class Write:
     """Items of a frame on their way into the arena; their records stay until it is closed.
 
-    places: which items, by their place in the checklist
-    spans:  for each item of the frame, in the order of its payload, where its bytes go; none: it
-            is here already, or being written
+    new:   digests of what it brings, by place in the checklist
+    spans: for each item of the frame, in the order of its payload, where its bytes go; none: it is
+           here already, or being written
     """
 
     reservation: Reservation
-    places: list[int]
+    new: Mapping[int, int]
     spans: list[list[Span]]
 
-    def pieces(
-        self, payload: Sequence[Buffer], landed: bool = False
-    ) -> Iterator[tuple[int, Buffer]]:
-        """What to write where, of the bytes of the items; `landed`: those in one piece are there."""
+    def pieces(self, payload: Sequence[Buffer], landed: bool = False) -> Iterator[Piece]:
+        """What to write where, of the bytes of items; `landed`: those in one piece are there."""
         for data, spans in zip(payload, self.spans, strict=True):
             if landed and len(spans) == 1:
                 continue
@@ -294,7 +230,6 @@ class Reservations:
 
     def abort(self, rid: str, attempt: int, reason: str, now: float) -> None:
         """No attempt up to this one goes on, whether it is known yet or not."""
-        _check_names(rid)
         self._bury(rid, attempt, now)
         for reservation in self._of(rid):
             if reservation.attempt <= attempt:
@@ -305,9 +240,7 @@ class Reservations:
         if epoch == self.epoch:
             return
         if epoch != self.epoch + 1:
-            raise ReservationError(
-                f"a fence to epoch {epoch}; this worker is in {self.epoch}, and goes one up"
-            )
+            raise ReservationError(f"a fence to epoch {epoch}; this worker is in {self.epoch}")
         self.epoch = epoch
         for reservation in self._of():
             self._stop(reservation, State.ABORTED, f"fenced: epoch {epoch} has begun", now)
@@ -322,8 +255,8 @@ class Reservations:
         reservation = self._find(attach.ticket)
         if reservation.state.admitted or reservation.state is State.EXPIRED:
             return Attached(State.ADMITTED if reservation.state.admitted else State.EXPIRED)
-        contents = reservation.live()
-        checklist, gen = contents.checklist, attach.ticket.gen
+        contents, gen = reservation.live(), attach.ticket.gen
+        checklist = contents.holding.checklist
         ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
         if ours != (theirs := (attach.model, attach.plan, attach.tokens)):
             raise LayoutError(f"model, plan and tokens are {theirs}; reserved were {ours}")
@@ -333,7 +266,9 @@ class Reservations:
         reservation.channel, reservation.lossy = None, False
         self._renew(reservation, now)
         cached, lease_s = contents.holding.cached, self.terms.lease_s
-        return Attached(State.ATTACHED, contents.have(), cached, lease_s, checklist.window_bytes)
+        return Attached(
+            State.ATTACHED, contents.arrivals.have(), cached, lease_s, checklist.window_bytes
+        )
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
@@ -362,18 +297,12 @@ class Reservations:
         reservation.channel = channel
         self._renew(reservation, now)
         try:
-            write = Write(reservation, *contents.begin_write(frame))
+            write = Write(reservation, *contents.arrivals.begin_write(frame))
         except BaseException:
             reservation.lossy = True
             raise
         reservation.writes += 1
         return write
-
-    def still_writing(self, write: Write, now: float) -> None:
-        """More bytes of an open write came; ReservationError if the reservation is over."""
-        self.expire(now)
-        write.reservation.live()
-        self._renew(write.reservation, now)
 
     def end_write(self, write: Write, written: bool) -> None:
         """Close a write; `written` only if the bytes have their digests and are in place.
@@ -382,7 +311,7 @@ class Reservations:
         """
         reservation = write.reservation
         if reservation.contents is not None:  # else it had nothing to write
-            reservation.contents.end_write(write.places, written)
+            reservation.contents.arrivals.end_write(write.new, written)
         reservation.lossy |= not written
         reservation.writes -= 1
         self._free(reservation)
@@ -402,7 +331,7 @@ class Reservations:
             contents = reservation.attached(ticket, State.ATTACHED)
         except ReservationError:
             return False
-        return contents.absent > 0 and not reservation.lossy
+        return not contents.arrivals.complete and not reservation.lossy
 
     def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
         """Admit a hand-off whose items are all here with the digests of the commit.
@@ -413,14 +342,14 @@ class Reservations:
         self.expire(now)
         reservation = self._find(frame.ticket)
         if reservation.ack is not None and reservation.state.admitted:
-            if reservation.committed != _fingerprint(frame.commit):
+            if reservation.committed != _hash(frame.commit):
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
         contents = reservation.attached(frame.ticket, State.ATTACHED, State.BROKEN)
         self._renew(reservation, now)
-        if missing := contents.missing(frame.commit):
+        if missing := contents.arrivals.missing(frame.commit):
             return Nack(missing)
-        reservation.committed = _fingerprint(frame.commit)
+        reservation.committed = _hash(frame.commit)
         reservation.ack = Ack(max(LEAST_MS, reservation.verify_ms), LEAST_MS)
         self._admit(reservation, contents, frame.commit)
         return reservation.ack
@@ -463,20 +392,22 @@ class Reservations:
 
     def end_scrub(
         self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
-    ) -> list[Damage]:
-        """Forget what is damaged; whoever has it or was promised it is over."""
+    ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
+        """Forget what is damaged; the (rid, attempt) of whoever had it or was promised it, which
+        are over now.
+        """
         self.cache.end_scrub(scrub, damaged)
-        damages = []
-        for find in scrub.finds:
-            if error := damaged.get(find.key):
-                struck = [x for x in self._of() if not x.pages.isdisjoint(find.pages)]
-                for reservation in struck:
-                    self._stop(reservation, State.ABORTED, str(error), now)
-                damages.append(Damage(error, [(x.rid, x.attempt) for x in struck]))
-        self.counts["damaged"] += len(damages)
-        return damages
+        struck = {}
+        for find in (x for x in scrub.finds if x.key in damaged):
+            error = damaged[find.key]
+            hit = [x for x in self._of() if not x.pages.isdisjoint(find.pages)]
+            for reservation in hit:
+                self._stop(reservation, State.ABORTED, str(error), now)
+            struck[error] = [(x.rid, x.attempt) for x in hit]
+        self.counts["damaged"] += len(struck)
+        return struck
 
-    def count(self, nonce: int, nbytes: int, verify_ms: float = 0.0) -> None:
+    def count(self, nonce: int, nbytes: int = 0, verify_ms: float = 0.0) -> None:
         """Note what crossed the link for a reservation, and what it took here."""
         if reservation := self._by_nonce.get(nonce):
             reservation.wire_bytes += nbytes
@@ -489,9 +420,9 @@ class Reservations:
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
+        live, running = len(self._live), len(self._running)
         streams = sum(x.state is State.ATTACHED for x in self._live.values())
-        held = {"reservations": len(self._live), "streams": streams}
-        return held | {"running": len(self._running)}
+        return {"reservations": live, "streams": streams, "running": running}
 
     def _of(self, rid: str | None = None) -> list[Reservation]:
         """The live and the running ones of one request, or of all."""
@@ -518,21 +449,15 @@ class Reservations:
             raise CapacityError(f"{terms.max_sequences} sequences are here or promised room")
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
-        checklist = Checklist(plan, len(job.prompt))
-        keys = content_keys(terms.model, plan, job.prompt)
-        holding = self.cache.hold(checklist, keys, terms.watermark_bytes)
-        contents = Contents(job, checklist, keys, holding)
-        reservation = Reservation(self._nonces(), contents)
+        holding = self.cache.hold(terms.model, plan, job.prompt, terms.watermark_bytes)
+        arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
+        reservation = Reservation(self._nonces(), Contents(job, holding, arrivals))
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation, now)
         return reservation
 
     def _grant(self, reservation: Reservation) -> Grant:
-        """With the tokens that all layer groups have the units of."""
-        contents = reservation.live()
-        units = units_of(contents.checklist.plan, contents.checklist.tokens)
-        found = zip(units, contents.holding.cached, strict=True)
-        cached = min(some[count - 1].end if count else 0 for some, count in found)
+        cached = reservation.live().holding.cached_tokens
         return Grant(reservation.nonce, self.epoch, self.terms.lease_s, cached)
 
     def _renew(self, reservation: Reservation, now: float) -> None:
@@ -541,15 +466,12 @@ class Reservations:
 
     def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
         """Give the records away, to the engine; keep what can be shared."""
-        holding = contents.holding
-        reservation.pages = self.cache.keep(
-            contents.checklist, contents.keys, holding, contents.digests
-        )
+        reservation.pages = self.cache.keep(contents.holding, commit.digests)
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
         figures = reservation.wire_bytes, reservation.verify_ms, reservation.nonce
-        self._actions.append(Admission(contents.job, holding.groups, commit, *figures))
+        self._actions.append(Admission(contents.job, contents.holding.groups, commit, *figures))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
         if reservation.state.admitted:
@@ -579,15 +501,6 @@ class Reservations:
             self._tombstones.popitem(last=False)
 
 
-def _fingerprint(commit: Commit) -> bytes:
-    """Equal commits have equal ones."""
-    rest = commit.tokens, commit.plan, commit.first_token, commit.extras, commit.timings
-    return blake2b(pack_digests(commit.digests) + repr(rest).encode(), digest_size=16).digest()
-
-
-def _check_names(rid: str, codec: str = "") -> None:
-    if not 0 < len(rid) <= MAX_RID_CHARS or len(codec) > MAX_CODEC_CHARS:
-        raise RequestError(
-            f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
-            f"{MAX_CODEC_CHARS}; these have {len(rid)} and {len(codec)}"
-        )
+def _hash(commit: Commit) -> int:
+    """The same of the same commit."""
+    return hash((commit.digests, repr(replace(commit, digests=()))))

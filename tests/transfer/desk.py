@@ -4,7 +4,7 @@ from itertools import count
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, State
-from disagg.transfer.reservations import Admission, Damage, Dropped, Reservations
+from disagg.transfer.reservations import Admission, Dropped, Reservations
 from disagg.wire import CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
@@ -54,7 +54,7 @@ class Desk:
         """Send all that is not there; the bytes of it."""
         reservation = self.ledger._by_nonce[ticket.nonce]
         assert reservation.contents
-        have, sent = reservation.contents.have(), 0
+        have, sent = reservation.contents.arrivals.have(), 0
         for item in prompt.checklist.items:
             if item not in have:
                 self.store(prompt.frame(ticket, [item]), now)
@@ -68,7 +68,7 @@ class Desk:
         contents = self.ledger._by_nonce[ticket.nonce].contents
         assert contents
         commit = prompt.commit()
-        digests = tuple(contents.have()[item] for item in prompt.checklist.items)
+        digests = tuple(contents.arrivals.have()[item] for item in prompt.checklist.items)
         commit = type(commit)(**{**vars(commit), "digests": digests})
         assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
         self.act()
@@ -97,7 +97,7 @@ class Desk:
                 self.pool.release(list(state.ids()))
             self.ledger.finished(rid, admission.job.attempt, 0.0)
 
-    def scrub(self, max_bytes: int = 1 << 30) -> list[Damage]:
+    def scrub(self, max_bytes: int = 1 << 30) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
         return self.ledger.end_scrub(scrub, scrub.verify(), 0.0)
 

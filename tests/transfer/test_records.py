@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError
 from disagg.page import FinalAt, Kind
 from disagg.plan import Plan
@@ -66,6 +68,14 @@ def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
         groups = [plan.groups[index] for index in plan.group_of]
         fp16 = sum(2 * 2 * group.heads * group.head_dim * tokens for group in groups)
         assert Checklist(plan, tokens).total_bytes == fp16
+
+
+@pytest.mark.parametrize("name", sorted({*codec_names()} - {"raw", "alignedkv"}))
+def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
+    """AlignedKV is no lossy one: its pages are fp16 and 0.8 % more."""
+    plan = parse_plan(name, KVShape(2, 2, 64, "float32", (None, None)))
+    for tokens in (*range(1, 520), 2047, 2048, 2049, 2112, 2240, 4200):
+        assert Checklist(plan, tokens).total_bytes <= 2 * tokens * 2 * 2 * 64 * 2
 
 
 def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
