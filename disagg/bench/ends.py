@@ -7,11 +7,9 @@ encoded again for every layer of the model. What a layer's computation would tak
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,13 +43,15 @@ DEADLINE_S = 3600.0
 CPU = torch.device("cpu")
 
 
-def cpu_seconds() -> float:
-    """Processor time of this process so far, user and system, all threads."""
-    times = os.times()
-    return times.user + times.system
+class End:
+    """A process."""
+
+    async def cpu_seconds(self) -> float:
+        """Its processor time so far, user and system, all threads."""
+        return time.process_time()
 
 
-class Sink:
+class Sink(End):
     """What a benchmark asks of the decode worker; a prompt that is complete is freed at once."""
 
     def __init__(self) -> None:
@@ -92,10 +92,6 @@ class Sink:
     async def listen_raw(self, host: str, nbytes: int) -> int:
         """The port of a socket that reads so many bytes into memory."""
         return serve_raw(host, nbytes)
-
-    async def cpu_seconds(self) -> float:
-        """Processor time of this process so far."""
-        return cpu_seconds()
 
     async def settle(self) -> int:
         """How many prompts were admitted since the last time; all are freed by then."""
@@ -152,7 +148,7 @@ class Sent:
     stats: HandoffStats
 
 
-class Source:
+class Source(End):
     """What a benchmark asks of the prefill worker."""
 
     def __init__(self) -> None:
@@ -192,16 +188,18 @@ class Source:
         running = asyncio.create_task(sender.run())
         while not (sender.outbox.credit or running.done()):
             await asyncio.sleep(1e-3)  # workers attach before they compute
-        cpu, began = cpu_seconds(), time.monotonic()
+        cpu, began = time.process_time(), time.monotonic()
         if inline:
-            offer = partial(asyncio.get_running_loop().call_soon_threadsafe, sender.offer)
-            await asyncio.to_thread(self._encode, prompt, offer)
+            loop = asyncio.get_running_loop()
+            await asyncio.to_thread(
+                self._encode, prompt, lambda items: loop.call_soon_threadsafe(sender.offer, items)
+            )
         else:
             sender.offer(prompt.checklist.items)
         offered = time.monotonic()
         sender.finish(first_token=1)
         stats = await running
-        seconds, cpu_s = time.monotonic() - began, cpu_seconds() - cpu
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
         return Sent(job.rid, began, seconds, offered - began, cpu_s, stats)
 
     async def send_for(self, seconds: float, spec: str, way: Way) -> tuple[float, float, int]:
@@ -215,9 +213,9 @@ class Source:
         """Send as many bytes of the arena over a socket: seconds, processor seconds."""
         prompt = self._prompts[spec]
         data = prompt.arena.read(0, prompt.checklist.total_bytes)
-        cpu, began = cpu_seconds(), time.monotonic()
+        cpu, began = time.process_time(), time.monotonic()
         assert await asyncio.to_thread(send_raw, host, port, data) == len(data)
-        return time.monotonic() - began, cpu_seconds() - cpu
+        return time.monotonic() - began, time.process_time() - cpu
 
     def _channel(self, way: Way) -> Channel:
         if way not in self._channels:

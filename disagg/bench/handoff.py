@@ -14,8 +14,8 @@ bound is max(compute, wire). Beside it: when pages leave only after the whole pr
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,14 +45,19 @@ OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending
 
 
 class NotingWorker(Worker):
-    """A worker that notes when it heard of each token of its engine: by the engine's names."""
+    """A worker that notes when its engine said each token: (name of the request there, time)."""
 
-    said: list[tuple[str, float]] = []
+    def __init__(self, config: Config, role: Role):
+        super().__init__(config, role, role.value)
+        self.said: list[tuple[str, float]] = []
 
-    def _step(self, output: StepOutput) -> None:
+    def _on_loop(self, call: Callable[..., object], *args: object) -> None:
+        """Called on the engine's thread with what a step brought."""
         now = time.monotonic()
-        self.said += [(token.rid, now) for token in output.tokens]
-        super()._step(output)
+        for output in args:
+            if isinstance(output, StepOutput):
+                self.said += [(token.rid, now) for token in output.tokens]
+        super()._on_loop(call, *args)
 
 
 class Served:
@@ -62,7 +67,7 @@ class Served:
         """Where it can be reached; no router need follow it."""
         torch.set_num_threads(1)
         config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
-        self._worker = NotingWorker(config, role, role.value)
+        self._worker = NotingWorker(config, role)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
 
@@ -79,7 +84,7 @@ class Served:
         await link.close()
 
     async def said(self, rid: str, count: int) -> list[float]:
-        """When it heard of the tokens of a request, once there are so many; forgets all others.
+        """When it had the tokens of a request, once there are so many; all are forgotten.
 
         On the monotonic clock of the host.
         """
@@ -277,11 +282,9 @@ def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Over
 def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
-    with ExitStack() as stack:
-        workers = [
-            (role, stack.enter_context(Child(Served))) for role in (Role.DECODE, Role.PREFILL)
-        ]
-        pair = [child.ask("start", Config(transfer=transfer), role) for role, child in workers]
+    config = Config(transfer=transfer)
+    with Child(Served) as decode, Child(Served) as prefill:
+        pair = decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
         return asyncio.run(_ask_all(pair, prompts))
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from disagg.bench.child import Child
-from disagg.bench.sink import Sink
+from disagg.bench.ends import Sink
 from disagg.errors import CapacityError, PeerLostError
 
 LIMIT_S = 30.0
 PARENT = """
 import signal
 from disagg.bench.child import Child
-from disagg.bench.sink import Sink
+from disagg.bench.ends import Sink
 child = Child(Sink)
 child.ask("cpu_seconds")
 print(child.pid, flush=True)
@@ -47,7 +47,7 @@ def test_a_call_is_answered_and_the_end_of_the_context_ends_the_process():
 def test_a_typed_error_comes_back_as_itself_and_the_next_call_is_answered():
     with Child(Sink) as child:
         with pytest.raises(CapacityError):
-            child.ask("open", {}, 0, 128)
+            child.ask("open", {}, 0)
         assert child.ask("cpu_seconds") > 0
 
 

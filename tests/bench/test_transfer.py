@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 
 from disagg.bench.inputs import shape_of
-from disagg.bench.transfer import RAW, TransferOptions, draw, measure
-from disagg.codecs.describe import stored_bytes
+from disagg.bench.transfer import (
+    RAW,
+    PlaneOptions,
+    TransferOptions,
+    draw,
+    draw_plane,
+    measure,
+    measure_plane,
+)
 from disagg.codecs.planning import parse_plan
 from disagg.errors import UnknownNameError
+from disagg.transfer.records import Checklist
 
 KIVI = "kivi:bits=2,group=64,residual=64"
+SHAPE = shape_of(3, 2, 64)
 OPTIONS = TransferOptions(
-    codecs=(KIVI, "fp8"), tokens=(333, 70), gbps=(0.5, 3.0), rounds=1, shape=shape_of(3, 2, 64)
+    codecs=(KIVI, "fp8"), tokens=(333, 70), gbps=(0.5, 3.0), rounds=1, shape=SHAPE
 )
 
 
@@ -46,8 +55,9 @@ def test_there_is_a_row_for_every_case_and_raw_is_among_the_codecs(rows):
 def test_bytes_are_those_of_the_layouts_to_the_last(rows):
     for row in rows:
         plan, raw = (parse_plan(spec, OPTIONS.shape) for spec in (row.codec, RAW))
-        assert row.payload_bytes == 3 * stored_bytes(plan.groups[0], row.tokens)
-        assert row.byte_ratio == 3 * stored_bytes(raw.groups[0], row.tokens) / row.payload_bytes
+        assert row.payload_bytes == Checklist(plan, row.tokens).total_bytes
+        assert row.fp16_bytes == Checklist(raw, row.tokens).total_bytes
+        assert row.byte_ratio == row.fp16_bytes / row.payload_bytes
         assert row.fp16_bytes == 2 * 2 * 3 * 2 * 64 * row.tokens
         assert row.payload_bytes < row.wire_bytes < 1.1 * row.payload_bytes + 4096
         assert row.link_s == 8e-9 * row.wire_bytes / row.gbps
@@ -77,6 +87,20 @@ def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
     header, *lines = draw({"rows": [asdict(row) for row in rows]}).splitlines()
     assert header.startswith("codec")
     assert [line.split()[0] for line in lines] == [row.codec for row in rows]
+
+
+def test_every_channel_and_the_socket_bring_the_records_of_one_prompt():
+    options = PlaneOptions(tokens=333, rounds=2, shape=SHAPE)
+    rows = measure_plane(options)
+    ways = [(channel, tls) for tls in (False, True) for channel in ("grpc", "direct")]
+    assert [(row.channel, row.tls) for row in rows] == ways
+    nbytes = Checklist(parse_plan(options.codec, SHAPE), 333).total_bytes
+    for row in rows:
+        assert (row.link, row.rounds, row.nbytes) == ("loopback", 2, nbytes)
+        assert min(row.plane_gbps, row.tcp_gbps, row.ratio) > 0
+        assert min(row.plane_cpu.sender, row.plane_cpu.receiver) > 0
+    table = draw_plane({"rows": [asdict(row) for row in rows]})
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["loopback"] * 4
 
 
 def test_an_unknown_codec_ends_all_processes():

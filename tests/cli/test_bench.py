@@ -42,7 +42,7 @@ def test_transfer_prints_writes_and_draws_a_row_for_every_case(
 
 def test_transfer_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     header, *lines = bench(capsys, "--codec", "fp8", "--gbps", "2").splitlines()
-    assert header.split()[:4] == ["codec", "tokens", "Gb/s", "pages"]
+    assert header.split()[:4] == ["codec", "tokens", "gbps", "pages"]
     assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
 
 
@@ -64,10 +64,10 @@ def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[s
 
 def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
-    (row,) = result["rows"]
-    assert row["link"] == "loopback"
-    assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"], row["tls_gbps"]) > 0
-    assert row["plane_cpu"]["sender"] > 0
+    for row in result["rows"]:
+        assert row["link"] == "loopback"
+        assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0
+        assert row["plane_cpu"]["sender"] > 0
     assert result["machine"]["cores"] > 0
     assert "loopback" in bench(capsys, "--plane", "--no-netns")
 
