@@ -122,6 +122,7 @@ class ClusterConfig(Bounded):
     prefill, decode: how many workers of each role
     orphan_s: workers exit so long after the last router left
     grace_s:  how long a stopping worker may finish what it has
+    detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
     """
 
     address: str = "local"
@@ -129,6 +130,7 @@ class ClusterConfig(Bounded):
     decode: int = at_least(1, default=1)
     orphan_s: float = at_least(0, default=60.0)
     grace_s: float = at_least(0, default=5.0)
+    detach: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class SecurityConfig:
     token_file:  the shared secret that every call carries; a private Ray makes one of its own
     certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS
     mutual:      clients show a certificate too
+    insecure:    a cluster may go without a secret: whoever reaches its ports may use it
     """
 
     token_file: str | None = None
@@ -162,6 +165,7 @@ class SecurityConfig:
     certificate: str | None = None
     key: str | None = None
     mutual: bool = False
+    insecure: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,24 @@ the service; only sockets, processes and Ray are missing.
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Prefill, Token
+from disagg.engine.messages import Abort, Prefill, Prefilled, Token
 from disagg.engine.sequence import Request, SamplingParams
+from disagg.errors import CapacityError
+from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.terms import Terms
-from disagg.workers.loopback import HandoffReport, Loopback
+from disagg.transfer.receiver import Intake
+from disagg.transfer.reservations import Reservations, Terms
+from disagg.workers.loopback import Loopback
 
-__all__ = ["LLM", "Completion", "HandoffReport", "SamplingParams"]
+__all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 
 EPOCH = 1
 
@@ -36,7 +39,7 @@ class Completion:
     tokens: tuple[int, ...]
     finish_reason: str
     prompt_tokens: int
-    kv: HandoffReport
+    kv: HandoffStats
 
 
 class LLM:
@@ -61,18 +64,18 @@ class LLM:
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
         self._rids = count()
-        self._ledger = Ledger(
-            Terms(
-                model=self._runner.fingerprint,
-                plan=self._decode.plan(codec),
-                epoch=EPOCH,
-                capacity_bytes=self._decode.pool.arena.nbytes,
-                lease_s=math.inf,
-                plan_of=self._decode.plan,
-            ),
-            self._decode.pool,
-            count(1).__next__,
+        terms = Terms(
+            model=self._runner.fingerprint,
+            plan=self._decode.plan(codec),
+            plan_of=self._decode.plan,
+            epoch=EPOCH,
+            capacity_bytes=self._decode.pool.arena.nbytes,
+            lease_s=math.inf,
+            max_sequences=(config or EngineConfig()).max_sequences,
+            may_reserve=self._decode.may_reserve,
         )
+        pool = self._decode.pool
+        self._intake = Intake(Reservations(terms, pool, count(1).__next__), pool.arena)
 
     def generate(
         self,
@@ -89,11 +92,12 @@ class LLM:
         work = [
             self._prepare(text, params or SamplingParams(), codec or self._codec) for text in texts
         ]
-        for x in work:
-            self._prefill.submit(Prefill(x.request, x.link))
+        waiting = deque(work)
         try:
             while not all(x.finish_reason for x in work):
+                self._admit(waiting)
                 self._step({x.request.rid: x for x in work})
+            self._prefill.step()  # frees what was acknowledged last
         except BaseException:
             self._abandon(work)
             raise
@@ -101,33 +105,39 @@ class LLM:
 
     def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = Request(str(next(self._rids)), tuple(tokens), params, codec)
-        link = Loopback(request, self._ledger, self._prefill, self._decode)
-        return _Work(request, link)
+        return _Work(Request(str(next(self._rids)), tuple(tokens), params, codec))
+
+    def _admit(self, waiting: deque["_Work"]) -> None:
+        """Start, in order, what the decode engine has room for."""
+        while waiting:
+            x = waiting[0]
+            try:
+                x.link = Loopback(x.request, self._intake, self._prefill, self._decode)
+            except CapacityError:
+                return
+            self._prefill.submit(Prefill(waiting.popleft().request, x.link))
 
     def _step(self, work: dict[str, "_Work"]) -> None:
         """One step of each engine, and what the hand-offs between them can do now."""
         output = self._prefill.step()
         for prefilled in output.prefilled:
-            work[prefilled.rid].link.finish(prefilled)
-        self._ledger.make_room(time.monotonic())
-        for x in work.values():
-            x.link.move()
+            work[prefilled.rid].hand_over(prefilled)
         following = self._decode.step()
         for failed in (*output.failed, *following.failed):
             raise failed.error
         for token in following.tokens:
             work[token.rid].take(token)
             if token.finish_reason:
-                self._ledger.finished(token.rid, 0)
+                self._intake.reservations.finished(token.rid, 0, time.monotonic())
 
     def _abandon(self, work: Sequence["_Work"]) -> None:
         """Leave nothing behind of a call that failed."""
+        rules = self._intake.reservations
         for x in work:
-            self._ledger.abort(x.request.rid, 0, "the call failed", time.monotonic())
+            rules.abort(x.request.rid, 0, "the call failed", time.monotonic())
             for engine in (self._prefill, self._decode):
                 engine.submit(Abort(x.request.rid))
-        self._ledger.take_actions()
+        rules.take_actions()
         self._prefill.step()
         self._decode.step()
 
@@ -137,9 +147,16 @@ class _Work:
     """A prompt on its way."""
 
     request: Request
-    link: Loopback
+    link: Loopback | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+
+    def hand_over(self, prefilled: Prefilled) -> None:
+        """Its prompt is computed; the first token may be the whole answer."""
+        assert self.link is not None
+        self.link.finish(prefilled)
+        self.tokens.append(prefilled.first_token)
+        self.finish_reason = prefilled.finish_reason or ""
 
     def take(self, token: Token) -> None:
         assert len(self.tokens) - 1 <= token.index <= len(self.tokens)
@@ -147,10 +164,12 @@ class _Work:
         self.finish_reason = token.finish_reason or ""
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
+        assert self.link is not None
+        assert self.link.stats is not None
         return Completion(
             text=tokenizer.decode(self.tokens),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.tokens),
-            kv=self.link.report(),
+            kv=self.link.stats,
         )

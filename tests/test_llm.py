@@ -8,6 +8,7 @@ import torch
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
+from disagg.transfer.records import Checklist
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt, save_tiny
 
@@ -33,7 +34,7 @@ def assert_empty(llm: LLM) -> None:
         engine.pool.check_integrity()
         assert engine.idle
         assert not engine.pool.referenced_pages
-    assert not any(llm._ledger.gauges().values())
+    assert not any(llm._intake.reservations.gauges().values())
 
 
 def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path: str) -> None:
@@ -70,9 +71,28 @@ def test_an_answer_says_what_its_handoff_took(llm: LLM) -> None:
     assert (kv.codec, kv.tokens) == (KIVI, n)
     assert (kv.fp16_bytes, kv.fp8_bytes) == (2 * numbers, numbers)
     assert kv.resident_bytes == plan.nbytes(n)
-    assert kv.resident_bytes < kv.wire_bytes < 1.05 * kv.resident_bytes
+    assert kv.payload_bytes + kv.cached_bytes == Checklist(plan, n).total_bytes <= kv.resident_bytes
+    assert kv.payload_bytes < kv.wire_bytes < 1.05 * kv.payload_bytes
     assert min(kv.encode_ms, kv.wire_ms, kv.exposed_ms, kv.admit_ms) > 0
     assert kv.exposed_ms <= kv.wire_ms
+
+
+@pytest.mark.parametrize("codec", ["raw", KIVI])
+@pytest.mark.parametrize("tokens", [1, 5, 17, 64, 131])
+def test_nothing_larger_than_its_fp16_is_sent(llm: LLM, tokens: int, codec: str) -> None:
+    params = SamplingParams(max_tokens=2)
+    (answer,) = llm.generate([random_prompt(tokens)], params, codec)
+    size = 2 if codec == "raw" else 1  # exact KV of a model in float32 has twice the bytes
+    assert 0 < answer.kv.payload_bytes + answer.kv.cached_bytes <= size * answer.kv.fp16_bytes
+
+
+def test_a_single_token_is_answered_without_a_commit(llm: LLM) -> None:
+    (one, two) = (
+        llm.generate([random_prompt(40)], SamplingParams(max_tokens=n, ignore_eos=True))[0]
+        for n in (1, 2)
+    )
+    assert (one.tokens, one.finish_reason) == (two.tokens[:1], "length")
+    assert_empty(llm)
 
 
 def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(path: str) -> None:

@@ -15,8 +15,7 @@ from disagg.server import limits
 from disagg.server.counts import Counts
 from disagg.server.schema import CompletionRequest
 from disagg.server.text import Piece, TextStream, TextTokenizer
-from disagg.workers.clients import Output
-from disagg.workers.router import Router
+from disagg.workers.router import Output, Router
 
 FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered, so that each is told once

@@ -6,6 +6,7 @@ ray-watch      deaths and replacements, told to the loop
 """
 
 import asyncio
+import logging
 import secrets
 import socket
 import threading
@@ -17,14 +18,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, DisaggError
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.channel import Link, connect
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.credentials import load_security
-from disagg.workers.members import Peer, Started
-from disagg.workers.router import Router
+from disagg.transfer.rpc import Link, connect
+from disagg.transfer.security import Security, load_security
+from disagg.workers.dispatch import Started
+from disagg.workers.router import Peer, Router
 from disagg.workers.session import Session
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ LOCAL = "local"
 EVERYWHERE = "0.0.0.0"
 GRACE_S = 2  # for answers on their way when the service stops
 DEFAULT_NAME = "default"
+
+log = logging.getLogger(__name__)
 
 
 class Service:
@@ -50,6 +53,7 @@ class Service:
         self.secret = secrets.token_hex(16)
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
+        self._failure: DisaggError | None = None
         self.links: list[str] = []  # what the workers measured between them, in words
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
@@ -64,22 +68,22 @@ class Service:
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
             token = session.token if session else None
             self._security = load_security(self.config.security, token)
+            check_secret(self.config, self._security)
             self._thread.start()
             stack.callback(self._stop_http)
             # here, not above: Ray reads its environment when it is imported
-            from disagg.workers.launch import Cluster, connected
+            from disagg.workers.launch import Cluster
 
             self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
-            folder = session.folder if session else None
-            stack.enter_context(connected(cluster.address, folder))
-            workers = Cluster(self.config, token)
+            workers = Cluster(self.config, token, session.folder if session else None)
             stack.callback(workers.close)
+            workers.connect()
             count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)
             self.links = workers.links
-            workers.watch(self._up, self._down)
+            workers.watch(self._up, self._down, self._lost)
             stack.callback(self._drain)  # first of all: answers on their way need their workers
             self._stack = stack.pop_all()
         return self
@@ -91,6 +95,8 @@ class Service:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+        if self._failure is not None and error is None:
+            raise self._failure
 
     # -- on the http thread
 
@@ -140,6 +146,11 @@ class Service:
         link = self._links[started.name] = connect(started.address, self._security)
         self._router.add(Peer(started, WorkerClient(link)))
 
+    def _remove(self, name: str) -> None:
+        self._router.died(name)
+        if link := self._links.pop(name, None):
+            self._closing = asyncio.create_task(link.close())
+
     # -- from other threads
 
     def _up(self, started: Started) -> None:
@@ -148,7 +159,12 @@ class Service:
 
     def _down(self, name: str) -> None:
         loop, _ = self._serving.result()
-        loop.call_soon_threadsafe(self._router.died, name)
+        loop.call_soon_threadsafe(self._remove, name)
+
+    def _lost(self, error: DisaggError) -> None:
+        """No workers any more: what goes on ends with an error, and the service too."""
+        self._failure = error
+        self.stopped.set()
 
     def _drain(self) -> None:
         """Let answers end within the grace; then end them."""
@@ -169,6 +185,19 @@ def served_name(config: Config) -> str:
     folder = Path(name).expanduser()
     is_folder = name == config.model.name and folder.is_dir()
     return folder.resolve().name if is_folder else name
+
+
+def check_secret(config: Config, security: Security) -> None:
+    """ConfigError for a cluster that whoever reaches its ports may use, unless that is wanted."""
+    if config.cluster.address == LOCAL or security.token is not None or security.mutual:
+        return
+    open_ = "the workers of a cluster would listen to whoever reaches their ports"
+    if not config.security.insecure:
+        raise ConfigError(
+            f"{open_}; name a file with a shared secret, on every host, in security.token_file, "
+            "or say security.insecure=true"
+        )
+    log.warning("%s: security.insecure is true", open_)
 
 
 def bind(host: str, port: int) -> socket.socket:

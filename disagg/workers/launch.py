@@ -1,8 +1,11 @@
 """Workers as Ray actors: started at once, watched, replaced. The only file that knows Ray.
 
+    start ──► watched ──► dead ──► told, and another one starts in its place
+                └ private Ray itself lost ──► all told, Ray and workers start anew, a few times
+
 Ray starts processes and tells when they die; nothing else goes through it. Private workers die
-with the process that started them. Workers on a cluster are named and detached: they are found
-again by name.
+with the process that started them. Workers on a cluster are named and detached, so that they
+outlive a front end that was killed: the next one finds them by name.
 """
 
 import faulthandler
@@ -11,8 +14,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,18 +23,18 @@ from ray.exceptions import RayError
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
-from disagg.transfer.credentials import load_security
-from disagg.workers.members import Role, Started
-from disagg.workers.memory import settle_memory
-from disagg.workers.portions import gpu_share, torch_threads
+from disagg.transfer.security import load_security
+from disagg.workers.dispatch import Role, Started
 
 NAMESPACE = "disagg"
 LOCAL = "local"
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
+KNOCK_S = 1.0
 RETRY_S = 5.0
 MEET_S = 10.0
+RESTARTS = 3  # of a private Ray, before the service gives up
 
 log = logging.getLogger(__name__)
 
@@ -42,37 +44,44 @@ class Shell:
 
     def __init__(self, config: Config, role: Role, name: str, token: str | None):
         faulthandler.enable()
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what breaks is told by name
         self._config, self._role, self._name, self._token = config, role, name, token
-        self._started: Started | None = None
+        self._loaded = False
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._worker.stop())
+            signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
     def start(self, host: str | None, config: Config) -> Started | tuple[str, str]:
-        """Load and serve; again: the same answer. An error comes as (reason, message)."""
+        """Load and serve; again: how it can be reached now. An error comes as (reason, message)."""
         if config != self._config:
             until = f"until {self._config.cluster.orphan_s:g} s after its last router"
             return ConfigError.reason, f"{self._name} runs with other settings, {until}"
         # here, not above: torch and transformers, which the process that launches need not load
         import torch
 
-        from disagg.workers.worker import Worker
+        from disagg.workers.worker import Worker, settle_memory
 
-        if self._started is None:
+        if not self._loaded:
             torch.set_num_threads(torch_threads(self._config))
             try:
                 security = load_security(self._config.security, self._token)
                 address = host or ray.util.get_node_ip_address()
                 self._worker = Worker(self._config, self._role, self._name, address, security)
-                self._started = self._worker.start()
+                self._worker.start()
                 settle_memory()
             except DisaggError as error:
                 return error.reason, str(error)
+            self._loaded = True
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
-        return self._started
+        return self._worker.started
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Measure the links to decode workers; what each can do, in words."""
         return self._worker.meet(addresses)
+
+    @ray.method(concurrency_group="watch")
+    def stop(self) -> None:
+        """Finish what is here within the grace, and end."""
+        self._worker.stop()
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -85,6 +94,14 @@ class Shell:
             self._worker.wait()
         finally:
             os._exit(0)  # what broke it, if something did, was printed by its own thread
+
+
+class PrefillWorker(Shell):
+    """By this name in Ray's lists."""
+
+
+class DecodeWorker(Shell):
+    """By this name in Ray's lists."""
 
 
 @dataclass
@@ -107,51 +124,95 @@ class Watched:
 
 
 class Cluster:
-    """The workers of one service."""
+    """The workers of one service, on a private Ray that lives in `folder`, or on a cluster."""
 
-    def __init__(self, config: Config, token: str | None):
+    def __init__(self, config: Config, token: str | None, folder: Path | None = None):
         self._private = config.cluster.address == LOCAL
         if self._private:
             orphan_s = min(config.cluster.orphan_s, PRIVATE_ORPHAN_S)
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
         self._config = config
         self._token = token
+        self._folder = folder
         self._starting: list[Starting] = []
         self._watched: list[Watched] = []
-        self._replaced = 0
+        self._replaced = self._restarts = 0
+        self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self.links: list[str] = []  # what was measured at the start, in words
 
+    # -- the life of a service
+
+    def connect(self) -> None:
+        """A new Ray, or the one at an address. PeerLostError where none starts or answers.
+
+        Never "auto": that joins whichever cluster is near.
+        """
+        options: dict[str, object] = {"address": self._config.cluster.address}
+        if self._private:
+            # Ray opens its folder to everybody: it lies in one that is closed
+            folder = f"{self._folder}/r{self._restarts or ''}"
+            options |= {"num_cpus": os.cpu_count(), "include_dashboard": False}
+            options |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": folder}
+        elif not knock(*host_and_port(self._config.cluster.address)):
+            # Ray itself tries for more than a minute before it says that nobody is there
+            raise PeerLostError(f"no Ray at {self._config.cluster.address!r}")
+        quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+        try:
+            ray.init(**options, **quiet)
+            if self._private:
+                (node,) = ray.nodes()
+                gcs = host_and_port(ray.get_runtime_context().gcs_address)
+                self._doors = [gcs, (node["NodeManagerAddress"], node["NodeManagerPort"])]
+        except (RuntimeError, ConnectionError, TimeoutError, RayError) as error:
+            raise PeerLostError(f"Ray does not start or answer: {error}") from error
+
     def start(self) -> list[Started]:
         """All workers, loaded side by side. ModelError and others as the workers had them."""
-        cluster = self._config.cluster
-        names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
-        names += [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
-        loading = [self._load(role, name) for role, name in names]
-        started = [self._enter(each) for each in loading]
+        self._starting = [self._load(role, name) for role, name in self._names()]
+        started = [self._enter(each) for each in list(self._starting)]
         self.links = self._introduce()
         return started
 
-    def watch(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
-        """From now on tell of deaths, and start a new worker in place of a dead one."""
+    def watch(
+        self,
+        on_up: Callable[[Started], None],
+        on_down: Callable[[str], None],
+        on_end: Callable[[DisaggError], None],
+    ) -> None:
+        """From now on tell of deaths, and start a new worker in place of a dead one.
+
+        on_end: called once if Ray itself is lost for good
+        """
 
         def follow() -> None:
             while not self._closing.is_set():
-                self.look(on_up, on_down)
+                try:
+                    self.look(on_up, on_down)
+                except DisaggError as error:
+                    on_end(error)
+                    break
+                except Exception:
+                    log.exception("watching the workers broke; going on")
+                    self._closing.wait(RETRY_S)
 
         self._watcher = threading.Thread(target=follow, name="ray-watch", daemon=True)
         self._watcher.start()
 
     def look(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
-        """Wait a moment for a death or a worker that is ready; tell of it, replace the dead."""
+        """Wait a moment for a death or a worker that is ready; tell of it, replace the dead.
+
+        PeerLostError once a private Ray was lost more often than it is started anew.
+        """
+        if not all(knock(*door) for door in self._doors):
+            self._start_anew(on_down)
         ended, ready = self._wait()
         for dead in ended:
             self._watched.remove(dead)
             on_down(dead.started.name)
             self._replace(dead.started.role, dead.started.name)
         for each in ready:
-            self._starting.remove(each)
             try:
                 on_up(self._enter(each))
             except DisaggError as error:
@@ -160,21 +221,58 @@ class Cluster:
                 self._replace(each.role, each.name)
 
     def close(self) -> None:
-        """Stop private workers; those on a cluster stay."""
+        """Stop the workers, those of a cluster within their grace, and leave Ray."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
-        if self._private:
-            loading = [each.handle for each in self._starting]
-            for handle in [each.handle for each in self._watched] + loading:
-                ray.kill(handle)
+        if self._private or not self._config.cluster.detach:
+            ends = [] if self._private else [each.end for each in self._watched]
+            try:
+                for each in self._watched if ends else ():
+                    each.handle.stop.remote()
+                if ends:
+                    patience_s = self._config.cluster.grace_s + RETRY_S
+                    ray.wait(ends, num_returns=len(ends), timeout=patience_s)
+                for handle in [x.handle for x in (*self._watched, *self._starting)]:
+                    ray.kill(handle)
+            except RayError as error:
+                log.error("the workers could not be stopped: %s", error)
+        ray.shutdown()
+
+    # -- inside
+
+    def _names(self) -> list[tuple[Role, str]]:
+        cluster = self._config.cluster
+        names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
+        return names + [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
 
     def _wait(self) -> tuple[list[Watched], list[Starting]]:
         """Those that ended and those whose start did, one way or the other, within CHECK_S."""
         calls = [each.end for each in self._watched] + [each.ready for each in self._starting]
+        if not calls:
+            return [], []
         done = set(ray.wait(calls, timeout=CHECK_S)[0])
         ended = [each for each in self._watched if each.end in done]
         return ended, [each for each in self._starting if each.ready in done]
+
+    def _start_anew(self, on_down: Callable[[str], None]) -> None:
+        """Ray is gone, and its workers with it: another one, with all workers."""
+        self._restarts += 1
+        for each in self._watched:
+            on_down(each.started.name)
+        self._watched, self._starting = [], []
+        ray.shutdown()
+        if self._restarts > RESTARTS:
+            raise PeerLostError(f"the private Ray was lost {self._restarts} times; given up")
+        log.error("the private Ray is gone; starting another one")
+        try:
+            self.connect()
+        except PeerLostError as error:
+            log.error("%s; trying again", error)
+            self._closing.wait(RETRY_S)
+            return
+        for role, name in self._names():
+            self._replace(role, name)
 
     def _replace(self, role: Role, name: str) -> None:
         if not self._closing.is_set():
@@ -187,12 +285,14 @@ class Cluster:
         options["num_gpus"] = gpus
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(concurrency_groups={"watch": 1})(Shell).options(**options)
+        shell = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}.get(role, Shell)
+        actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
         ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
         return Starting(role, name, handle, ready)
 
     def _enter(self, each: Starting) -> Started:
+        self._starting.remove(each)
         try:
             started = ray.get(each.ready)
         except RayError as error:
@@ -216,35 +316,33 @@ class Cluster:
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
 
 
-@contextmanager
-def connected(address: str, folder: Path | None) -> Iterator[None]:
-    """A Ray session: a new one in `folder` for the address "local", else the one at an address.
-
-    Never "auto": that joins whichever cluster is near. PeerLostError where nothing listens.
-    """
-    quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
-    local = {
-        "num_cpus": os.cpu_count(),
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "_temp_dir": str(folder),
-    }
-    if address != LOCAL:
-        _knock(address)
-    try:
-        ray.init(address=address, **quiet, **(local if address == LOCAL else {}))
-    except (RuntimeError, ConnectionError, TimeoutError) as error:
-        raise PeerLostError(f"Ray does not start or answer: {error}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def gpu_share(gpus: int, config: Config) -> float:
+    """GPUs of each worker: one, or an equal part of one so that all find a place."""
+    workers = config.cluster.prefill + config.cluster.decode
+    return 1 / -(-workers // gpus) if gpus and config.model.device != "cpu" else 0.0
 
 
-def _knock(address: str) -> None:
-    """Ray itself tries for more than a minute before it says that nobody is there."""
+def torch_threads(config: Config) -> int:
+    """Threads of torch: the cores of this host, shared among its workers."""
+    if config.engine.torch_threads is not None:
+        return config.engine.torch_threads
+    return max(1, (os.cpu_count() or 1) // (config.cluster.prefill + config.cluster.decode))
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of "host:port", also behind "ray://"; PeerLostError for what is neither."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        raise PeerLostError(f"no Ray at {address!r}: it is no host:port")
+    return host, int(port)
+
+
+def knock(host: str, port: int) -> bool:
+    """Whether somebody listens there; one that is too busy to answer counts as there."""
     try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
-    except (OSError, ValueError) as error:
-        raise PeerLostError(f"no Ray at {address!r}: {error}") from error
+        socket.create_connection((host, port), timeout=KNOCK_S).close()
+    except TimeoutError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True

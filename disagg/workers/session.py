@@ -19,6 +19,9 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
+    # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_health_check_failure_threshold": "10",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave the workers' view of GPUs alone, no warning
 }
 
@@ -27,7 +30,8 @@ class Session:
     """Everything of a private service that lives outside of this process.
 
     token:  secret of Ray and of the gRPC plane
-    folder: short, because Ray puts sockets in it, whose paths may have 107 characters
+    folder: nobody else may look into it; short, because Ray puts sockets into a folder in it, whose
+            paths may have 107 characters
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,8 @@ class Worker:
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
         self._failure: BaseException | None = None
-        self._load, self._preempted, self._draining = EngineLoad(), 0, False
+        self._load = EngineLoad(slots=config.engine.max_sequences)  # until its first step
+        self._preempted, self._draining = 0, False
 
     # -- from any thread
 
@@ -160,7 +161,7 @@ class Worker:
         }
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
-        counts = {**self.receiver.counts, "preempted": self._preempted}
+        counts = {**self.receiver.reservations.counts, "preempted": self._preempted}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         return WorkerStatus(self.epoch, model, plan, gauges, info)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from disagg.errors import DisaggError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
-from disagg.workers.clients import Output
+from disagg.workers.router import Output
 
 KV = {
     "codec": "raw",

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import KV_SERVICE
@@ -25,7 +26,7 @@ from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
-from tests.transfer.prompts import EPOCH, MODEL, Prompt
+from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt
 
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
 
@@ -42,6 +43,7 @@ class Peer:
 
     credit: int = 8000
     lease_s: float = 10.0
+    plan: Plan = PLAN
     address: str = ""
     have: dict[int, dict[Item, int]] = field(default_factory=dict)
     cached: tuple[int, ...] = ()
@@ -117,7 +119,6 @@ class Peer:
     def sender(
         self, prompt: Prompt, channel: Channel, nonce: int = 7, deadline_s: float = 20.0
     ) -> Sender:
-        self.plan = prompt.plan
         attach = Attach(Ticket(nonce, EPOCH, 0), MODEL, prompt.plan.fingerprint, prompt.tokens)
         return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
 

@@ -126,7 +126,7 @@ def fill(prompt: Prompt, item: Item, seed: object) -> None:
 def make_prompt(
     tokens: int, seed: int = 0, plan: Plan = PLAN, ids: Sequence[int] | None = None
 ) -> Prompt:
-    pool = make_pool(1 << 22)
+    pool = make_pool(1 << 23, 1 << 19)
     states = [allocate_group(group, tokens, pool) for group in plan.groups]
     checklist = Checklist(plan, tokens)
     read = ArenaSource(pool.arena, checklist, states)

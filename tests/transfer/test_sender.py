@@ -28,6 +28,7 @@ from disagg.transfer.sender import Sender
 from disagg.wire import Item, PageFrame, Ticket, digest
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
+from tests.transfer.stubs import generate_stubs, push_one
 
 
 @pytest.fixture(scope="module")
@@ -519,3 +520,18 @@ def test_a_slow_link_of_the_configuration_paces_every_channel_in_frames_of_its_b
     options = Peers(None, config).options
     assert (options.pace.bytes_per_s, options.frame_bytes) == (1e6, 5000)
     assert Peers(None, TransferConfig()).options.pace is None
+
+
+# -- other clients
+
+
+def test_a_client_generated_from_the_proto_hands_a_prompt_over(prompt, tmp_path):
+    stubs = generate_stubs(tmp_path)
+
+    async def scene():
+        async with open_peer() as (peer, _):
+            ack = await asyncio.to_thread(push_one, stubs, peer.address, prompt, 7, EPOCH)
+            assert ack.verify_ms == 1.0
+            assert peer.have[7] == whole(prompt)
+
+    asyncio.run(scene())

@@ -1,16 +1,18 @@
 """Deaths are told and the dead replaced, also when a replacement does not start at first."""
 
+import os
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
-from disagg.config import Config
-from disagg.errors import ModelError
+from disagg.config import Config, load_config
+from disagg.errors import ModelError, PeerLostError
 from disagg.workers import launch
-from disagg.workers.launch import Cluster, Starting
-from disagg.workers.members import Role, Started
+from disagg.workers.dispatch import Role, Started
+from disagg.workers.launch import Cluster, Starting, gpu_share, torch_threads
 
 
 @dataclass(eq=False)
@@ -39,6 +41,8 @@ class FakeCluster(Cluster):
         super().__init__(Config(), token=None)
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
+        self.connected, self.there = 0, True
+        self._doors = [("ray", 1)]
         self.told: list[str] = []
 
     def _load(self, role: Role, name: str) -> Starting:
@@ -47,12 +51,17 @@ class FakeCluster(Cluster):
         outcome = self.outcomes.pop(0) if self.outcomes else None
         return Starting(role, name, self.handles[name], Call(True, outcome or started))
 
+    def connect(self) -> None:
+        self.connected += 1
+        self.there = True
+
     def kill(self, name: str) -> None:
         self.handles[name].watch.done = True
 
     def step(self) -> list[str]:
         """One look; what it told."""
         self.told = []
+        launch.knock = lambda host, port: self.there  # type: ignore[assignment]
         self.look(lambda up: self.told.append(f"+{up.name}"), lambda x: self.told.append(f"-{x}"))
         return self.told
 
@@ -70,6 +79,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls, "Ray refuses to wait for nothing"
         return [call for call in calls if call.done][:1], []
 
+    monkeypatch.setattr(launch, "knock", lambda host, port: True)
+    monkeypatch.setattr(launch.ray, "shutdown", lambda: None)
     monkeypatch.setattr(launch.ray, "get", get)
     monkeypatch.setattr(launch.ray, "wait", wait)
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
@@ -109,3 +120,60 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
 def test_a_worker_that_cannot_start_is_an_error_at_the_start() -> None:
     with pytest.raises(ModelError, match="no such model"):
         FakeCluster(("model", "no such model")).start()
+
+
+def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    for i in range(1, launch.RESTARTS + 1):
+        cluster.there = False
+        ups = [x for _ in range(3) for x in cluster.step()]
+        assert cluster.connected == i
+        assert [x[0] for x in ups] == ["-", "-", "+", "+"]
+        assert sum(x.startswith("+prefill-0.") for x in ups) == 1
+        assert sum(x.startswith("+decode-0.") for x in ups) == 1
+    cluster.there = False
+    with pytest.raises(PeerLostError, match="4 times"):
+        cluster.step()
+
+
+def test_a_busy_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        assert launch.knock(host, port)
+        monkeypatch.setattr(socket, "create_connection", late)
+        assert launch.knock(host, port)
+        monkeypatch.undo()
+    assert not launch.knock(host, port)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "prefill", "decode", "share"),
+    [
+        (0, 1, 1, 0.0),
+        (2, 1, 1, 1.0),
+        (8, 1, 1, 1.0),
+        (1, 1, 1, 0.5),
+        (4, 2, 4, 0.5),
+        (3, 3, 4, 1 / 3),
+    ],
+)
+def test_every_worker_finds_a_place_on_the_gpus(
+    gpus: int, prefill: int, decode: int, share: float
+) -> None:
+    flags = {"cluster.prefill": prefill, "cluster.decode": decode}
+    assert gpu_share(gpus, load_config(None, flags)) == share
+    assert not gpus or gpus * int(1 / share) >= prefill + decode
+    assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
+
+
+def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert torch_threads(load_config(None, {"cluster.decode": 2})) == 4
+    assert torch_threads(load_config(None, {"cluster.decode": 20})) == 1
+    assert torch_threads(load_config(None, {"engine.torch_threads": 7})) == 7
+
+
+def late(*arguments: object, **options: object) -> None:
+    raise TimeoutError

@@ -23,7 +23,7 @@ from disagg.transfer.items import ArenaSource, Checklist
 from disagg.transfer.ledger import Ledger
 from disagg.transfer.messages import Admission, Placement
 from disagg.wire import Item, PageFrame, digest
-from disagg.workers.clients import Output
+from disagg.workers.router import Output
 from disagg.workers.decode import DecodeSide
 from disagg.workers.members import Role
 from disagg.workers.offering import Offering
