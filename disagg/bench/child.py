@@ -1,6 +1,6 @@
 """Child processes of a benchmark: one object each, whose methods the parent calls over a pipe.
 
-    python -m disagg.bench.child disagg.bench.ends Sink 5
+    python -m disagg.bench.child disagg.bench.ends ReceivingEnd 5
 
 A child is a fresh interpreter that has what its module imports, and nothing that its parent has. It
 ends when its parent does, however that ended and whatever it is doing: its end of the pipe closes.

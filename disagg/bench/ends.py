@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.bench.inputs import SLAB_BYTES, make_prompt, slabs_for
-from disagg.bench.link import send_raw, serve_raw
+from disagg.bench.link import congestion, send_raw, serve_raw
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of
 from disagg.engine.arena import make_pool
@@ -44,14 +44,18 @@ CPU = torch.device("cpu")
 
 
 class End:
-    """A process."""
+    """What both ends tell of their process."""
 
     async def cpu_seconds(self) -> float:
         """Its processor time so far, user and system, all threads."""
         return time.process_time()
 
+    async def congestion(self) -> str:
+        """See `link.congestion`."""
+        return congestion()
 
-class Sink(End):
+
+class ReceivingEnd(End):
     """What a benchmark asks of the decode worker; a prompt that is complete is freed at once."""
 
     def __init__(self) -> None:
@@ -148,7 +152,7 @@ class Sent:
     stats: HandoffStats
 
 
-class Source(End):
+class SendingEnd(End):
     """What a benchmark asks of the prefill worker."""
 
     def __init__(self) -> None:
@@ -209,13 +213,14 @@ class Source(End):
             nbytes += (await self.send(spec, way)).stats.payload_bytes
         return began, time.monotonic(), nbytes
 
-    async def send_raw(self, spec: str, host: str, port: int) -> tuple[float, float]:
-        """Send as many bytes of the arena over a socket: seconds, processor seconds."""
+    async def send_raw(self, spec: str, host: str, port: int) -> Sent:
+        """Send as many bytes of the arena over a socket."""
         prompt = self._prompts[spec]
         data = prompt.arena.read(0, prompt.checklist.total_bytes)
         cpu, began = time.process_time(), time.monotonic()
         assert await asyncio.to_thread(send_raw, host, port, data) == len(data)
-        return time.monotonic() - began, time.process_time() - cpu
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        return Sent("", began, seconds, 0.0, cpu_s, HandoffStats("", 0, 0, 0))
 
     def _channel(self, way: Way) -> Channel:
         if way not in self._channels:

@@ -12,18 +12,18 @@ bound is max(compute, wire). Beside it: when pages leave only after the whole pr
 """
 
 import asyncio
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 
 from disagg.bench.child import Child
-from disagg.bench.ends import Sent, Source, Way
+from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import result_of, table, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
@@ -43,6 +43,8 @@ TEXT = "The old house by the river had stood empty for years, and nobody asked w
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
 
+Row = dict[str, Any]
+
 
 class NotingWorker(Worker):
     """A worker that notes when its engine said each token: (name of the request there, time)."""
@@ -60,7 +62,7 @@ class NotingWorker(Worker):
         super()._on_loop(call, *args)
 
 
-class Served:
+class WorkerEnd:
     """A worker in a process of its own, without Ray, as a benchmark sees it."""
 
     async def start(self, config: Config, role: Role) -> Started:
@@ -113,45 +115,20 @@ class LatencyOptions:
     seconds: float = 5.0
 
 
-@dataclass(frozen=True)
-class AnswerGaps:
-    """Milliseconds between the tokens of an answer, while `received_gbps` of records arrived."""
-
-    received_gbps: float
-    tokens: int
-    p50_ms: float
-    p99_ms: float
-
-
-@dataclass(frozen=True)
-class LatencyRow:
-    """Milliseconds from the last layer offered.
-
-    running_ms: until the engine runs the prompt; `acknowledged_ms`: until its sender knows
-    admit_ms:   of these, from the commit at the decode worker to the inbox of its engine
-    decoding:   an answer decoded alone, and while prompts arrive
-    """
-
-    codec: str
-    tokens: int
-    rounds: int
-    wire_bytes: int
-    running_ms: float
-    running_p99_ms: float
-    acknowledged_ms: float
-    acknowledged_p99_ms: float
-    admit_ms: float
-    decoding: tuple[AnswerGaps, ...]
-
-
-def run_latency(options: LatencyOptions) -> dict[str, Any]:
+def run_latency(options: LatencyOptions) -> Row:
     """The result of `measure_latency` as a JSON object."""
     return result_of([measure_latency(options)], NOTES)
 
 
-def measure_latency(options: LatencyOptions) -> LatencyRow:
-    """Send a prompt again and again, one at a time; then decode beside."""
-    with Child(Served) as worker, Child(Source) as source:
+def measure_latency(options: LatencyOptions) -> Row:
+    """Send a prompt again and again, one at a time; then decode beside. Milliseconds.
+
+    running_ms:      from the last layer offered until the engine runs the prompt
+    acknowledged_ms: until its sender knows
+    admit_ms:        of these, from the commit at the decode worker to the inbox of its engine
+    decoding:        between the tokens of an answer, alone and while `received_gbps` arrive
+    """
+    with Child(WorkerEnd) as worker, Child(SendingEnd) as source:
         started = worker.ask("start", Config(), Role.BOTH)
         plan = worker.ask("plan", options.codec)
         _encode(source, plan, options.codec, options.tokens)
@@ -165,21 +142,21 @@ def measure_latency(options: LatencyOptions) -> LatencyRow:
         beside = {"an answer alone": None, "an answer while prompts arrive": Way(started)}
         beside["an answer while prompts arrive at 1 Gb/s"] = Way(started, bytes_per_s=1e9 / 8)
         ways = tell(beside.items(), lambda case: case[0])
-        decoding = tuple(_decode(options, worker, source, *way) for way in ways)
+        decoding = [_decode(options, worker, source, *way) for way in ways]
     sent, running = sent[1:], running[1:]  # the first opened the connection
     acknowledged = [x.stats.exposed_ms for x in sent]
-    return LatencyRow(
-        codec=options.codec,
-        tokens=options.tokens,
-        rounds=options.rounds,
-        wire_bytes=sent[0].stats.wire_bytes,
-        running_ms=statistics.median(running),
-        running_p99_ms=_p99(running),
-        acknowledged_ms=statistics.median(acknowledged),
-        acknowledged_p99_ms=_p99(acknowledged),
-        admit_ms=statistics.median(x.stats.admit_ms for x in sent),
-        decoding=decoding,
-    )
+    return {
+        "codec": options.codec,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "wire_bytes": sent[0].stats.wire_bytes,
+        "running_ms": median(running),
+        "running_p99_ms": _p99(running),
+        "acknowledged_ms": median(acknowledged),
+        "acknowledged_p99_ms": _p99(acknowledged),
+        "admit_ms": median(x.stats.admit_ms for x in sent),
+        "decoding": decoding,
+    }
 
 
 def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
@@ -190,7 +167,7 @@ def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
 
 def _decode(
     options: LatencyOptions, worker: Child, source: Child, rid: str, way: Way | None
-) -> AnswerGaps:
+) -> Row:
     """Decode one answer, while prompts arrive if there is a way for them."""
     worker.ask("answer", rid, options.answer)
     began, ended, nbytes = 0.0, float("inf"), 0
@@ -198,12 +175,13 @@ def _decode(
         began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
-    return AnswerGaps(
-        received_gbps=8e-9 * nbytes / (ended - began),
-        tokens=len(gaps),
-        p50_ms=statistics.median(gaps),
-        p99_ms=_p99(gaps),
-    )
+    gbps = 8e-9 * nbytes / (ended - began)
+    return {
+        "received_gbps": gbps,
+        "tokens": len(gaps),
+        "p50_ms": median(gaps),
+        "p99_ms": _p99(gaps),
+    }
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -228,27 +206,7 @@ class Times:
     wire_bytes: int
 
 
-@dataclass(frozen=True)
-class OverlapRow:
-    """One codec, medians. Milliseconds; ratios are to `bound_ms` = max(compute, wire).
-
-    compute_ms: until the first token, which prefill says as soon as it has it
-    wire_ms:    all bytes of the hand-off at the pace of the link
-    overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
-    """
-
-    codec: str
-    wire_bytes: int
-    compute_ms: float
-    wire_ms: float
-    bound_ms: float
-    overlapped_ms: float
-    overlapped_ratio: float
-    after_ms: float
-    after_ratio: float
-
-
-def run_overlap(runs: int = 5) -> dict[str, Any]:
+def run_overlap(runs: int = 5) -> Row:
     """Rows for every codec, with what they were measured with."""
     prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
     ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
@@ -258,32 +216,36 @@ def run_overlap(runs: int = 5) -> dict[str, Any]:
     return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
 
 
-def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> OverlapRow:
-    """The medians of two sides."""
-    wire_bytes = int(statistics.median(run.wire_bytes for run in early))
+def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
+    """The medians of two sides, in milliseconds; ratios are to `bound_ms` = max(compute, wire).
+
+    compute_ms: until the first token, which prefill says as soon as it has it
+    wire_ms:    all bytes of the hand-off at the pace of the link
+    overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
+    """
+    wire_bytes = int(median(run.wire_bytes for run in early))
     wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
-    compute_ms = statistics.median(run.first_ms for run in early)
+    compute_ms = median(run.first_ms for run in early)
     bound_ms = max(compute_ms, wire_ms)
-    overlapped_ms = statistics.median(run.decoded_ms for run in early)
-    after_ms = statistics.median(run.decoded_ms for run in late)
-    return OverlapRow(
-        codec=codec,
-        wire_bytes=wire_bytes,
-        compute_ms=compute_ms,
-        wire_ms=wire_ms,
-        bound_ms=bound_ms,
-        overlapped_ms=overlapped_ms,
-        overlapped_ratio=overlapped_ms / bound_ms,
-        after_ms=after_ms,
-        after_ratio=after_ms / bound_ms,
-    )
+    overlapped_ms, after_ms = (median(run.decoded_ms for run in runs) for runs in (early, late))
+    return {
+        "codec": codec,
+        "wire_bytes": wire_bytes,
+        "compute_ms": compute_ms,
+        "wire_ms": wire_ms,
+        "bound_ms": bound_ms,
+        "overlapped_ms": overlapped_ms,
+        "overlapped_ratio": overlapped_ms / bound_ms,
+        "after_ms": after_ms,
+        "after_ratio": after_ms / bound_ms,
+    }
 
 
 def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
     config = Config(transfer=transfer)
-    with Child(Served) as decode, Child(Served) as prefill:
+    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
         pair = decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
         return asyncio.run(_ask_all(pair, prompts))
 

@@ -29,10 +29,10 @@ from disagg.wire import FRAME_BYTES
 LOOPBACK = "127.0.0.1"
 HOSTS = ("10.78.0.1", "10.78.0.2")
 DEVICES = ("near", "far")
-ISOLATED = ("unshare", "--net")  # before the command of a process: no network but what is linked
+ISOLATED = ("unshare", "--net")
 BURST, QUEUE = "1mb", "20ms"
-# of all that is compared, whatever the host's default is; bbr takes pauses for the link's rate
-CONGESTION = "cubic"
+# of what can choose, and of namespaces that may; bbr takes pauses between frames for a slow link
+CONGESTION, SETTING = "cubic", "/proc/sys/net/ipv4/tcp_congestion_control"
 _COUNT = struct.Struct("<Q")
 
 
@@ -44,25 +44,28 @@ def available() -> bool:
     return not subprocess.run([*ISOLATED, "true"], capture_output=True).returncode
 
 
-def require() -> None:
-    """ConfigError where there can be no link."""
+def isolate() -> tuple[str, ...]:
+    """What to put before the command of a process that `join` shall link; ConfigError if none may.
+
+    It has a network namespace of its own then.
+    """
     if not available():
         raise ConfigError(
             "a link between network namespaces needs root on Linux, where these may be made, and "
             "ip, tc, unshare and nsenter"
         )
+    return ISOLATED
 
 
 def join(pids: Sequence[int]) -> None:
-    """Link two processes that run ISOLATED: they have the addresses HOSTS."""
+    """Link two isolated processes: they have the addresses HOSTS."""
     ends = [["name", device, "netns", str(pid)] for device, pid in zip(DEVICES, pids, strict=True)]
     subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
     for pid, host, device in zip(pids, HOSTS, DEVICES, strict=True):
         _run_at(pid, "ip", "addr", "add", f"{host}/24", "dev", device)
         for name in (device, "lo"):
             _run_at(pid, "ip", "link", "set", name, "up")
-        setting = "/proc/sys/net/ipv4/tcp_congestion_control"
-        _run_at(pid, "sh", "-c", f"echo {CONGESTION} > {setting} || true")
+        _run_at(pid, "sh", "-c", f"(echo {CONGESTION} || echo reno) > {SETTING} 2>/dev/null || :")
 
 
 def limit(pids: Sequence[int], gbps: float) -> None:
@@ -74,6 +77,11 @@ def limit(pids: Sequence[int], gbps: float) -> None:
 
 def _run_at(pid: int, *command: str) -> None:
     subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True)
+
+
+def congestion() -> str:
+    """What TCP of this process does that asks for nothing, as gRPC does not."""
+    return Path(SETTING).read_text().strip()
 
 
 def serve_raw(host: str, nbytes: int) -> int:

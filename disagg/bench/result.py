@@ -32,14 +32,14 @@ def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
 
 
 def result_of(rows: Iterable[Any], notes: str, **more: Any) -> dict[str, Any]:
-    """A result as a JSON object; `rows` are dataclasses, `more` stands beside them."""
+    """A result as a JSON object; `rows` are dataclasses or dicts, `more` stands beside them."""
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "notes": notes,
         "versions": {"python": platform.python_version()} | {x: version_of(x) for x in PACKAGES},
         "machine": describe_machine(),
         **more,
-        "rows": [asdict(row) for row in rows],
+        "rows": [row if isinstance(row, dict) else asdict(row) for row in rows],
     }
 
 

@@ -1,4 +1,4 @@
-"""`disagg bench transfer`: what compression is worth on a link; with `--plane`, what a plane is.
+"""`disagg bench transfer`: what compression is worth on a link; with `--plane`, what channels are.
 
     disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
     disagg bench transfer --plane --netns         loopback and links of 1, 5 and 10 Gb/s, as root
@@ -6,25 +6,25 @@
 KV shaped as in Llama 3.1 8B goes from one process to another through what serves. A link's rate is
 kept by a token bucket in the sender, or with `--netns` by the kernel.
 
-Codecs: every prompt, realistic and made up, goes twice, with its pages encoded beforehand, and
-encoded layer by layer while it is sent. `seconds` end when the decode worker has the prompt.
+Codecs: every prompt, realistic and made up, goes twice, with its pages ready before the clock
+starts, and encoded layer by layer while it is sent. The clock ends at the acknowledgement.
 
 Plane: one hand-off of arbitrary bytes over one stream, reserved and attached: frames of 2 MiB,
-credit, digests checked at the other end, records in the pool, commit. Beside it a socket (cubic)
-brings as many bytes from the same memory to as much. Rounds are interleaved; figures are medians,
-and a ratio is the median of the rounds' ratios, since machines have moods.
+credit, digests checked at the other end, records in the pool, commit. Beside it a socket brings as
+many bytes from the same memory to as much. Rounds are interleaved; figures are medians, and a ratio
+is the median of the rounds' ratios, since machines have moods.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 from disagg.bench import link
 from disagg.bench.child import Child
-from disagg.bench.ends import Sent, Sink, Source, Way
+from disagg.bench.ends import ReceivingEnd, SendingEnd, Sent, Way
 from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
 from disagg.bench.result import result_of, table, tell
 from disagg.codecs.planning import KVShape, parse_plan
@@ -37,13 +37,15 @@ from disagg.workers.dispatch import Started
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 LINKS_GBPS, PLANE_GBPS = (0.1, 1.0, 10.0), (1.0, 5.0, 10.0)
-ADDRESSES, TLS = (link.LOOPBACK, *link.HOSTS), " TLS"
+ADDRESSES = (link.LOOPBACK, *link.HOSTS)
 LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
 NOTES = "seconds until the decode worker has the prompt; no model is computed; medians of `rounds`"
 PLANE_NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
 COLUMNS = "codec tokens gbps pages wire_bytes seconds encode_s byte_ratio time_ratio bottleneck"
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,79 +75,11 @@ class PlaneOptions:
 
 
 @dataclass(frozen=True)
-class TransferRow:
-    """One codec, prompt length, link and way of encoding. Sizes in bytes, times in seconds.
-
-    pages:          "ready" before the clock starts, or encoded "inline", in `encode_s`
-    payload_bytes:  records; `wire_bytes` is all that crossed, both ways
-    link_s:         wire_bytes at the link's rate: no transfer is faster
-    byte_ratio:     raw payload / payload; `time_ratio` is the same of the seconds
-    bottleneck:     "link"; "encode", if that alone takes longer; "plane", if the rest of the
-                    machine takes a fifth of the time or more
-    crossover_gbps: on links faster than this, encode takes longer than the link; inline rows only
-    """
-
-    codec: str
-    tokens: int
-    link: str
-    channel: str
-    gbps: float
-    pages: str
-    rounds: int
-    fp16_bytes: int
-    payload_bytes: int
-    wire_bytes: int
-    seconds: float
-    encode_s: float
-    link_s: float
-    byte_ratio: float
-    time_ratio: float
-    bottleneck: str
-    crossover_gbps: float | None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Processor seconds per 1e9 bytes of records, of the two processes."""
-
-    sender: float
-    receiver: float
-
-
-@dataclass(frozen=True)
-class PlaneRow:
-    """One link and one channel, "grpc" or "direct", beside the socket in the same rounds; medians.
-
-    plane_gbps, tcp_gbps: 1e9 bits of records per second · ratio: of them, round by round
-    """
-
-    link: str
-    channel: str
-    tls: bool
-    rounds: int
-    nbytes: int
-    plane_gbps: float
-    tcp_gbps: float
-    ratio: float
-    plane_cpu: Cost
-    tcp_cpu: Cost
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What one round took: seconds on the clock, and of two processors."""
-
-    seconds: float
-    sender_cpu: float
-    receiver_cpu: float
-
-
-@dataclass(frozen=True)
 class Pair:
-    """Two processes that are linked: the kernel limits the link if it is one of `netns`."""
+    """Two processes that are linked: by the kernel, or by loopback."""
 
-    sink: Child
-    source: Child
+    sender: Child
+    receiver: Child
     netns: bool
 
     @property
@@ -155,208 +89,212 @@ class Pair:
     def limit(self, gbps: float) -> None:
         """Let at most so much pass, if it is the kernel that does it."""
         if self.netns:
-            link.limit([self.source.pid, self.sink.pid], gbps)
+            link.limit([self.sender.pid, self.receiver.pid], gbps)
+
+    def send(self, *what: Any) -> Sent:
+        """A prompt by `SendingEnd.send`, which must have arrived."""
+        sent: Sent = self.sender.ask("send", *what)
+        assert self.receiver.ask("settle") == 1
+        return sent
 
 
 @contextmanager
 def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
-    """A source, and a sink with a pool of so many bytes for prompts under these plans."""
+    """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
+    prefix = link.isolate() if netns else ()
     with ExitStack() as stack:
+        sender = stack.enter_context(Child(SendingEnd, prefix))
+        receiver = stack.enter_context(Child(ReceivingEnd, prefix))
+        sender.ask("cpu_seconds")  # it runs, so it is where it shall be
+        receiver.ask("open", plans, nbytes)
         if netns:
-            link.require()
-        prefix = link.ISOLATED if netns else ()
-        sink, source = (stack.enter_context(Child(role, prefix)) for role in (Sink, Source))
-        for child in (sink, source):
-            child.ask("cpu_seconds")  # it runs, so it is where it shall be
-        if netns:
-            link.join([source.pid, sink.pid])
-        sink.ask("open", plans, nbytes)
-        yield Pair(sink, source, netns)
+            link.join([sender.pid, receiver.pid])
+        yield Pair(sender, receiver, netns)
 
 
 # -- codecs
 
 
-def run(options: TransferOptions) -> dict[str, Any]:
+def run(options: TransferOptions) -> Row:
     """The result of `measure` as a JSON object."""
     return result_of(measure(options), NOTES)
 
 
-def measure(options: TransferOptions) -> list[TransferRow]:
-    """All rows; raw is always among the codecs, since the others are compared with it."""
-    if RAW not in options.codecs:
-        options = replace(options, codecs=(RAW, *options.codecs))
-    shape, rows = options.shape, list[TransferRow]()
-    plans = {spec: parse_plan(spec, shape) for spec in options.codecs}
+def measure(options: TransferOptions) -> list[Row]:
+    """A row for every codec, prompt length, link and way of encoding; raw is always among them.
+
+    Sizes in bytes, times in seconds.
+    pages:          "ready" before the clock starts, or encoded "inline", in `encode_s`
+    payload_bytes:  records; `wire_bytes` is all that crossed, both ways
+    link_s:         wire_bytes at the link's rate: no transfer is faster
+    byte_ratio:     raw payload / payload; `time_ratio` is the same of the seconds
+    bottleneck:     "link"; "encode", if that alone takes longer; "plane", if the rest of the
+                    machine takes a fifth of the time or more
+    crossover_gbps: on links faster than this, encode takes longer than the link; inline rows only
+    """
+    shape, rows = options.shape, list[Row]()
+    plans = {spec: parse_plan(spec, shape) for spec in dict.fromkeys([RAW, *options.codecs])}
     slabs = max(slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens)
     with start_pair(options.netns, plans, slabs * SLAB_BYTES) as pair:
-        target = pair.sink.ask("listen", pair.host)
+        target = pair.receiver.ask("listen", pair.host)
         for tokens in options.tokens:
-            pair.source.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
+            pair.sender.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
             for spec in tell(plans, f"{tokens} tokens, encode {{}}".format):
-                pair.source.ask("encode", spec, plans[spec], tokens)
+                pair.sender.ask("encode", spec, plans[spec], tokens)
             for gbps in options.gbps:
-                rows += _measure_link(options, pair, target, plans, tokens, gbps)
+                sent = _send_all(options, pair, target, plans, tokens, gbps)
+                rows += _rows(options, tokens, gbps, sent)
     return rows
 
 
-def _measure_link(
+def _send_all(
     options: TransferOptions,
     pair: Pair,
     target: Started,
     plans: Mapping[str, Plan],
     tokens: int,
     gbps: float,
-) -> list[TransferRow]:
-    """Rounds over all codecs and both ways, interleaved, over one link."""
+) -> dict[tuple[str, str], list[Sent]]:
+    """Rounds over all codecs and both ways of encoding, interleaved, over one link."""
     pair.limit(gbps)
     bytes_per_s = 1e9 * gbps / 8
     frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
     pace = None if pair.netns else bytes_per_s
     way = Way(target, None, options.channel == "direct", frame, pace)
-    seen: dict[tuple[str, bool], list[Sent]] = {}
     cases = [
-        (spec, inline)
+        (spec, pages)
         for number in range(options.rounds)
         for spec, plan in plans.items()
         if not number or Checklist(plan, tokens).total_bytes / bytes_per_s <= LONG_S
-        for inline in (False, True)
+        for pages in ("ready", "inline")
     ]
-    place = f"{tokens} tokens, {gbps:g} Gb/s"
-    for spec, inline in tell(cases, lambda case: f"{place}, {case[0]}, {_pages(case[1])}"):
-        seen.setdefault((spec, inline), []).append(pair.source.ask("send", spec, way, inline))
-        assert pair.sink.ask("settle") == 1
-    rows = [_row(options, tokens, gbps, *case, sent) for case, sent in seen.items()]
-    raw = {row.pages: row for row in rows if row.codec == RAW}
-    return [
-        replace(
-            row,
-            byte_ratio=raw[row.pages].payload_bytes / row.payload_bytes,
-            time_ratio=raw[row.pages].seconds / row.seconds,
+    found: dict[tuple[str, str], list[Sent]] = {case: [] for case in cases}
+    name = f"{tokens} tokens, {gbps:g} Gb/s, {{0[0]}}, {{0[1]}}"
+    for spec, pages in tell(cases, name.format):
+        found[spec, pages].append(pair.send(spec, way, pages == "inline"))
+    return found
+
+
+def _rows(
+    options: TransferOptions, tokens: int, gbps: float, found: Mapping[tuple[str, str], list[Sent]]
+) -> Iterator[Row]:
+    for (spec, pages), sent in found.items():
+        stats, inline = sent[0].stats, pages == "inline"
+        seconds, raw_seconds = (
+            median(x.seconds for x in some) for some in (sent, found[RAW, pages])
         )
-        for row in rows
-    ]
+        encode_s = median(x.offered_s for x in sent) if inline else 0.0
+        link_s = 8e-9 * stats.wire_bytes / gbps
+        stage = "encode" if encode_s > link_s else "link"
+        yield {
+            "codec": spec,
+            "tokens": tokens,
+            "link": "netns" if options.netns else "paced",
+            "channel": options.channel,
+            "gbps": gbps,
+            "pages": pages,
+            "rounds": len(sent),
+            "fp16_bytes": fp16_bytes(options.shape, tokens),
+            "payload_bytes": stats.payload_bytes,
+            "wire_bytes": stats.wire_bytes,
+            "seconds": seconds,
+            "encode_s": encode_s,
+            "link_s": link_s,
+            "byte_ratio": found[RAW, pages][0].stats.payload_bytes / stats.payload_bytes,
+            "time_ratio": raw_seconds / seconds,
+            "bottleneck": stage if max(encode_s, link_s) > 0.8 * seconds else "plane",
+            "crossover_gbps": 8e-9 * stats.wire_bytes / encode_s if inline else None,
+        }
 
 
-def _row(
-    options: TransferOptions, tokens: int, gbps: float, spec: str, inline: bool, sent: list[Sent]
-) -> TransferRow:
-    seconds = statistics.median(x.seconds for x in sent)
-    stats = sent[0].stats
-    encode_s = statistics.median(x.offered_s for x in sent) if inline else 0.0
-    link_s = 8e-9 * stats.wire_bytes / gbps
-    stage = "encode" if encode_s > link_s else "link"
-    return TransferRow(
-        codec=spec,
-        tokens=tokens,
-        link="netns" if options.netns else "paced",
-        channel=options.channel,
-        gbps=gbps,
-        pages=_pages(inline),
-        rounds=len(sent),
-        fp16_bytes=fp16_bytes(options.shape, tokens),
-        payload_bytes=stats.payload_bytes,
-        wire_bytes=stats.wire_bytes,
-        seconds=seconds,
-        encode_s=encode_s,
-        link_s=link_s,
-        byte_ratio=1.0,
-        time_ratio=1.0,
-        bottleneck=stage if max(encode_s, link_s) > 0.8 * seconds else "plane",
-        crossover_gbps=8e-9 * stats.wire_bytes / encode_s if inline else None,
-    )
-
-
-def _pages(inline: bool) -> str:
-    return "inline" if inline else "ready"
-
-
-def draw(result: dict[str, Any]) -> str:
+def draw(result: Row) -> str:
     """What people read."""
-    return table(result["rows"], [*COLUMNS.split(), "crossover_gbps"])
+    return table(result["rows"], COLUMNS.split())
 
 
 # -- the plane
 
 
-def run_plane(options: PlaneOptions) -> dict[str, Any]:
+def run_plane(options: PlaneOptions) -> Row:
     """The result of `measure_plane` as a JSON object."""
-    return result_of(measure_plane(options), PLANE_NOTES, congestion=link.CONGESTION)
+    return result_of(measure_plane(options), PLANE_NOTES)
 
 
-def measure_plane(options: PlaneOptions) -> list[PlaneRow]:
-    """Loopback, and with `netns` every link."""
-    rows: list[PlaneRow] = []
-    plan, codec, tokens = parse_plan(options.codec, options.shape), options.codec, options.tokens
-    nbytes, security = Checklist(plan, tokens).total_bytes, link.make_security(ADDRESSES)
-    slabs = 2 * slabs_for(plan, tokens)  # of one prompt, and of one that is kept meanwhile
+def measure_plane(options: PlaneOptions) -> list[Row]:
+    """A row for every link, loopback and with `netns` the others, and channel; medians.
+
+    channel:               "grpc" or "direct", over `tls` or not
+    plane_gbps, tcp_gbps:  1e9 bits of records per second, of the channel and of the socket
+    ratio:                 of them, round by round
+    plane_cpu, tcp_cpu:    processor seconds per 1e9 bytes of records, of both processes
+    congestion:            what the kernel does for gRPC; of the others: `link.CONGESTION`
+    """
+    rows: list[Row] = []
+    plan, tokens = parse_plan(options.codec, options.shape), options.tokens
+    nbytes, slabs = Checklist(plan, tokens).total_bytes, 2 * slabs_for(plan, tokens)
     for netns in (False, True)[: 1 + options.netns]:
-        with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
-            pair.source.ask("fill", codec, plan, tokens)
-            port = pair.sink.ask("listen_raw", pair.host, nbytes)
-            sends = {"tcp": partial(pair.source.ask, "send_raw", codec, pair.host, port)}
-            for tls, (server, client) in enumerate(((None, None), security)):
-                target = pair.sink.ask("listen", pair.host, server)
-                for channel in ("grpc", "direct"):
-                    way = Way(target, client, channel == "direct")
-                    sends[channel + tls * TLS] = partial(_send, pair, codec, way)
+        with start_pair(netns, {options.codec: plan}, slabs * SLAB_BYTES) as pair:
+            pair.sender.ask("fill", options.codec, plan, tokens)
+            sends = _ways(pair, options.codec, nbytes)
             for gbps in options.gbps if netns else (0.0,):
                 pair.limit(gbps)
                 name = f"{gbps:g} Gb/s" if netns else "loopback"
-                cases = tell(range(options.rounds + 1), f"{name}, round {{}}".format)
-                rounds = [{way: _timed(pair, send) for way, send in sends.items()} for _ in cases]
-                rows += _plane_rows(name, nbytes, rounds[1:])  # the first one warms everything
+                told = tell(range(options.rounds + 1), f"{name}, round {{}}".format)
+                rounds = [{way: _timed(pair, send) for way, send in sends.items()} for _ in told]
+                common = {"link": name, "rounds": options.rounds, "nbytes": nbytes}
+                common["congestion"] = pair.sender.ask("congestion")
+                rows += _plane_rows(common, rounds[1:])  # the first one warms everything
     return rows
 
 
-def _send(pair: Pair, codec: str, way: Way) -> tuple[float, float]:
-    sent = pair.source.ask("send", codec, way)
-    assert pair.sink.ask("settle") == 1
-    return sent.seconds, sent.cpu_s
+def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial[Sent]]:
+    """How the bytes can be sent: by channel, and whether over TLS."""
+    port = pair.receiver.ask("listen_raw", pair.host, nbytes)
+    found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
+    for server, client in ((None, None), link.make_security(ADDRESSES)):
+        target = pair.receiver.ask("listen", pair.host, server)
+        for channel in ("grpc", "direct"):
+            way = Way(target, client, channel == "direct")
+            found[channel, client is not None] = partial(pair.send, codec, way)
+    return found
 
 
-def _timed(pair: Pair, send: Callable[[], tuple[float, float]]) -> Spent:
-    before = pair.sink.ask("cpu_seconds")
-    seconds, cpu = send()
-    return Spent(seconds, cpu, pair.sink.ask("cpu_seconds") - before)
+def _timed(pair: Pair, send: Callable[[], Sent]) -> tuple[float, float, float]:
+    """Seconds on the clock, and of the processors of both ends."""
+    before = pair.receiver.ask("cpu_seconds")
+    sent = send()
+    return sent.seconds, sent.cpu_s, pair.receiver.ask("cpu_seconds") - before
 
 
-def _plane_rows(name: str, nbytes: int, rounds: Sequence[dict[str, Spent]]) -> Iterator[PlaneRow]:
+def _plane_rows(
+    common: Row, rounds: Sequence[Mapping[tuple[str, bool], tuple[float, float, float]]]
+) -> Iterator[Row]:
     """A row for every way but the socket."""
+    times = {way: list(zip(*(x[way] for x in rounds), strict=True)) for way in rounds[0]}
+    nbytes, tcp = common["nbytes"], times.pop(("tcp", False))
 
-    def median(value: Callable[[dict[str, Spent]], float]) -> float:
-        return statistics.median(map(value, rounds))
+    def cost(way: Sequence[Sequence[float]]) -> Row:
+        sender, receiver = (1e9 / nbytes * median(cpu) for cpu in way[1:])
+        return {"sender": sender, "receiver": receiver}
 
-    def gbps(way: str) -> float:
-        return median(lambda once: 8e-9 * nbytes / once[way].seconds)
-
-    def ratio(way: str) -> float:
-        return median(lambda once: once["tcp"].seconds / once[way].seconds)
-
-    def cost(way: str) -> Cost:
-        sender = median(lambda once: 1e9 / nbytes * once[way].sender_cpu)
-        return Cost(sender, median(lambda once: 1e9 / nbytes * once[way].receiver_cpu))
-
-    for way in list(rounds[0])[1:]:
-        yield PlaneRow(
-            link=name,
-            channel=way.removesuffix(TLS),
-            tls=way.endswith(TLS),
-            rounds=len(rounds),
-            nbytes=nbytes,
-            plane_gbps=gbps(way),
-            tcp_gbps=gbps("tcp"),
-            ratio=ratio(way),
-            plane_cpu=cost(way),
-            tcp_cpu=cost("tcp"),
-        )
+    for (channel, tls), way in times.items():
+        yield common | {
+            "channel": channel,
+            "tls": tls,
+            "plane_gbps": 8e-9 * nbytes / median(way[0]),
+            "tcp_gbps": 8e-9 * nbytes / median(tcp[0]),
+            "ratio": median(b / a for a, b in zip(way[0], tcp[0], strict=True)),
+            "plane_cpu": cost(way),
+            "tcp_cpu": cost(tcp),
+        }
 
 
-def draw_plane(result: dict[str, Any]) -> str:
+def draw_plane(result: Row) -> str:
     """What people read; processor seconds per GB are of sender + receiver."""
-    cpu = "{sender:.2f} + {receiver:.2f}"
-    both = [
-        {key: cpu.format_map(row[key]) for key in ("plane_cpu", "tcp_cpu")}
-        for row in result["rows"]
-    ]
-    return table([row | more for row, more in zip(result["rows"], both, strict=True)])
+    cpu = "{sender:.2f} + {receiver:.2f}".format_map
+    return table(
+        [
+            row | {"tls": "TLS" * row["tls"]} | {x: cpu(row[x]) for x in ("plane_cpu", "tcp_cpu")}
+            for row in result["rows"]
+        ]
+    )

@@ -4,8 +4,8 @@ import subprocess
 import pytest
 
 from disagg.bench.child import Child
-from disagg.bench.ends import Sink, Source
-from disagg.bench.link import HOSTS, ISOLATED, available, join, limit, require, send_raw, serve_raw
+from disagg.bench.ends import ReceivingEnd, SendingEnd
+from disagg.bench.link import HOSTS, ISOLATED, available, isolate, join, limit, send_raw, serve_raw
 from disagg.errors import ConfigError
 from disagg.wire import FRAME_BYTES
 from tests.bench.test_child import running
@@ -29,7 +29,7 @@ def output(command: list[str]) -> str:
 def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
     assert available()
     before = output(["ip", "-o", "link"])
-    with Child(Sink, ISOLATED) as sink, Child(Source, ISOLATED) as source:
+    with Child(ReceivingEnd, isolate()) as sink, Child(SendingEnd, isolate()) as source:
         pids = [child.pid for child in (sink, source) if child.ask("cpu_seconds")]
         join(pids)
         limit(pids, 0.25)
@@ -40,6 +40,7 @@ def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
             queues = output([*prefix, "tc", "qdisc"])
             assert "tbf" in queues
             assert "rate 2500Mbit" in queues
+        assert source.ask("congestion") == sink.ask("congestion") != "bbr"
         assert output(["ip", "-o", "link"]) == before
     assert not any(map(running, pids))
 
@@ -48,7 +49,7 @@ def test_without_root_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert not available()
     with pytest.raises(ConfigError, match="root on Linux"):
-        require()
+        isolate()
 
 
 def test_the_socket_brings_every_byte():
