@@ -163,8 +163,9 @@ class PrefixCache:
 
     def keep(self, holding: Holding, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
-        checklist, packed, found = holding.checklist, array("Q", digests), set[int]()
-        units = units_of(checklist.plan, checklist.tokens)
+        plan, tokens = holding.checklist.plan, holding.checklist.tokens
+        checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
+        units, found = units_of(plan, tokens), set[int]()
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=True):
             ids = ids_by_kind(state)
             for unit, key in zip(reversed(some), reversed(keys), strict=True):

@@ -275,12 +275,10 @@ class Reservations:
         self.expire(now)
         over = []
         for ticket in tickets:
-            reservation = self._by_nonce.get(ticket.nonce)
-            if reservation is None or ticket.epoch != self.epoch:
-                over.append(ticket.nonce)
-            elif reservation.state.live:
+            reservation = self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
+            if reservation and reservation.state.live:
                 self._renew(reservation, now)
-            elif not reservation.state.admitted:
+            elif not (reservation and reservation.state.admitted):
                 over.append(ticket.nonce)
         return tuple(over)
 
@@ -370,16 +368,14 @@ class Reservations:
 
     def finished(self, rid: str, attempt: int, now: float) -> None:
         """The engine is done with a prompt and has freed it."""
-        reservation = self._running.get(rid)
-        if reservation and reservation.attempt == attempt:
-            self._end(reservation, State.FINISHED, "", now)
+        if (running := self._running.get(rid)) and running.attempt == attempt:
+            self._end(running, State.FINISHED, "", now)
 
     def expire(self, now: float) -> None:
         """End what is over by now: leases and memories. Every event begins with it."""
         while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
             self.counts["expired"] += 1
-            reason = f"no sign of life for {self.terms.lease_s} s"
-            self._stop(first, State.EXPIRED, reason, now)
+            self._stop(first, State.EXPIRED, f"no sign of life for {self.terms.lease_s} s", now)
         before = now - self.terms.memory_s
         while self._ended and self._ended[0].ended_at < before:
             self._by_nonce.pop(self._ended.popleft().nonce, None)
@@ -393,9 +389,7 @@ class Reservations:
     def end_scrub(
         self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
     ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
-        """Forget what is damaged; the (rid, attempt) of whoever had it or was promised it, which
-        are over now.
-        """
+        """Forget what is damaged; (rid, attempt) of whoever had it or was promised it: over now."""
         self.cache.end_scrub(scrub, damaged)
         struck = {}
         for find in (x for x in scrub.finds if x.key in damaged):

@@ -11,26 +11,22 @@ from collections.abc import AsyncIterator
 import pytest
 
 from disagg.errors import DisaggError
-from disagg.protos.v1 import kv_transfer_pb2 as pb
-from disagg.transfer import convert
+from disagg.protos.v1 import kv_transfer_pb2 as kv
+from disagg.transfer.messages import Attach, Credit, ticket_to
 from disagg.transfer.receiver import Receiver
-from disagg.wire import CommitFrame, RenewFrame, Ticket, pack
-from tests.transfer.prompts import Prompt, make_pool, make_prompt, make_terms
-
-CALLS = ("reserve", "attach", "commit", "abort_call", "release")
+from disagg.wire import CommitFrame, Ticket, frame_message, pack
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_prompt, make_terms
 
 
 def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
     """Honest messages of every call, to be bent."""
-    frames = [RenewFrame(ticket), *prompt.frames(ticket), CommitFrame(ticket, prompt.commit())]
-    named = pb.AttachRequest(ticket=convert.ticket_to(ticket)).SerializeToString()
+    attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+    commit = CommitFrame(ticket, prompt.commit())
     return {
-        "reserve": [convert.request_to(prompt.request("r", 1)).SerializeToString()],
-        "attach": [named],
-        "release": [named],
-        "abort_call": [pb.AbortRequest(rid="q", attempt=3, reason="x").SerializeToString()],
-        "commit": [convert.frame_message(pack(frames[-1]))],
-        "push": [convert.frame_message(pack(frame)) for frame in frames],
+        "attach": [attach.to_message().SerializeToString()],
+        "renew": [kv.RenewRequest(tickets=[ticket_to(ticket)]).SerializeToString()],
+        "commit": [frame_message(pack(commit))],
+        "push": [frame_message(pack(frame)) for frame in [*prompt.frames(ticket), commit]],
     }
 
 
@@ -54,19 +50,16 @@ def bend(source: random.Random, data: bytes) -> bytes:
 
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
-    source = random.Random(seed)
-    pool = make_pool()
-    admitted = []
+    source, pool, admitted = random.Random(seed), make_pool(), []
+    terms = make_terms(pool, lease_s=0.001)  # a commit that waits in vain does not wait for long
     receiver = Receiver(
-        make_terms(pool), pool, pool.arena, admitted.append, lambda *drop: None, lambda: 0.0
+        terms, pool, pool.arena, admitted.append, lambda *drop: None, clock=lambda: 0.0
     )
-    request = convert.request_to(prompt.request()).SerializeToString()
-    grant = pb.ReserveResponse.FromString(await receiver.reserve(request))
-    ticket = Ticket(grant.nonce, grant.epoch, 1)
-    await receiver.attach(seeds(prompt, ticket)["attach"][0])
-    honest = seeds(prompt, ticket)
+    grant = receiver.reserve(prompt.job(), EPOCH)
+    honest = seeds(prompt, Ticket(grant.nonce, grant.epoch, 1))
+    await receiver.attach(honest["attach"][0])
     for _ in range(12):
-        call = source.choice((*CALLS, "push", "push"))
+        call = source.choice(("attach", "renew", "commit", "push", "push"))
         try:
             if call == "push":
                 await _push(receiver, source, honest["push"])
@@ -75,12 +68,12 @@ async def attack(prompt: Prompt, seed: int) -> None:
                     await getattr(receiver, call)(bend(source, honest[call][0]))
         except DisaggError:
             continue
-    assert all(prompt.equals(pool.arena, admission.groups) for admission in admitted)
     for admission in admitted:
+        assert prompt.equals(pool.arena, admission.groups)
         for state in admission.groups:
             pool.release(list(state.ids()))
-        receiver.finished(admission.rid, admission.attempt)
-    receiver.fence(99)
+        receiver.finished(admission.job.rid, admission.job.attempt)
+    receiver.fence(EPOCH + 1)
     pool.check_integrity()
     assert pool.referenced_pages == 0
 
@@ -91,7 +84,7 @@ async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) 
             yield message if source.random() < 0.8 else bend(source, message)
 
     async for reply in receiver.push(stream()):
-        pb.PushResponse.FromString(reply)
+        Credit.from_message(kv.PushResponse.FromString(reply))
 
 
 @pytest.fixture(scope="module")

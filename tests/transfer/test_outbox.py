@@ -40,11 +40,11 @@ def drain(outbox: Outbox) -> list[Item]:
     return sent
 
 
-def by_kind(items: Iterable[Item]) -> dict[tuple, list[Item]]:
-    """Items of one kind and group, each list in its order."""
+def by_kind(prompt: Prompt, items: Iterable[Item]) -> dict[tuple, list[Item]]:
+    """Items of one kind, group and size, each list in its order."""
     found: dict[tuple, list[Item]] = {}
     for item in items:
-        found.setdefault(item[:2], []).append(item)
+        found.setdefault((item[:2], prompt.checklist.nbytes(item)), []).append(item)
     return found
 
 
@@ -56,7 +56,7 @@ def test_items_of_a_kind_leave_in_the_order_of_offering(prompt):
     outbox = make_outbox(prompt)
     for layer in (0, 1, 2):
         outbox.offer(prompt.checklist.layer(layer), float(layer))
-    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
+    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
     assert outbox.drained
 
 
@@ -85,7 +85,7 @@ def test_frames_are_filled_over_layers_while_something_is_on_its_way(prompt):
     while parcel := outbox.next_parcel(TICKET):
         rest.append(unpack(b"".join(parcel.parts)).items())
     begun = unpack(b"".join(first.parts)).items()
-    waiting = by_kind(x for x in prompt.checklist.items if x not in begun)
+    waiting = by_kind(prompt, (x for x in prompt.checklist.items if x not in begun))
     assert {tuple(items) for items in rest} == {tuple(items) for items in waiting.values()}
 
 
@@ -127,7 +127,8 @@ def test_frames_hold_one_kind_and_group_and_are_cut_at_their_size(prompt):
         assert parcel.size <= FRAME
         outbox.grant(parcel.size, 1)
     for first, second in pairwise(frames):
-        alike = (first.kind, first.group) == (second.kind, second.group)
+        alike = first.kind is second.kind and first.group == second.group
+        alike &= len(first.payload[0]) == len(second.payload[0])
         both = sum(map(len, first.payload)) + len(second.payload[0])
         assert not alike or both > FRAME - 512 - 20 * (len(first.payload) + 1)
 
@@ -193,7 +194,9 @@ def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     assert outbox.bytes_in_flight == 0
     assert outbox.credit == 0
     outbox.grant(PLENTY, 0)
-    assert by_kind(drain(outbox)) == by_kind(x for x in prompt.checklist.items if x not in first)
+    assert by_kind(prompt, drain(outbox)) == by_kind(
+        prompt, (x for x in prompt.checklist.items if x not in first)
+    )
 
 
 def test_after_a_new_reservation_everything_goes_out_again(prompt):
@@ -202,7 +205,7 @@ def test_after_a_new_reservation_everything_goes_out_again(prompt):
     drain(outbox)
     outbox.attached({})
     outbox.grant(PLENTY, 0)
-    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
+    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
 
 
 def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
@@ -211,7 +214,7 @@ def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
     outbox.attached(digests(prompt, known))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
-    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items[9:])
+    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items[9:])
     assert outbox.cached_bytes == sum(map(prompt.checklist.nbytes, known))
     assert outbox.manifest() == prompt.commit().digests
 
@@ -221,7 +224,7 @@ def test_items_that_the_receiver_has_with_another_digest_are_sent(prompt):
     outbox.attached(dict.fromkeys(prompt.checklist.items, 1))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
-    assert by_kind(drain(outbox)) == by_kind(prompt.checklist.items)
+    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
 
 
 def test_what_the_receiver_misses_goes_out_again(prompt):

@@ -61,6 +61,7 @@ class Machine(RuleBasedStateMachine):
         self.attempts = dict.fromkeys(RIDS, 0)
         self.prompts: dict[Key, Prompt] = {}
         self.grants: dict[int, tuple[Grant, Key]] = {}
+        self.gens: dict[int, int] = {}  # by nonce: the last attachment
         self.have: dict[int, dict[Item, int]] = {}  # by nonce: what an attachment was told
         self.tickets: list[tuple[Ticket, Key]] = []
         self.open_writes: list[tuple[Write, PageFrame]] = []
@@ -109,6 +110,8 @@ class Machine(RuleBasedStateMachine):
         if attached.state is State.ATTACHED:
             self.tickets.append((ticket, key))
             self.have[nonce] = dict(attached.have)
+            assert gen > self.gens.get(nonce, 0)
+            self.gens[nonce] = gen
 
     @precondition(lambda self: self.tickets)
     @rule(
@@ -135,6 +138,7 @@ class Machine(RuleBasedStateMachine):
         except (ReservationError, CorruptFrameError):
             return False
         assert write.reservation.channel == channel
+        assert (frame.ticket.gen, frame.ticket.epoch) == (self.gens[frame.ticket.nonce], self.epoch)
         try:
             frame.verify()
         except CorruptFrameError:
@@ -152,16 +156,26 @@ class Machine(RuleBasedStateMachine):
 
     def end_write(self, place: int, written: bool) -> None:
         write, frame = self.open_writes.pop(place)
-        self.pool.arena.write(list(write.pieces(frame.payload)))
+        if written:
+            self.pool.arena.write(list(write.pieces(frame.payload)))
         self.ledger.end_write(write, written)
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), then_commit=st.booleans(), channel=st.sampled_from(CHANNELS))
-    def everything(self, data: st.DataObject, then_commit: bool, channel: str) -> None:
-        """All that the receiver did not say it has, as an honest sender does."""
+    @rule(
+        data=st.data(),
+        then_commit=st.booleans(),
+        spoilt=st.booleans(),
+        channel=st.sampled_from(CHANNELS),
+    )
+    def everything(
+        self, data: st.DataObject, then_commit: bool, spoilt: bool, channel: str
+    ) -> None:
+        """All that the receiver did not say it has; a bit of one item flips the first time."""
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt, have = self.prompts[key], self.have[ticket.nonce]
         items = [item for item in prompt.checklist.items if item not in have]
+        if spoilt and items:
+            self.write(corrupt(prompt.frame(ticket, items[-1:])), False, channel)
         for item in data.draw(st.permutations(items)):
             if not self.write(prompt.frame(ticket, [item]), False, channel):
                 return
@@ -188,6 +202,7 @@ class Machine(RuleBasedStateMachine):
             assert answer.missing
             return
         assert not expected
+        assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
         known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))
         assert (known, ack) == (commit, answer)
         self.act()

@@ -1,0 +1,75 @@
+"""A decode worker without an engine, on ports of its own and the clock of the world."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from disagg.pool import Pool
+from disagg.transfer.direct import DirectServer
+from disagg.transfer.messages import Attach
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Admission
+from disagg.transfer.rpc import start_server
+from disagg.wire import Ticket
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_terms
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class House:
+    """What was admitted stays here."""
+
+    pool: Pool
+    receiver: Receiver
+    admitted: list[Admission]
+    address: str = ""
+    direct_port: int = 0
+
+    def reserve(self, prompt: Prompt, rid: str = "r") -> Attach:
+        grant = self.receiver.reserve(prompt.job(rid), EPOCH)
+        ticket = Ticket(grant.nonce, grant.epoch, 0)
+        return Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+
+    def arrived(self) -> int:
+        """Items of all prompts that are here."""
+        held = self.receiver.reservations._by_nonce.values()
+        return sum(len(x.contents.arrivals.have()) for x in held if x.contents is not None)
+
+    @property
+    def held(self) -> int:
+        """Reservations that wait for their pages."""
+        return self.receiver.gauges()["reservations"]
+
+    def free(self) -> None:
+        """The engine finishes everything; then nothing is held."""
+        for admission in self.admitted:
+            for state in admission.groups:
+                self.pool.release(list(state.ids()))
+            self.receiver.finished(admission.job.rid, admission.job.attempt)
+        self.admitted.clear()
+        self.pool.check_integrity()
+        assert self.pool.referenced_pages == 0
+        assert not any(self.receiver.gauges().values())
+
+
+@asynccontextmanager
+async def open_house(**terms: object) -> AsyncIterator[House]:
+    """A receiver on free ports, on the clock of the world."""
+    pool, admitted = make_pool(1 << 20), []
+    receiver = Receiver(
+        make_terms(pool, **terms), pool, pool.arena, admitted.append, lambda *drop: None
+    )
+    sockets = DirectServer(receiver.open_channel)
+    house = House(pool, receiver, admitted, direct_port=sockets.listen(HOST))
+    receiver.direct = lambda: (house.direct_port, sockets.make_key())
+    tasks = [asyncio.create_task(x.run()) for x in (receiver, sockets)]
+    server, house.address = await start_server([receiver.handlers()], HOST)
+    try:
+        yield house
+    finally:
+        await server.stop(None)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,284 @@
+"""Two processes, one of which dies or freezes in the middle of a hand-off; and links that break."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import pytest
+
+from disagg.errors import PeerLostError, ReservationError
+from disagg.metrics import HandoffStats
+from disagg.transfer.channel import Channel, ChannelOptions
+from disagg.transfer.link import Pace
+from disagg.transfer.messages import Attach
+from disagg.transfer.sender import Sender
+from tests.transfer.house import HOST, open_house
+from tests.transfer.peer import QUICK, offer_all, until
+from tests.transfer.prompts import Prompt, make_prompt
+
+TOKENS = 1500
+POINTS = 6  # moments of a hand-off at which somebody is killed
+SLOW = replace(QUICK, frame_bytes=1500, pace=Pace(60_000.0, burst_bytes=1000))  # a second or two
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return make_prompt(TOKENS)
+
+
+@pytest.fixture(params=["grpc", "direct"])
+def slow(request: pytest.FixtureRequest) -> ChannelOptions:
+    pace = Pace(60_000.0, burst_bytes=1000)
+    return replace(SLOW, pace=pace, direct=request.param == "direct")
+
+
+def serve(answer: Connection) -> None:
+    """A decode worker that lives until it is killed, with a reservation."""
+
+    async def scene() -> None:
+        async with open_house() as house:
+            answer.send((house.address, house.reserve(make_prompt(TOKENS))))
+            await asyncio.Event().wait()
+
+    asyncio.run(scene())
+
+
+def send(address: str, attach: Attach, options: ChannelOptions, answer: Connection) -> None:
+    """A prefill worker, if it lives that long; what came of it."""
+
+    async def scene() -> None:
+        prompt = make_prompt(TOKENS)
+        sender = Sender(Channel(address, None, options), attach, prompt.plan, prompt.read)
+        offer_all(sender, prompt)
+        try:
+            await sender.run()
+        except ReservationError as error:
+            answer.send(str(error))
+
+    asyncio.run(scene())
+
+
+@contextmanager
+def process(target: object, *arguments: object) -> Iterator[tuple[object, Connection]]:
+    """Another process; killed at the end if it still lives."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.transfer.test_faults"])
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+async def push_until(
+    prompt: Prompt,
+    address: str,
+    attach: Attach,
+    options: ChannelOptions,
+    frames: int,
+    strike: Callable[[], None],
+) -> HandoffStats:
+    """Hand over, and strike once so many frames are out; the commit follows the strike."""
+    channel = Channel(address, None, options)
+    sender = Sender(channel, attach, prompt.plan, prompt.read, 30.0)
+    running = asyncio.create_task(sender.run())
+    for layer in range(len(prompt.plan.group_of)):
+        sender.offer(prompt.checklist.layer(layer))
+    await until(lambda: sender.frames >= frames or running.done())
+    strike()
+    sender.finish(42)
+    try:
+        return await running
+    finally:
+        await channel.close()
+
+
+def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt, slow):
+    source, options = random.Random(1), replace(slow, silence_s=0.15)
+    for _ in range(POINTS):
+        with process(serve) as (child, answer):
+            scene = push_until(prompt, *answer.recv(), options, source.randrange(12), child.kill)
+            with pytest.raises(PeerLostError):
+                asyncio.run(asyncio.wait_for(scene, 15.0))
+
+
+def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_for_complete(prompt, slow):
+    source = random.Random(2)
+
+    async def scene() -> None:
+        async with open_house(lease_s=0.4) as house:
+            for point in range(POINTS):
+                attach = house.reserve(prompt, f"r{point}")
+                options = replace(slow, pace=Pace(60_000.0, burst_bytes=1000))
+                with process(send, house.address, attach, options) as (child, _):
+                    some = source.randrange(1, len(prompt.checklist.items) - 15)
+                    await until(lambda n=some: house.arrived() >= n or not house.held)
+                    child.kill()
+                await until(lambda: not house.held)
+                assert not house.admitted
+                house.free()
+
+    asyncio.run(scene())
+
+
+def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
+    with process(serve) as (child, answer):
+
+        def freeze() -> None:
+            os.kill(child.pid, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(3.0, os.kill, child.pid, signal.SIGCONT)
+
+        options = replace(slow, silence_s=10.0, stall_s=1.5)
+        scene = push_until(prompt, *answer.recv(), options, 5, freeze)
+        assert asyncio.run(asyncio.wait_for(scene, 30.0)).attaches >= 2
+
+
+def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
+    with process(serve) as (child, answer):
+        options = replace(slow, silence_s=2.0, call_s=1.0, stall_s=1.0)
+        strike = lambda: os.kill(child.pid, signal.SIGSTOP)  # noqa: E731
+        scene = push_until(prompt, *answer.recv(), options, 5, strike)
+        with pytest.raises(PeerLostError):
+            asyncio.run(asyncio.wait_for(scene, 30.0))
+
+
+def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(prompt, slow):
+    async def scene() -> None:
+        async with open_house(lease_s=1.0) as house:
+            attach = house.reserve(prompt)
+            with process(send, house.address, attach, slow) as (child, answer):
+                await until(lambda: house.arrived() > 5)
+                os.kill(child.pid, signal.SIGSTOP)
+                await until(lambda: not house.held)
+                house.free()
+                os.kill(child.pid, signal.SIGCONT)
+                message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
+                assert "over" in message or "lease" in message
+            assert not house.admitted
+
+    asyncio.run(scene())
+
+
+# -- links
+
+
+class Proxy:
+    """In front of a port: what goes through it is cut once `budget` bytes came from the client."""
+
+    def __init__(self, port: int, budget: int | None = None):
+        self.port = 0
+        self.budget = budget
+        self.struck = 0
+        self._target = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task] = set()
+
+    async def __aenter__(self) -> "Proxy":
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cut()
+        for task in self._tasks:
+            task.cancel()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, HOST, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(HOST, self._target)
+        self._writers += [writer, there_writer]
+        for task in (
+            asyncio.ensure_future(self._pump(reader, there_writer, writer, True)),
+            asyncio.ensure_future(self._pump(there_reader, writer, there_writer, False)),
+        ):
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        back: asyncio.StreamWriter,
+        counted: bool,
+    ) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(4096):
+                if counted and self._strikes(len(data)):
+                    break
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+        back.close()
+
+    def _strikes(self, nbytes: int) -> bool:
+        """Once, when the budget is used up."""
+        if self.budget is None or self.budget >= nbytes:
+            self.budget = None if self.budget is None else self.budget - nbytes
+            return False
+        self.budget, self.struck = None, self.struck + 1
+        return True
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
+@pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
+def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
+    async def scene() -> None:
+        async with open_house() as house:
+            port = house.direct_port if direct else int(house.address.split(":")[1])
+            async with Proxy(port, budget) as proxy:
+                if direct:
+                    house.direct_port = proxy.port
+                else:
+                    house.address = f"{HOST}:{proxy.port}"
+                options = replace(QUICK, silence_s=10.0, direct=direct)
+                channel = Channel(house.address, None, options)
+                sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
+                offer_all(sender, prompt)
+                stats = await sender.run()
+                await channel.close()
+                assert proxy.struck == 1
+            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+            assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
+            house.free()
+
+    asyncio.run(scene())
+
+
+def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
+    async def scene() -> None:
+        async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
+            channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
+            sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
+            offer_all(sender, prompt)
+            running = asyncio.create_task(sender.run())
+            await until(lambda: sender.frames >= 5)
+            await proxy.cut()
+            await until(lambda: house.receiver.gauges()["streams"] == 0)
+            await proxy.open()
+            stats = await asyncio.wait_for(running, 20.0)
+            await channel.close()
+            assert stats.attaches >= 2
+            assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
+            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+            house.free()
+
+    asyncio.run(scene())
