@@ -1,4 +1,4 @@
-"""`disagg bench latency` and `overlap`: what handing a prompt over costs, between real workers.
+"""`disagg bench latency`, `overlap` and `load`: prompts that real workers hand to each other.
 
 Latency: a tiny prompt, loopback, an idle decode worker with the packaged model: from the last layer
 offered until its engine runs the prompt, on the clock of the host; and to the acknowledgement, one
@@ -9,12 +9,16 @@ decoded alone, and while prompts arrive one after another, at 1 Gb/s and as fast
 Overlap: time to the first decode token through a token bucket of 50 Mb/s, in bursts of at most
 64 KiB. A prompt cannot decode before it is computed, nor before its KV has crossed the link: the
 bound is max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
+
+Load: 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one
+pair of workers. Each should wait for those with less work left and for one chunk of a longer one.
 """
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -27,6 +31,7 @@ from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import result_of, table, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
+from disagg.engine.scheduler import urgency
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
@@ -38,9 +43,10 @@ from disagg.workers.worker import Worker, settle_memory
 
 LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
 PROMPT_TOKENS = 1500
-CODECS = ("raw", "raw:dtype=fp16", "kivi:bits=2,group=64,residual=64")
+CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
+LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
 
 Row = dict[str, Any]
@@ -92,7 +98,7 @@ class WorkerEnd:
         """
         said, name = self._worker.said, f"{rid}#0/d"
         while len(found := [at for each, at in said if each == name]) < count:
-            await asyncio.sleep(1e-3)
+            await asyncio.sleep(0.02)
         said.clear()
         return found
 
@@ -113,11 +119,6 @@ class LatencyOptions:
     answer: int = 600
     arriving: int = 1900
     seconds: float = 5.0
-
-
-def run_latency(options: LatencyOptions) -> Row:
-    """The result of `measure_latency` as a JSON object."""
-    return result_of([measure_latency(options)], NOTES)
 
 
 def measure_latency(options: LatencyOptions) -> Row:
@@ -145,7 +146,7 @@ def measure_latency(options: LatencyOptions) -> Row:
         decoding = [_decode(options, worker, source, *way) for way in ways]
     sent, running = sent[1:], running[1:]  # the first opened the connection
     acknowledged = [x.stats.exposed_ms for x in sent]
-    return {
+    row = {
         "codec": options.codec,
         "tokens": options.tokens,
         "rounds": options.rounds,
@@ -157,6 +158,7 @@ def measure_latency(options: LatencyOptions) -> Row:
         "admit_ms": median(x.stats.admit_ms for x in sent),
         "decoding": decoding,
     }
+    return result_of([row], NOTES)
 
 
 def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
@@ -206,7 +208,7 @@ class Times:
     wire_bytes: int
 
 
-def run_overlap(runs: int = 5) -> Row:
+def measure_overlap(runs: int = 5) -> Row:
     """Rows for every codec, with what they were measured with."""
     prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
     ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
@@ -244,27 +246,38 @@ def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
 def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
-    config = Config(transfer=transfer)
-    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
-        pair = decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
+    with started_pair(Config(transfer=transfer)) as pair:
         return asyncio.run(_ask_all(pair, prompts))
+
+
+@contextmanager
+def started_pair(config: Config) -> Iterator[Sequence[Started]]:
+    """A decode and a prefill worker."""
+    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
+        yield decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
 
 
 async def _ask_all(
     pair: Sequence[Started], prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, list[Times]]:
-    router = Router()
-    links = [connect(started.address) for started in pair]
-    for started, link in zip(pair, links, strict=True):
-        router.add(Peer(started, WorkerClient(link)))
     found: dict[str, list[Times]] = {codec: [] for codec in CODECS}
     cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
-    for prompt, codec in tell(cases, lambda case: case[1]):
-        found[codec].append(await ask(router, prompt, codec))
+    async with routed(pair) as router:
+        for prompt, codec in tell(cases, lambda case: case[1]):
+            found[codec].append(await ask(router, prompt, codec))
+    return {codec: runs[1:] for codec, runs in found.items()}
+
+
+@asynccontextmanager
+async def routed(pair: Sequence[Started]) -> AsyncIterator[Router]:
+    """A router of these workers."""
+    router, links = Router(), [connect(started.address) for started in pair]
+    for started, link in zip(pair, links, strict=True):
+        router.add(Peer(started, WorkerClient(link)))
+    yield router
     await router.close()
     for link in links:
         await link.close()
-    return {codec: runs[1:] for codec, runs in found.items()}
 
 
 async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
@@ -283,6 +296,70 @@ def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
     return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
 
 
-def draw_overlap(result: dict[str, Any]) -> str:
-    """For people: one line a codec."""
+def draw_rows(result: Row) -> str:
+    """What people read of overlap and load."""
     return table(result["rows"])
+
+
+# -- load
+
+
+def measure_load(long: int = 8, others: int = 40) -> Row:
+    """A row for every prompt, in seconds: how long it waited for its first token, and should have.
+
+    rule_s:       by the rule, at `tokens_per_s` as measured here and in steps of `chunk_tokens`
+    worst_chunks: the most that any waited longer than that, in such steps
+    """
+    pick, config = random.Random(1), Config()
+    arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
+    times = (pick.uniform(0, 0.4 * long) for _ in range(others))
+    arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
+    with started_pair(config) as pair:
+        waits = asyncio.run(_arrive(pair, arrivals))
+    ends = [at + wait for (at, _), wait in zip(arrivals, waits, strict=True)]
+    rate, chunk = sum(tokens for _, tokens in arrivals) / max(ends), config.engine.max_batch_tokens
+    rules = waits_by_rule(arrivals, rate, chunk)
+    late = [(wait - rule) * rate / chunk for wait, rule in zip(waits, rules, strict=True)]
+    rows = [
+        {"arrived_s": at, "tokens": tokens, "waited_s": wait, "rule_s": rule}
+        for (at, tokens), wait, rule in zip(arrivals, waits, rules, strict=True)
+    ]
+    measured = {"tokens_per_s": rate, "chunk_tokens": chunk, "worst_chunks": max(late)}
+    return result_of(rows, LOAD_NOTES, **measured)
+
+
+async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """Send every prompt when its time has come; the seconds until its first token."""
+    prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(arrivals)]
+    told = tell(arrivals, "a prompt of {0[1]} tokens".format)
+    async with routed(pair) as router:
+        await ask(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
+
+        async def one(at: float, prompt: tuple[int, ...]) -> float:
+            await asyncio.sleep(at)
+            next(told)
+            return 1e-3 * (await ask(router, prompt, "")).first_ms
+
+        calls = [one(at, prompt) for (at, _), prompt in zip(arrivals, prompts, strict=True)]
+        return await asyncio.gather(*calls)
+
+
+def waits_by_rule(arrivals: Sequence[tuple[float, int]], rate: float, chunk: int) -> list[float]:
+    """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent."""
+    left = [tokens for _, tokens in arrivals]
+    ends, now = [0.0] * len(left), 0.0
+    while any(left):
+        there = [x for x, (at, _) in enumerate(arrivals) if left[x] and at <= now]
+        there.sort(key=lambda x: urgency(left[x], now - arrivals[x][0]))
+        if not there:
+            now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
+            continue
+        spare, done = chunk, list[int]()
+        for x in there:
+            share = min(left[x], spare)
+            left[x], spare = left[x] - share, spare - share
+            done += [x] if not left[x] else []
+        now += (chunk - spare) / rate
+        for x in done:
+            ends[x] = ends[x] or now
+    return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]

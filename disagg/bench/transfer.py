@@ -115,12 +115,7 @@ def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[
 # -- codecs
 
 
-def run(options: TransferOptions) -> Row:
-    """The result of `measure` as a JSON object."""
-    return result_of(measure(options), NOTES)
-
-
-def measure(options: TransferOptions) -> list[Row]:
+def measure(options: TransferOptions) -> Row:
     """A row for every codec, prompt length, link and way of encoding; raw is always among them.
 
     Sizes in bytes, times in seconds.
@@ -144,7 +139,7 @@ def measure(options: TransferOptions) -> list[Row]:
             for gbps in options.gbps:
                 sent = _send_all(options, pair, target, plans, tokens, gbps)
                 rows += _rows(options, tokens, gbps, sent)
-    return rows
+    return result_of(rows, NOTES)
 
 
 def _send_all(
@@ -215,12 +210,7 @@ def draw(result: Row) -> str:
 # -- the plane
 
 
-def run_plane(options: PlaneOptions) -> Row:
-    """The result of `measure_plane` as a JSON object."""
-    return result_of(measure_plane(options), PLANE_NOTES)
-
-
-def measure_plane(options: PlaneOptions) -> list[Row]:
+def measure_plane(options: PlaneOptions) -> Row:
     """A row for every link, loopback and with `netns` the others, and channel; medians.
 
     channel:               "grpc" or "direct", over `tls` or not
@@ -244,7 +234,7 @@ def measure_plane(options: PlaneOptions) -> list[Row]:
                 common = {"link": name, "rounds": options.rounds, "nbytes": nbytes}
                 common["congestion"] = pair.sender.ask("congestion")
                 rows += _plane_rows(common, rounds[1:])  # the first one warms everything
-    return rows
+    return result_of(rows, PLANE_NOTES)
 
 
 def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial[Sent]]:

@@ -45,9 +45,17 @@ def overlap(
     as_json: options.Json = False,
 ) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
-    from disagg.bench.handoff import draw_overlap, run_overlap
+    from disagg.bench.handoff import draw_rows, measure_overlap
 
-    _show(draw_overlap, run_overlap(runs), out, as_json)
+    _show(draw_rows, measure_overlap(runs), out, as_json)
+
+
+@app.command()
+def load(out: Out = None, as_json: options.Json = False) -> None:
+    """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
+    from disagg.bench.handoff import draw_rows, measure_load
+
+    _show(draw_rows, measure_load(), out, as_json)
 
 
 @app.command()
@@ -59,10 +67,10 @@ def latency(
     as_json: options.Json = False,
 ) -> None:
     """From the last prefill layer to running, and what arriving prompts cost an answer."""
-    from disagg.bench.handoff import LatencyOptions, draw_latency, run_latency
+    from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
-    _show(draw_latency, run_latency(LatencyOptions(**given)), out, as_json)
+    _show(draw_latency, measure_latency(LatencyOptions(**given)), out, as_json)
 
 
 @app.command()
@@ -133,14 +141,14 @@ def transfer(
 def _measure_transfer(
     given: dict[str, Any], plot: Path | None, out: Path | None, as_json: bool
 ) -> None:
-    from disagg.bench.transfer import TransferOptions, draw, run
+    from disagg.bench.transfer import TransferOptions, draw, measure
 
     if plot is not None:
         from disagg.report.transfer import check_name
         from disagg.report.transfer import draw as draw_picture
 
         check_name(plot)
-    result = run(TransferOptions(**given))
+    result = measure(TransferOptions(**given))
     if plot is not None:
         draw_picture(result["rows"], plot)
     _show(draw, result, out, as_json)
@@ -148,10 +156,10 @@ def _measure_transfer(
 
 def _measure_plane(given: dict[str, Any], out: Path | None, as_json: bool) -> None:
     from disagg.bench.link import available
-    from disagg.bench.transfer import PlaneOptions, draw_plane, run_plane
+    from disagg.bench.transfer import PlaneOptions, draw_plane, measure_plane
 
     options = PlaneOptions(**{"netns": available()} | given)
-    _show(draw_plane, run_plane(options), out, as_json)
+    _show(draw_plane, measure_plane(options), out, as_json)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:

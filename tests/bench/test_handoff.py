@@ -8,9 +8,11 @@ from disagg.bench.handoff import (
     Times,
     draw_latency,
     measure_latency,
+    measure_load,
     measure_side,
     prompt_of,
     summarise,
+    waits_by_rule,
 )
 
 
@@ -20,7 +22,8 @@ def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Times]:
 
 def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=0.3)
-    row = measure_latency(options)
+    result = measure_latency(options)
+    (row,) = result["rows"]
     assert (row["tokens"], row["rounds"]) == (37, 3)
     assert row["wire_bytes"] > 2 * 2 * 6 * 2 * 64 * 37  # the tail is exact
     assert 0 < row["running_ms"] <= row["running_p99_ms"]
@@ -30,7 +33,7 @@ def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     assert alone["tokens"] == options.answer - 1
     assert min(paced["tokens"], unpaced["tokens"]) > 0
     assert all(0 < x["p50_ms"] <= x["p99_ms"] for x in row["decoding"])
-    assert "running" in draw_latency({"rows": [row]})
+    assert "running" in draw_latency(result)
 
 
 def test_prompts_go_through_a_router_and_are_decoded_elsewhere(monkeypatch):
@@ -54,3 +57,17 @@ def test_prompts_have_the_length_they_say_and_share_no_begin():
     first, second = (prompt_of(PROMPT_TOKENS, number) for number in (1, 2))
     assert len(first) == len(second) == PROMPT_TOKENS
     assert first[0] != second[0]
+
+
+def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_one():
+    assert waits_by_rule([(0.0, 400), (0.5, 100)], 100.0, 100) == [5.0, 1.5]
+    assert waits_by_rule([(0.0, 100), (0.5, 400)], 100.0, 100) == [1.0, 4.5]
+    assert waits_by_rule([(3.0, 50), (0.0, 50)], 100.0, 100) == [0.5, 0.5]
+
+
+def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
+    monkeypatch.setattr(handoff, "PROMPT_TOKENS", 30)
+    result = measure_load(1, 2)
+    assert len(result["rows"]) == 3
+    assert all(row["waited_s"] > 0 < row["rule_s"] for row in result["rows"])
+    assert result["tokens_per_s"] > 0

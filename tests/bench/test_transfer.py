@@ -34,7 +34,7 @@ def children() -> list[str]:
 @pytest.fixture(scope="module")
 def rows():
     before = children()
-    found = measure(OPTIONS)
+    found = measure(OPTIONS)["rows"]
     assert children() == before
     return found
 
@@ -93,7 +93,8 @@ def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
 
 def test_every_channel_and_the_socket_bring_the_records_of_one_prompt():
     options = PlaneOptions(tokens=333, rounds=2, shape=SHAPE)
-    rows = measure_plane(options)
+    result = measure_plane(options)
+    rows = result["rows"]
     ways = [(channel, tls) for tls in (False, True) for channel in ("grpc", "direct")]
     assert [(row["channel"], row["tls"]) for row in rows] == ways
     nbytes = Checklist(parse_plan(options.codec, SHAPE), 333).total_bytes
@@ -101,7 +102,7 @@ def test_every_channel_and_the_socket_bring_the_records_of_one_prompt():
         assert (row["link"], row["rounds"], row["nbytes"]) == ("loopback", 2, nbytes)
         assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0
         assert min(*row["plane_cpu"].values(), *row["tcp_cpu"].values()) > 0
-    table = draw_plane({"rows": rows})
+    table = draw_plane(result)
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["loopback"] * 4
 
 

@@ -51,7 +51,7 @@ def test_people_get_a_table_and_progress_beside_it(capsys: pytest.CaptureFixture
     assert f"1 of 4: 70 tokens, 2 Gb/s, {RAW}, ready" in said.err
 
 
-@pytest.mark.parametrize("name", ["overlap", "latency", "kernels", "decode", "transfer"])
+@pytest.mark.parametrize("name", ["overlap", "latency", "load", "kernels", "decode", "transfer"])
 def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
