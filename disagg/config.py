@@ -120,6 +120,9 @@ class ClusterConfig(Bounded):
 
     address: "local" starts a private Ray; else the address of a cluster, "host:port"
     prefill, decode: how many workers of each role
+    pools:   workers run only on nodes with a Ray resource named as their role, one for each unit;
+             they wait for such nodes, and an autoscaler starts them
+    gpus:    of each worker; None: those that Ray has at the start, shared equally
     orphan_s: workers exit so long after the last router left
     grace_s:  how long a stopping worker may finish what it has
     detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
@@ -128,6 +131,8 @@ class ClusterConfig(Bounded):
     address: str = "local"
     prefill: int = at_least(1, default=1)
     decode: int = at_least(1, default=1)
+    pools: bool = False
+    gpus: float | None = at_least(0, default=None)
     orphan_s: float = at_least(0, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False

@@ -283,6 +283,8 @@ class Cluster:
         gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         options["num_gpus"] = gpus
+        if self._config.cluster.pools:
+            options["resources"] = {role.value: 1}
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
         shell = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}.get(role, Shell)
@@ -317,7 +319,9 @@ class Cluster:
 
 
 def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs of each worker: one, or an equal part of one so that all find a place."""
+    """GPUs of each worker: as set, else one, or an equal part of one so that all find a place."""
+    if config.cluster.gpus is not None:
+        return config.cluster.gpus
     workers = config.cluster.prefill + config.cluster.decode
     return 1 / -(-workers // gpus) if gpus and config.model.device != "cpu" else 0.0
 

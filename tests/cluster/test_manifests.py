@@ -1,0 +1,182 @@
+"""What is in `cluster/` is what Ray, Kubernetes, bash and `disagg` themselves would accept."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay import autoscaling_config as kuberay
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from disagg.config import load_config
+
+REPO = Path(__file__).parents[2]
+FOLDER = REPO / "cluster"
+KUBERNETES = "1.37"
+RAY_UP = ("local.yaml", "aws.yaml", "gcp.yaml")
+ROLES = {"prefill", "decode"}
+COMMANDS = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+)
+
+# The part of the definition of a RayCluster that is used here (ray.io/v1, KubeRay 1.5.1); what is
+# in a pod is checked by the schema of Kubernetes.
+PARAMS = {"type": "object", "additionalProperties": {"type": "string"}}
+GROUP = {"rayStartParams": PARAMS, "template": {"type": "object"}}
+COUNTS = {name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")}
+RAY_CLUSTER: dict[str, Any] = {
+    "type": "object",
+    "required": ["headGroupSpec"],
+    "additionalProperties": False,
+    "properties": {
+        "rayVersion": {"type": "string"},
+        "authOptions": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"mode": {"enum": ["disabled", "token"]}},
+        },
+        "headGroupSpec": {
+            "type": "object",
+            "required": list(GROUP),
+            "additionalProperties": False,
+            "properties": GROUP,
+        },
+        "workerGroupSpecs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["groupName", "minReplicas", "maxReplicas", *GROUP],
+                "additionalProperties": False,
+                "properties": {"groupName": {"type": "string"}} | COUNTS | GROUP,
+            },
+        },
+    },
+}
+
+
+def ray_up(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((FOLDER / name).read_text()))
+
+
+def commands(name: str) -> list[str]:
+    config = ray_up(name)
+    return [command for key in COMMANDS for command in config.get(key, [])]
+
+
+def kubernetes() -> dict[str, dict[str, Any]]:
+    """kind -> the manifest; one of each."""
+    documents = yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def groups() -> list[dict[str, Any]]:
+    spec = kubernetes()["RayCluster"]["spec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    return dict(group["template"]["spec"]["containers"][0])
+
+
+def start_on_kubernetes() -> str:
+    return str(container(groups()[0])["lifecycle"]["postStart"]["exec"]["command"][-1])
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_ray_accepts_the_cluster(name: str) -> None:
+    validate_config(prepare_config(ray_up(name)))
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_a_cloud_has_a_type_of_node_for_each_role_and_a_head_without_one(name: str) -> None:
+    types = ray_up(name)["available_node_types"]
+    pools = {role: ROLES & set(node["resources"]) for role, node in types.items()}
+    assert pools == {"head": set(), "prefill": {"prefill"}, "decode": {"decode"}}
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_every_command_is_shell(name: str) -> None:
+    for command in [*commands(name), start_on_kubernetes()]:
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_files_that_are_copied_to_hosts_exist_or_are_built(name: str) -> None:
+    config = ray_up(name)
+    assert {"cluster", "build/wheel"} == set(config["file_mounts"].values())
+    said = " ".join([*commands(name), (FOLDER / "env.sh").read_text()])
+    for path in re.findall(r"~/\.disagg/cluster/(\S+?\.\w+)\b", said):
+        assert (FOLDER / path).exists()
+
+
+@pytest.mark.parametrize("name", [*RAY_UP, "kuberay.yaml"])
+def test_the_service_knows_every_setting_that_it_is_given(name: str, tmp_path: Path) -> None:
+    settings = tmp_path / "service.yaml"
+    if name == "kuberay.yaml":
+        lines = [start_on_kubernetes()]
+        settings.write_text(kubernetes()["ConfigMap"]["data"]["service.yaml"])
+    else:
+        lines = [line for line in ray_up(name)["head_start_ray_commands"] if "disagg serve" in line]
+        settings.write_text((FOLDER / "service.yaml").read_text())
+    flags = dict(re.findall(r'--set "?([\w.]+)=([^\s"]+)', lines[0]))
+    assert set(flags) >= {"cluster.address", "security.token_file"}
+    assert load_config(settings, flags).cluster.pools
+
+
+@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "NetworkPolicy"])
+def test_kubernetes_accepts_each_manifest(kind: str) -> None:
+    kubernetes_validate.validate(kubernetes()[kind], KUBERNETES, strict=True)
+
+
+def test_kubernetes_accepts_the_pods_of_every_group() -> None:
+    for group in groups():
+        pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+        kubernetes_validate.validate(pods, KUBERNETES, strict=True)
+
+
+def test_the_operator_and_ray_understand_the_ray_cluster() -> None:
+    cluster = kubernetes()["RayCluster"]
+    jsonschema.validate(cluster["spec"], RAY_CLUSTER)
+    assert cluster["apiVersion"] == "ray.io/v1"
+    cluster["metadata"]["namespace"] = "any"
+    types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
+    found = {
+        name: {k: v for k, v in x["resources"].items() if k in ROLES} for name, x in types.items()
+    }
+    assert found == {"headgroup": {}, "prefill": {"prefill": 1}, "decode": {"decode": 1}}
+
+
+def test_parts_of_the_kubernetes_manifests_name_each_other() -> None:
+    found, head = kubernetes(), container(groups()[0])
+    name = found["RayCluster"]["metadata"]["name"]
+    ports = {port["name"] for port in head["ports"]}
+    volumes = groups()[0]["template"]["spec"]["volumes"]
+    assert found["Service"]["spec"]["selector"]["ray.io/cluster"] == name
+    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
+    assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} <= ports
+    assert head["readinessProbe"]["httpGet"]["port"] in ports
+    assert {mount["name"] for mount in head["volumeMounts"]} == {x["name"] for x in volumes}
+    assert [x["configMap"]["name"] for x in volumes if "configMap" in x] == [name]
+    assert [x["secret"]["secretName"] for x in volumes if "secret" in x] == [name]
+
+
+def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+    assert set(re.findall(r'"(torch\S+)"', text)) == {torch}
+    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for word in line.split()]
+    allowed = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    for path in copied:
+        assert (REPO / path).exists()
+        assert f"!{path}" in allowed
