@@ -36,11 +36,7 @@ class Child:
             command = [*prefix, sys.executable, "-m", __name__, role.__module__, role.__name__]
             command.append(str(end))
             self._process = subprocess.Popen(command, pass_fds=[end], stdin=subprocess.DEVNULL)
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method there; raises the DisaggError it raised, PeerLostError if it died."""

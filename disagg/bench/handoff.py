@@ -28,7 +28,7 @@ import torch
 
 from disagg.bench.child import Child
 from disagg.bench.ends import SendingEnd, Sent, Way
-from disagg.bench.result import result_of, table, tell
+from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.scheduler import urgency
@@ -48,8 +48,6 @@ TEXT = "The old house by the river had stood empty for years, and nobody asked w
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
-
-Row = dict[str, Any]
 
 
 class NotingWorker(Worker):

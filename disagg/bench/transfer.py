@@ -26,7 +26,7 @@ from disagg.bench import link
 from disagg.bench.child import Child
 from disagg.bench.ends import ReceivingEnd, SendingEnd, Sent, Way
 from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
-from disagg.bench.result import result_of, table, tell
+from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.plan import Plan
@@ -36,7 +36,6 @@ from disagg.workers.dispatch import Started
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
-LINKS_GBPS, PLANE_GBPS = (0.1, 1.0, 10.0), (1.0, 5.0, 10.0)
 ADDRESSES = (link.LOOPBACK, *link.HOSTS)
 LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
@@ -45,16 +44,14 @@ NOTES = "seconds until the decode worker has the prompt; no model is computed; m
 PLANE_NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
 COLUMNS = "codec tokens gbps pages wire_bytes seconds encode_s byte_ratio time_ratio bottleneck"
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What is sent and over what; `threads` are torch's, where prompts are encoded."""
+    """What is sent, over what and how often; `threads` are torch's, where prompts are encoded."""
 
     codecs: tuple[str, ...] = CODECS
     tokens: tuple[int, ...] = (8192,)
-    gbps: tuple[float, ...] = LINKS_GBPS
+    gbps: tuple[float, ...] = (0.1, 1.0, 10.0)
     rounds: int = 3
     netns: bool = False
     threads: int = 1
@@ -62,16 +59,7 @@ class TransferOptions:
     shape: KVShape = field(default_factory=shape_of)
 
 
-@dataclass(frozen=True)
-class PlaneOptions:
-    """What is sent, and how often; `gbps` are the links between namespaces, with `netns`."""
-
-    codec: str = DEFAULT_CODEC
-    tokens: int = 16384
-    gbps: tuple[float, ...] = PLANE_GBPS
-    rounds: int = 5
-    netns: bool = False
-    shape: KVShape = field(default_factory=shape_of)
+PLANE = TransferOptions((DEFAULT_CODEC,), (16384,), (1.0, 5.0, 10.0), rounds=5)
 
 
 @dataclass(frozen=True)
@@ -210,8 +198,10 @@ def draw(result: Row) -> str:
 # -- the plane
 
 
-def measure_plane(options: PlaneOptions) -> Row:
-    """A row for every link, loopback and with `netns` the others, and channel; medians.
+def measure_plane(options: TransferOptions) -> Row:
+    """A row for every link, loopback and with `netns` the others, and every channel; medians.
+
+    Of the first codec and prompt length; what is not in PLANE by default has no meaning here.
 
     channel:               "grpc" or "direct", over `tls` or not
     plane_gbps, tcp_gbps:  1e9 bits of records per second, of the channel and of the socket
@@ -220,12 +210,13 @@ def measure_plane(options: PlaneOptions) -> Row:
     congestion:            what the kernel does for gRPC; of the others: `link.CONGESTION`
     """
     rows: list[Row] = []
-    plan, tokens = parse_plan(options.codec, options.shape), options.tokens
-    nbytes, slabs = Checklist(plan, tokens).total_bytes, 2 * slabs_for(plan, tokens)
+    codec, tokens = options.codecs[0], options.tokens[0]
+    plan = parse_plan(codec, options.shape)
+    nbytes, slabs = Checklist(plan, tokens).total_bytes, slabs_for(plan, tokens)
     for netns in (False, True)[: 1 + options.netns]:
-        with start_pair(netns, {options.codec: plan}, slabs * SLAB_BYTES) as pair:
-            pair.sender.ask("fill", options.codec, plan, tokens)
-            sends = _ways(pair, options.codec, nbytes)
+        with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
+            pair.sender.ask("fill", codec, plan, tokens)
+            sends = _ways(pair, codec, nbytes)
             for gbps in options.gbps if netns else (0.0,):
                 pair.limit(gbps)
                 name = f"{gbps:g} Gb/s" if netns else "loopback"

@@ -5,6 +5,7 @@ people read of it. Progress goes to stderr.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,16 +127,15 @@ def transfer(
     from disagg.bench.inputs import shape_of
 
     given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "rounds": rounds}
-    given |= {"gbps": tuple(gbps or ()) or None, "netns": netns}
+    given |= {"threads": threads, "channel": channel, "netns": netns}
+    lists = {"codecs": codec, "tokens": tokens, "gbps": gbps}
+    given = _set(given) | {name: tuple(value) for name, value in lists.items() if value}
     if not plane:
-        given |= {"codecs": tuple(codec or ()) or None, "tokens": tuple(tokens or ()) or None}
-        given |= {"threads": threads, "channel": channel}
-        _measure_transfer(_set(given), plot, out, as_json)
+        _measure_transfer(given, plot, out, as_json)
     elif plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError("--plane measures one codec and one length, and draws nothing")
     else:
-        given |= {"codec": codec and codec[0], "tokens": tokens and tokens[0]}
-        _measure_plane(_set(given), out, as_json)
+        _measure_plane(given, out, as_json)
 
 
 def _measure_transfer(
@@ -156,9 +156,9 @@ def _measure_transfer(
 
 def _measure_plane(given: dict[str, Any], out: Path | None, as_json: bool) -> None:
     from disagg.bench.link import available
-    from disagg.bench.transfer import PlaneOptions, draw_plane, measure_plane
+    from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
-    options = PlaneOptions(**{"netns": available()} | given)
+    options = replace(PLANE, **{"netns": available()} | given)
     _show(draw_plane, measure_plane(options), out, as_json)
 
 

@@ -1,13 +1,14 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from disagg.bench.inputs import shape_of
 from disagg.bench.transfer import (
+    PLANE,
     RAW,
-    PlaneOptions,
     TransferOptions,
     draw,
     draw_plane,
@@ -92,12 +93,12 @@ def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
 
 
 def test_every_channel_and_the_socket_bring_the_records_of_one_prompt():
-    options = PlaneOptions(tokens=333, rounds=2, shape=SHAPE)
+    options = replace(PLANE, tokens=(333,), rounds=2, shape=SHAPE)
     result = measure_plane(options)
     rows = result["rows"]
     ways = [(channel, tls) for tls in (False, True) for channel in ("grpc", "direct")]
     assert [(row["channel"], row["tls"]) for row in rows] == ways
-    nbytes = Checklist(parse_plan(options.codec, SHAPE), 333).total_bytes
+    nbytes = Checklist(parse_plan(options.codecs[0], SHAPE), 333).total_bytes
     for row in rows:
         assert (row["link"], row["rounds"], row["nbytes"]) == ("loopback", 2, nbytes)
         assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0
