@@ -44,7 +44,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 }
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
-    "bench": 2650,
+    "bench": 2190,
     "cli": 970,
     "codecs": 2660,
     "engine": 1140,

@@ -11,14 +11,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from disagg.bench.inputs import make_prompt, slabs_for
-from disagg.bench.result import result_of, table, tell
+from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
@@ -66,26 +65,12 @@ class DecodeOptions:
     rounds: int = 3
 
 
-@dataclass(frozen=True)
-class StepSpeed:
-    """One codec at one size.
+def run(options: DecodeOptions) -> Row:
+    """Every codec at every size; ConfigError for a model, device or size that is none.
 
     kv_bytes: of a token, pages and tail · plan_ms: of a step, on the host
     ratio:    how many times faster a step is than on raw pages
     """
-
-    codec: str
-    model: str
-    size: str
-    step_ms: float
-    plan_ms: float
-    tokens_per_s: float
-    kv_bytes: float
-    ratio: float
-
-
-def run(options: DecodeOptions) -> dict[str, Any]:
-    """Every codec at every size; ConfigError for a model, device or size that is none."""
     if options.model not in MODELS:
         raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
     if options.device not in SIZES:
@@ -101,12 +86,12 @@ def run(options: DecodeOptions) -> dict[str, Any]:
     return result_of(rows, NOTES, **({"gpu": torch.cuda.get_device_name()} if on_gpu else {}))
 
 
-def draw(result: dict[str, Any]) -> str:
+def draw(result: Row) -> str:
     """For people: one line a codec and size."""
     return table(result["rows"])
 
 
-def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[StepSpeed]:
+def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
     """Every codec at one size."""
     size = f"{count}x{tokens}"
     steps = WARM_UP + options.steps * options.rounds
@@ -122,20 +107,19 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
         for decoding in found:
             for _ in range(options.steps):
                 decoding.step()
-    rows: list[StepSpeed] = []
+    rows: list[Row] = []
     for decoding in found:
         plan_ms, step_ms = (1e3 * statistics.median(x) for x in zip(*decoding.times, strict=True))
-        speed = StepSpeed(
-            codec=decoding.plan.spec,
-            model=options.model,
-            size=size,
-            step_ms=step_ms,
-            plan_ms=plan_ms,
-            tokens_per_s=1e3 * count / step_ms,
-            kv_bytes=decoding.plan.nbytes(tokens) / tokens,
-            ratio=1.0,
-        )
-        rows.append(replace(speed, ratio=rows[0].step_ms / step_ms) if rows else speed)
+        row = {
+            "codec": decoding.plan.spec,
+            "model": options.model,
+            "size": size,
+            "step_ms": step_ms,
+            "plan_ms": plan_ms,
+            "tokens_per_s": 1e3 * count / step_ms,
+            "kv_bytes": decoding.plan.nbytes(tokens) / tokens,
+        }
+        rows.append(row | {"ratio": rows[0]["step_ms"] / step_ms if rows else 1.0})
     return rows
 
 

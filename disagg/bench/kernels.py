@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from disagg.bench.compiled import compile_all, compile_others
 from disagg.bench.inputs import make_prompt
 from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
-from disagg.bench.result import result_of, table, tell
+from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.errors import ConfigError
 
@@ -79,41 +78,7 @@ class KernelOptions:
     targets: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class AttendSpeed:
-    """One codec at one shape, medians.
-
-    gb_per_s: compressed bytes in a second, read or (alignedkv) left out; of_copy: share of a
-              measured copy's
-    captured: whether it ran as a CUDA graph
-    ratio:    how many times faster than the fastest baseline
-    error:    relative, against fp64 attention on what the pages stand for
-    """
-
-    codec: str
-    shape: str
-    microseconds: float
-    gb_per_s: float
-    of_copy: float
-    captured: bool
-    baseline: str
-    baseline_microseconds: float
-    ratio: float
-    error: float
-
-
-@dataclass(frozen=True)
-class EncodeSpeed:
-    """One codec: milliseconds for a layer, GB of fp16 input in a second, copies in that time."""
-
-    codec: str
-    tokens: int
-    milliseconds: float
-    gb_per_s: float
-    copies: float
-
-
-def run(options: KernelOptions) -> dict[str, Any]:
+def run(options: KernelOptions) -> Row:
     """The result as a JSON object; ConfigError for a device that is unknown or not there."""
     if options.device not in SHAPES:
         raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(SHAPES)}")
@@ -122,7 +87,7 @@ def run(options: KernelOptions) -> dict[str, Any]:
         others = [asdict(row) for row in compile_others(**targets)]
         return result_of(compile_all(**targets), NOTES["machine-code"], others=others)
     device = torch.device(options.device)
-    more: dict[str, Any] = {}
+    more: Row = {}
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("there is no CUDA device here; --machine-code needs none")
@@ -137,24 +102,31 @@ def run(options: KernelOptions) -> dict[str, Any]:
     )
     attend = [measure_attend(*case, device, options.runs, copied) for case in cases]
     encode = measure_encode(options.specs, device, options.runs, ENCODE_TOKENS[device.type])
-    return result_of(attend, NOTES[device.type], **more, encode=[asdict(x) for x in encode])
+    return result_of(attend, NOTES[device.type], **more, encode=encode)
 
 
-def check_spellings(device: torch.device) -> list[dict[str, Any]]:
+def check_spellings(device: torch.device) -> list[Row]:
     """What kernels/spellings.py finds; it needs Triton, which a CPU does without."""
     found = import_module("disagg.kernels.spellings").check_spellings(device)
     return [asdict(check) for check in found]
 
 
-def draw(result: dict[str, Any]) -> str:
+def draw(result: Row) -> str:
     """For people: a table of each section."""
     return "\n\n".join(table(result[name]) for name in SECTIONS if result.get(name))
 
 
 def measure_attend(
     spec: str, shape: StepShape, device: torch.device, runs: int, copied: float
-) -> AttendSpeed:
-    """One codec at one shape, with the baselines of the device; copied: GB/s of a large copy."""
+) -> Row:
+    """One codec at one shape beside the baselines of the device, medians.
+
+    copied: GB/s of a large copy; the rest is of the row:
+    gb_per_s: compressed bytes in a second, read or (alignedkv) left out; of_copy: share of `copied`
+    captured: whether it ran as a CUDA graph
+    ratio:    how many times faster than the fastest baseline
+    error:    relative, against fp64 attention on what the pages stand for
+    """
     on_gpu = device.type == "cuda"
     layer = make_layer(spec, shape, device)
     error = layer.error()
@@ -166,24 +138,25 @@ def measure_attend(
     others = [_try_capture(x)[0] if on_gpu else x for x in baselines.values()]
     ours, *times = (time_cuda if on_gpu else time_cpu)([attend, *others], runs)
     fastest = min(times)
-    return AttendSpeed(
-        codec=layer.codec.spec,
-        shape=shape.name,
-        microseconds=ours,
-        gb_per_s=layer.nbytes / ours / 1e3,
-        of_copy=layer.nbytes / ours / 1e3 / copied,
-        captured=captured,
-        baseline=list(baselines)[times.index(fastest)],
-        baseline_microseconds=fastest,
-        ratio=fastest / ours,
-        error=error,
-    )
+    return {
+        "codec": layer.codec.spec,
+        "shape": shape.name,
+        "microseconds": ours,
+        "gb_per_s": layer.nbytes / ours / 1e3,
+        "of_copy": layer.nbytes / ours / 1e3 / copied,
+        "captured": captured,
+        "baseline": list(baselines)[times.index(fastest)],
+        "baseline_microseconds": fastest,
+        "ratio": fastest / ours,
+        "error": error,
+    }
 
 
-def measure_encode(
-    specs: Sequence[str], device: torch.device, runs: int, tokens: int
-) -> list[EncodeSpeed]:
-    """Encode one layer with every codec, and copy it, by turns."""
+def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens: int) -> list[Row]:
+    """Encode one layer with every codec, and copy it, by turns.
+
+    gb_per_s: of fp16 input; copies: in that time
+    """
     layer = make_prompt(tokens, ENCODE_HEADS, 128)
     q, k, v = (x.to(device) for x in (layer.q, layer.k, layer.v))
     targets = torch.empty_like(k), torch.empty_like(v)
@@ -198,7 +171,8 @@ def measure_encode(
         encode = partial(codec.encode_prompt, k, v, 0, LAYER, q, tokens)
         copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
         nbytes = 2 * k.numel() * k.element_size()
-        rows.append(EncodeSpeed(codec.spec, tokens, us / 1e3, nbytes / us / 1e3, us / copied))
+        speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}
+        rows.append({"codec": codec.spec, "tokens": tokens, **speed})
     return rows
 
 

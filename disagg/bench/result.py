@@ -19,6 +19,7 @@ PACKAGES = ("torch", "transformers", "triton", "grpcio", "xxhash", "numpy")
 TELL_S = 1.0
 
 T = TypeVar("T")
+Row = dict[str, Any]  # a JSON object
 
 
 def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
@@ -31,15 +32,15 @@ def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
         yield case
 
 
-def result_of(rows: Iterable[Any], notes: str, **more: Any) -> dict[str, Any]:
-    """A result as a JSON object; `rows` are dataclasses, `more` stands beside them."""
+def result_of(rows: Iterable[Any], notes: str, **more: Any) -> Row:
+    """A result as a JSON object; `rows` are dataclasses or dicts, `more` stands beside them."""
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "notes": notes,
         "versions": {"python": platform.python_version()} | {x: version_of(x) for x in PACKAGES},
         "machine": describe_machine(),
         **more,
-        "rows": [asdict(row) for row in rows],
+        "rows": [row if isinstance(row, dict) else asdict(row) for row in rows],
     }
 
 
@@ -60,21 +61,21 @@ def version_of(package: str) -> str:
         return "none"
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> Row:
     """Where it runs; `load` counts the processes that wanted a core during the last minute."""
     load = round(os.getloadavg()[0], 2)
     return {"system": platform.platform(), "cores": os.cpu_count() or 1, "load": load}
 
 
-def write(result: dict[str, Any], path: Path) -> None:
+def write(result: Row, path: Path) -> None:
     """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row], keys: Sequence[str] = ()) -> str:
     """Text on the left, numbers on the right, a column for every key that some row has."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = keys or list(dict.fromkeys(key for row in rows for key in row))
     lines = [[key.replace("_", " ") for key in keys]]
     for row in rows:
         lines.append([_cell(row.get(key, "")) for key in keys])

@@ -1,60 +1,112 @@
-"""What compression is worth on a link: codecs x prompt lengths x link rates.
+"""`disagg bench transfer`: what compression is worth on a link; with `--plane`, what channels are.
 
     disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
-    disagg bench transfer --netns --json          links between namespaces, as root
+    disagg bench transfer --plane --netns         loopback and links of 1, 5 and 10 Gb/s, as root
 
-KV shaped as in Llama 3.1 8B, realistic and made up, goes from one process to another through the
-sender, receiver, ledger and pool that serve. A link's rate is kept by a token bucket in the sender,
-or with `--netns` by the kernel. Every prompt goes twice: with its pages encoded beforehand, and
-encoded layer by layer while it is sent. `seconds` end when the decode worker has the prompt and
-could compute its next token.
+KV shaped as in Llama 3.1 8B goes from one process to another through what serves. A link's rate is
+kept by a token bucket in the sender, or with `--netns` by the kernel.
+
+Codecs: every prompt, realistic and made up, goes twice, with its pages ready before the clock
+starts, and encoded layer by layer while it is sent. The clock ends at the acknowledgement.
+
+Plane: one hand-off of arbitrary bytes over one stream, reserved and attached: frames of 2 MiB,
+credit, digests checked at the other end, records in the pool, commit. Beside it a socket brings as
+many bytes from the same memory to as much. Rounds are interleaved; figures are medians, and a ratio
+is the median of the rounds' ratios, since machines have moods.
 """
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 from typing import Any
 
+from disagg.bench import link
 from disagg.bench.child import Child
-from disagg.bench.encoder import Encoder
+from disagg.bench.ends import ReceivingEnd, SendingEnd, Sent, Way
 from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
-from disagg.bench.link import HOSTS, LOOPBACK, Namespaces
-from disagg.bench.result import result_of, tell
-from disagg.bench.sink import Sink
-from disagg.bench.source import Sent
+from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.plan import Plan
-from disagg.transfer.items import Checklist
-from disagg.transfer.pace import Pace
+from disagg.transfer.records import Checklist
+from disagg.wire import FRAME_BYTES
+from disagg.workers.dispatch import Started
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
-LINKS_GBPS = (0.1, 1.0, 10.0)
-LEAST_FRAME, MOST_FRAME = 64 << 10, 2 << 20
+ADDRESSES = (link.LOOPBACK, *link.HOSTS)
+LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
 NOTES = "seconds until the decode worker has the prompt; no model is computed; medians of `rounds`"
+PLANE_NOTES = "gbps: 1e9 bits of records per second; cpu: seconds per 1e9 bytes of records"
+COLUMNS = "codec tokens gbps pages wire_bytes seconds encode_s byte_ratio time_ratio bottleneck"
 
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What is sent and over what; `threads` are torch's, in the encoder."""
+    """What is sent, over what and how often; `threads` are torch's, where prompts are encoded."""
 
     codecs: tuple[str, ...] = CODECS
     tokens: tuple[int, ...] = (8192,)
-    gbps: tuple[float, ...] = LINKS_GBPS
+    gbps: tuple[float, ...] = (0.1, 1.0, 10.0)
     rounds: int = 3
     netns: bool = False
     threads: int = 1
+    channel: str = "grpc"
     shape: KVShape = field(default_factory=shape_of)
 
 
-@dataclass(frozen=True)
-class TransferRow:
-    """One codec, prompt length, link and way of encoding. Sizes in bytes, times in seconds.
+PLANE = TransferOptions((DEFAULT_CODEC,), (16384,), (1.0, 5.0, 10.0), rounds=5)
 
+
+@dataclass(frozen=True)
+class Pair:
+    """Two processes that are linked: by the kernel, or by loopback."""
+
+    sender: Child
+    receiver: Child
+    netns: bool
+
+    @property
+    def host(self) -> str:
+        return link.HOSTS[1] if self.netns else link.LOOPBACK
+
+    def limit(self, gbps: float) -> None:
+        """Let at most so much pass, if it is the kernel that does it."""
+        if self.netns:
+            link.limit([self.sender.pid, self.receiver.pid], gbps)
+
+    def send(self, *what: Any) -> Sent:
+        """A prompt by `SendingEnd.send`, which must have arrived."""
+        sent: Sent = self.sender.ask("send", *what)
+        assert self.receiver.ask("settle") == 1
+        return sent
+
+
+@contextmanager
+def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
+    """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
+    prefix = link.isolate() if netns else ()
+    with ExitStack() as stack:
+        sender = stack.enter_context(Child(SendingEnd, prefix))
+        receiver = stack.enter_context(Child(ReceivingEnd, prefix))
+        sender.ask("cpu_seconds")  # it runs, so it is where it shall be
+        receiver.ask("open", plans, nbytes)
+        if netns:
+            link.join([sender.pid, receiver.pid])
+        yield Pair(sender, receiver, netns)
+
+
+# -- codecs
+
+
+def measure(options: TransferOptions) -> Row:
+    """A row for every codec, prompt length, link and way of encoding; raw is always among them.
+
+    Sizes in bytes, times in seconds.
     pages:          "ready" before the clock starts, or encoded "inline", in `encode_s`
     payload_bytes:  records; `wire_bytes` is all that crossed, both ways
     link_s:         wire_bytes at the link's rate: no transfer is faster
@@ -63,169 +115,167 @@ class TransferRow:
                     machine takes a fifth of the time or more
     crossover_gbps: on links faster than this, encode takes longer than the link; inline rows only
     """
-
-    codec: str
-    tokens: int
-    link: str
-    gbps: float
-    pages: str
-    rounds: int
-    fp16_bytes: int
-    payload_bytes: int
-    wire_bytes: int
-    seconds: float
-    encode_s: float
-    link_s: float
-    byte_ratio: float
-    time_ratio: float
-    bottleneck: str
-    crossover_gbps: float | None
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """Two processes that are linked, and the link, if it can be shaped."""
-
-    options: TransferOptions
-    sink: Child
-    source: Child
-    namespaces: Namespaces | None
-
-
-def run(options: TransferOptions) -> dict[str, Any]:
-    """The result of `measure` as a JSON object."""
-    return result_of(measure(options), NOTES)
-
-
-def measure(options: TransferOptions) -> list[TransferRow]:
-    """All rows; raw is always among the codecs, since the others are compared with it."""
-    if RAW not in options.codecs:
-        options = replace(options, codecs=(RAW, *options.codecs))
-    rows: list[TransferRow] = []
-    with _bench(options) as bench:
+    shape, rows = options.shape, list[Row]()
+    plans = {spec: parse_plan(spec, shape) for spec in dict.fromkeys([RAW, *options.codecs])}
+    slabs = max(slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens)
+    with start_pair(options.netns, plans, slabs * SLAB_BYTES) as pair:
+        target = pair.receiver.ask("listen", pair.host)
         for tokens in options.tokens:
-            plans = _prepare(bench, tokens)
+            pair.sender.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
+            for spec in tell(plans, f"{tokens} tokens, encode {{}}".format):
+                pair.sender.ask("encode", spec, plans[spec], tokens)
             for gbps in options.gbps:
-                rows += _measure(bench, plans, tokens, gbps)
-    return rows
+                sent = _send_all(options, pair, target, plans, tokens, gbps)
+                rows += _rows(options, tokens, gbps, sent)
+    return result_of(rows, NOTES)
 
 
-@contextmanager
-def _bench(options: TransferOptions) -> Iterator[_Bench]:
-    with ExitStack() as stack:
-        namespaces = stack.enter_context(Namespaces()) if options.netns else None
-        ends = [namespaces.prefix(0), namespaces.prefix(1)] if namespaces else [[], []]
-        sink = stack.enter_context(Child(Sink, ends[1]))
-        source = stack.enter_context(Child(Encoder, ends[0]))
-        yield _Bench(options, sink, source, namespaces)
-
-
-def _prepare(bench: _Bench, tokens: int) -> dict[str, Plan]:
-    """Make a prompt up, encode it under every codec, and open a receiver for all of them."""
-    shape = bench.options.shape
-    plans = {spec: parse_plan(spec, shape) for spec in bench.options.codecs}
-    slabs = {spec: slabs_for(plan, tokens) for spec, plan in plans.items()}
-    bench.source.ask("generate", shape.heads, tokens, shape.head_dim, bench.options.threads)
-    for spec, plan in tell(plans.items(), lambda case: f"{tokens} tokens, encode {case[0]}"):
-        bench.source.ask("encode", spec, plan, tokens, slabs[spec], SLAB_BYTES)
-    bench.sink.ask("open", plans, max(slabs.values()), SLAB_BYTES)
-    address = bench.sink.ask("listen", HOSTS[1] if bench.namespaces else LOOPBACK, None)
-    bench.source.ask("connect", "link", address, None)
-    return plans
-
-
-def _measure(
-    bench: _Bench, plans: Mapping[str, Plan], tokens: int, gbps: float
-) -> list[TransferRow]:
-    """Rounds over all codecs and both ways, interleaved, over one link."""
-    if bench.namespaces:
-        bench.namespaces.shape(gbps)
-    seen: dict[tuple[str, str], list[Sent]] = {}
-    cases = [
-        (number, spec, pages)
-        for number in range(bench.options.rounds)
-        for spec, plan in plans.items()
-        if not number or 8e-9 * Checklist(plan, tokens).total_bytes / gbps <= LONG_S
-        for pages in ("ready", "inline")
-    ]
-    place = f"{tokens} tokens, {gbps:g} Gb/s"
-    for _, spec, pages in tell(cases, lambda case: f"{place}, {case[1]}, {case[2]}"):
-        seen.setdefault((spec, pages), []).append(_send(bench, spec, gbps, pages))
-    rows = [
-        _row(bench.options, plans[spec], spec, pages, tokens, gbps, sent)
-        for (spec, pages), sent in seen.items()
-    ]
-    raw = {row.pages: row for row in rows if row.codec == RAW}
-    return [_compare(row, raw[row.pages]) for row in rows]
-
-
-def _send(bench: _Bench, spec: str, gbps: float, pages: str) -> Sent:
-    bytes_per_s = 1e9 * gbps / 8
-    frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), MOST_FRAME))
-    pace = None if bench.namespaces else Pace(bytes_per_s, frame)
-    method = "send" if pages == "ready" else "send_inline"
-    sent: Sent = bench.source.ask(method, "link", spec, pace, frame)
-    admitted = bench.sink.ask("settle")
-    assert admitted == 1
-    return sent
-
-
-def _row(
+def _send_all(
     options: TransferOptions,
-    plan: Plan,
-    spec: str,
-    pages: str,
+    pair: Pair,
+    target: Started,
+    plans: Mapping[str, Plan],
     tokens: int,
     gbps: float,
-    sent: Sequence[Sent],
-) -> TransferRow:
-    seconds = statistics.median(x.seconds for x in sent)
-    wire_bytes = sent[0].receipt.wire_bytes
-    inline = pages == "inline"
-    encode_s = statistics.median(x.offered_s for x in sent) if inline else 0.0
-    link_s = 8e-9 * wire_bytes / gbps
-    busy_s = max(encode_s, link_s)
-    stage = "encode" if encode_s > link_s else "link"
-    return TransferRow(
-        codec=spec,
-        tokens=tokens,
-        link="netns" if options.netns else "paced",
-        gbps=gbps,
-        pages=pages,
-        rounds=len(sent),
-        fp16_bytes=fp16_bytes(options.shape, tokens),
-        payload_bytes=Checklist(plan, tokens).total_bytes,
-        wire_bytes=wire_bytes,
-        seconds=seconds,
-        encode_s=encode_s,
-        link_s=link_s,
-        byte_ratio=1.0,
-        time_ratio=1.0,
-        bottleneck=stage if busy_s > 0.8 * seconds else "plane",
-        crossover_gbps=8e-9 * wire_bytes / encode_s if inline else None,
-    )
-
-
-def _compare(row: TransferRow, raw: TransferRow) -> TransferRow:
-    return replace(
-        row,
-        byte_ratio=raw.payload_bytes / row.payload_bytes,
-        time_ratio=raw.seconds / row.seconds,
-    )
-
-
-def draw(result: dict[str, Any]) -> str:
-    """What people read."""
-    line = (
-        "{codec:<34} {tokens:6} {gbps:6g} {pages:<6} {megabytes:7.1f} {seconds:8.3f}"
-        " {encode_s:7.3f} {byte_ratio:7.2f} {time_ratio:7.2f}  {bottleneck}"
-    )
-    lines = [
-        f"{'codec':<34} {'tokens':>6} {'Gb/s':>6} {'pages':<6} {'MB':>7} {'seconds':>8}"
-        f" {'encode':>7} {'x bytes':>7} {'x time':>7}  bottleneck"
+) -> dict[tuple[str, str], list[Sent]]:
+    """Rounds over all codecs and both ways of encoding, interleaved, over one link."""
+    pair.limit(gbps)
+    bytes_per_s = 1e9 * gbps / 8
+    frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
+    pace = None if pair.netns else bytes_per_s
+    way = Way(target, None, options.channel == "direct", frame, pace)
+    cases = [
+        (spec, pages)
+        for number in range(options.rounds)
+        for spec, plan in plans.items()
+        if not number or Checklist(plan, tokens).total_bytes / bytes_per_s <= LONG_S
+        for pages in ("ready", "inline")
     ]
-    for row in result["rows"]:
-        above = row["crossover_gbps"]
-        more = f", encode above {above:.2g} Gb/s" if above else ""
-        lines.append(line.format(megabytes=1e-6 * row["wire_bytes"], **row) + more)
-    return "\n".join(lines)
+    found: dict[tuple[str, str], list[Sent]] = {case: [] for case in cases}
+    name = f"{tokens} tokens, {gbps:g} Gb/s, {{0[0]}}, {{0[1]}}"
+    for spec, pages in tell(cases, name.format):
+        found[spec, pages].append(pair.send(spec, way, pages == "inline"))
+    return found
+
+
+def _rows(
+    options: TransferOptions, tokens: int, gbps: float, found: Mapping[tuple[str, str], list[Sent]]
+) -> Iterator[Row]:
+    for (spec, pages), sent in found.items():
+        stats, inline = sent[0].stats, pages == "inline"
+        seconds, raw_seconds = (
+            median(x.seconds for x in some) for some in (sent, found[RAW, pages])
+        )
+        encode_s = median(x.offered_s for x in sent) if inline else 0.0
+        link_s = 8e-9 * stats.wire_bytes / gbps
+        stage = "encode" if encode_s > link_s else "link"
+        yield {
+            "codec": spec,
+            "tokens": tokens,
+            "link": "netns" if options.netns else "paced",
+            "channel": options.channel,
+            "gbps": gbps,
+            "pages": pages,
+            "rounds": len(sent),
+            "fp16_bytes": fp16_bytes(options.shape, tokens),
+            "payload_bytes": stats.payload_bytes,
+            "wire_bytes": stats.wire_bytes,
+            "seconds": seconds,
+            "encode_s": encode_s,
+            "link_s": link_s,
+            "byte_ratio": found[RAW, pages][0].stats.payload_bytes / stats.payload_bytes,
+            "time_ratio": raw_seconds / seconds,
+            "bottleneck": stage if max(encode_s, link_s) > 0.8 * seconds else "plane",
+            "crossover_gbps": 8e-9 * stats.wire_bytes / encode_s if inline else None,
+        }
+
+
+def draw(result: Row) -> str:
+    """What people read."""
+    return table(result["rows"], COLUMNS.split())
+
+
+# -- the plane
+
+
+def measure_plane(options: TransferOptions) -> Row:
+    """A row for every link, loopback and with `netns` the others, and every channel; medians.
+
+    Of the first codec and prompt length; what is not in PLANE by default has no meaning here.
+
+    channel:               "grpc" or "direct", over `tls` or not
+    plane_gbps, tcp_gbps:  1e9 bits of records per second, of the channel and of the socket
+    ratio:                 of them, round by round
+    plane_cpu, tcp_cpu:    processor seconds per 1e9 bytes of records, of both processes
+    congestion:            what the kernel does for gRPC; of the others: `link.CONGESTION`
+    """
+    rows: list[Row] = []
+    codec, tokens = options.codecs[0], options.tokens[0]
+    plan = parse_plan(codec, options.shape)
+    nbytes, slabs = Checklist(plan, tokens).total_bytes, slabs_for(plan, tokens)
+    for netns in (False, True)[: 1 + options.netns]:
+        with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
+            pair.sender.ask("fill", codec, plan, tokens)
+            sends = _ways(pair, codec, nbytes)
+            for gbps in options.gbps if netns else (0.0,):
+                pair.limit(gbps)
+                name = f"{gbps:g} Gb/s" if netns else "loopback"
+                told = tell(range(options.rounds + 1), f"{name}, round {{}}".format)
+                rounds = [{way: _timed(pair, send) for way, send in sends.items()} for _ in told]
+                common = {"link": name, "rounds": options.rounds, "nbytes": nbytes}
+                common["congestion"] = pair.sender.ask("congestion")
+                rows += _plane_rows(common, rounds[1:])  # the first one warms everything
+    return result_of(rows, PLANE_NOTES)
+
+
+def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial[Sent]]:
+    """How the bytes can be sent: by channel, and whether over TLS."""
+    port = pair.receiver.ask("listen_raw", pair.host, nbytes)
+    found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
+    for server, client in ((None, None), link.make_security(ADDRESSES)):
+        target = pair.receiver.ask("listen", pair.host, server)
+        for channel in ("grpc", "direct"):
+            way = Way(target, client, channel == "direct")
+            found[channel, client is not None] = partial(pair.send, codec, way)
+    return found
+
+
+def _timed(pair: Pair, send: Callable[[], Sent]) -> tuple[float, float, float]:
+    """Seconds on the clock, and of the processors of both ends."""
+    before = pair.receiver.ask("cpu_seconds")
+    sent = send()
+    return sent.seconds, sent.cpu_s, pair.receiver.ask("cpu_seconds") - before
+
+
+def _plane_rows(
+    common: Row, rounds: Sequence[Mapping[tuple[str, bool], tuple[float, float, float]]]
+) -> Iterator[Row]:
+    """A row for every way but the socket."""
+    times = {way: list(zip(*(x[way] for x in rounds), strict=True)) for way in rounds[0]}
+    nbytes, tcp = common["nbytes"], times.pop(("tcp", False))
+
+    def cost(way: Sequence[Sequence[float]]) -> Row:
+        sender, receiver = (1e9 / nbytes * median(cpu) for cpu in way[1:])
+        return {"sender": sender, "receiver": receiver}
+
+    for (channel, tls), way in times.items():
+        yield common | {
+            "channel": channel,
+            "tls": tls,
+            "plane_gbps": 8e-9 * nbytes / median(way[0]),
+            "tcp_gbps": 8e-9 * nbytes / median(tcp[0]),
+            "ratio": median(b / a for a, b in zip(way[0], tcp[0], strict=True)),
+            "plane_cpu": cost(way),
+            "tcp_cpu": cost(tcp),
+        }
+
+
+def draw_plane(result: Row) -> str:
+    """What people read; processor seconds per GB are of sender + receiver."""
+    cpu = "{sender:.2f} + {receiver:.2f}".format_map
+    return table(
+        [
+            row | {"tls": "TLS" * row["tls"]} | {x: cpu(row[x]) for x in ("plane_cpu", "tcp_cpu")}
+            for row in result["rows"]
+        ]
+    )

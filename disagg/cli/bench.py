@@ -1,12 +1,13 @@
 """`disagg bench`: measurements that print what they measured and with what.
 
-Each is a module of disagg.bench with `run`, which gives a JSON object, and `draw`, which gives the
-text that people read. Progress goes to stderr.
+Each has a function in disagg.bench that gives a JSON object, and one that draws the text that
+people read of it. Progress goes to stderr.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,7 @@ from disagg.errors import ConfigError
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 
 Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Codec spec; may be repeated.")]
 Lengths = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="May be repeated.")]
 Rates = Annotated[list[float] | None, typer.Option("--gbps", min=1e-3, help="May be repeated.")]
@@ -26,7 +28,7 @@ Links = Annotated[
     bool | None,
     typer.Option("--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."),
 ]
-Plane = Annotated[bool, typer.Option("--plane", help="The bare data plane against a TCP socket.")]
+Plane = Annotated[bool, typer.Option("--plane", help="Every channel beside a TCP socket.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
 Size = Annotated[int, typer.Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the result to this file.")]
@@ -38,26 +40,38 @@ def bench() -> None:
 
 
 @app.command()
-def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
+def overlap(
+    runs: Runs = 5,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
-    from disagg.bench import overlap
+    from disagg.bench.handoff import draw_rows, measure_overlap
 
-    _show(overlap, overlap.run(runs), out, as_json)
+    _show(draw_rows, measure_overlap(runs), out, as_json)
+
+
+@app.command()
+def load(out: Out = None, as_json: options.Json = False) -> None:
+    """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
+    from disagg.bench.handoff import draw_rows, measure_load
+
+    _show(draw_rows, measure_load(), out, as_json)
 
 
 @app.command()
 def latency(
     codec: str | None = None,
-    tokens: int | None = None,
-    rounds: int | None = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of the tiny prompt.")] = None,
+    rounds: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
     """From the last prefill layer to running, and what arriving prompts cost an answer."""
-    from disagg.bench import latency
+    from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
-    _show(latency, latency.run(latency.LatencyOptions(**given)), out, as_json)
+    _show(draw_latency, measure_latency(LatencyOptions(**given)), out, as_json)
 
 
 @app.command()
@@ -73,7 +87,7 @@ def kernels(
     from disagg.bench import kernels
 
     asked = kernels.KernelOptions(machine_code, device, runs, targets=target or ())
-    _show(kernels, kernels.run(asked), out, as_json)
+    _show(kernels.draw, kernels.run(asked), out, as_json)
 
 
 @app.command()
@@ -89,7 +103,7 @@ def decode(
     from disagg.bench import decode
 
     given = _set({"codecs": codec, "sizes": size})
-    _show(decode, decode.run(decode.DecodeOptions(device, model, **given)), out, as_json)
+    _show(decode.draw, decode.run(decode.DecodeOptions(device, model, **given)), out, as_json)
 
 
 @app.command()
@@ -97,55 +111,55 @@ def transfer(
     codec: Codecs = None,
     tokens: Lengths = None,
     gbps: Rates = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")] = None,
+    rounds: Rounds = None,
     threads: Annotated[int, typer.Option(min=1, help="Of the encoder.")] = 1,
     layers: Size = 32,
     heads: Size = 8,
     head_dim: Size = 128,
+    channel: Annotated[Literal["grpc", "direct"], typer.Option(help="How frames go.")] = "grpc",
     netns: Links = None,
     plane: Plane = False,
     plot: Plot = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """What compression is worth on a link; with --plane, what the plane is beside a socket."""
+    """What compression is worth on a link; with --plane, what every channel is beside a socket."""
     from disagg.bench.inputs import shape_of
 
     given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "rounds": rounds}
-    given["gbps"] = tuple(gbps) if gbps else None
-    if plane:
-        if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
-            raise ConfigError("--plane measures one codec and one length, and draws nothing")
-        one = {"codec": codec and codec[0], "tokens": tokens and tokens[0], "netns": netns}
-        _measure_plane(given | one, out, as_json)
+    given |= {"threads": threads, "channel": channel, "netns": netns}
+    lists = {"codecs": codec, "tokens": tokens, "gbps": gbps}
+    given = _set(given) | {name: tuple(value) for name, value in lists.items() if value}
+    if not plane:
+        _measure_transfer(given, plot, out, as_json)
+    elif plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
+        raise ConfigError("--plane measures one codec and one length, and draws nothing")
     else:
-        lists = {"codecs": codec and tuple(codec), "tokens": tokens and tuple(tokens)}
-        more = {"netns": bool(netns), "threads": threads}
-        _measure_transfer(given | lists | more, plot, out, as_json)
+        _measure_plane(given, out, as_json)
 
 
 def _measure_transfer(
     given: dict[str, Any], plot: Path | None, out: Path | None, as_json: bool
 ) -> None:
-    from disagg.bench import transfer
+    from disagg.bench.transfer import TransferOptions, draw, measure
 
     if plot is not None:
-        from disagg.report.transfer import check_name, draw
+        from disagg.report.transfer import check_name
+        from disagg.report.transfer import draw as draw_picture
 
         check_name(plot)
-    result = transfer.run(transfer.TransferOptions(**_set(given)))
+    result = measure(TransferOptions(**given))
     if plot is not None:
-        draw(result["rows"], plot)
-    _show(transfer, result, out, as_json)
+        draw_picture(result["rows"], plot)
+    _show(draw, result, out, as_json)
 
 
 def _measure_plane(given: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from disagg.bench import plane
     from disagg.bench.link import available
+    from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
-    if given["netns"] is None:
-        given["netns"] = available()
-    _show(plane, plane.run(plane.PlaneOptions(**_set(given))), out, as_json)
+    options = replace(PLANE, **{"netns": available()} | given)
+    _show(draw_plane, measure_plane(options), out, as_json)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +167,9 @@ def _set(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _show(module: ModuleType, result: dict[str, Any], out: Path | None, as_json: bool) -> None:
+def _show(
+    draw: Callable[[dict[str, Any]], str], result: dict[str, Any], out: Path | None, as_json: bool
+) -> None:
     """Write a result to a file if asked, and print it."""
     if out is not None:
         from disagg.bench.result import write
@@ -162,4 +178,4 @@ def _show(module: ModuleType, result: dict[str, Any], out: Path | None, as_json:
     if as_json:
         print_json(result)
     else:
-        print(module.draw(result))
+        print(draw(result))

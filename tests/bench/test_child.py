@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from disagg.bench.child import Child
-from disagg.bench.sink import Sink
+from disagg.bench.ends import ReceivingEnd
 from disagg.errors import CapacityError, PeerLostError
 
 LIMIT_S = 30.0
 PARENT = """
 import signal
 from disagg.bench.child import Child
-from disagg.bench.sink import Sink
-child = Child(Sink)
+from disagg.bench.ends import ReceivingEnd
+child = Child(ReceivingEnd)
 child.ask("cpu_seconds")
 print(child.pid, flush=True)
 signal.pause()
@@ -39,20 +39,20 @@ def running(pid: int) -> bool:
 
 
 def test_a_call_is_answered_and_the_end_of_the_context_ends_the_process():
-    with Child(Sink) as child:
+    with Child(ReceivingEnd) as child:
         assert child.ask("cpu_seconds") > 0
     assert not Path(f"/proc/{child.pid}").exists()
 
 
 def test_a_typed_error_comes_back_as_itself_and_the_next_call_is_answered():
-    with Child(Sink) as child:
+    with Child(ReceivingEnd) as child:
         with pytest.raises(CapacityError):
-            child.ask("open", {}, 0, 128)
+            child.ask("open", {}, 0)
         assert child.ask("cpu_seconds") > 0
 
 
 def test_a_killed_process_is_a_lost_peer():
-    with Child(Sink) as child:
+    with Child(ReceivingEnd) as child:
         child.ask("cpu_seconds")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):

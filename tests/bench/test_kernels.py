@@ -118,5 +118,5 @@ def test_the_shapes_of_a_gpu_go_from_one_short_prompt_to_many_long_ones():
 
 def test_encoding_is_measured_in_copies_of_its_input():
     rows = measure_encode(["kivi:bits=2", "ott", "h2o"], CPU, runs=1, tokens=128)
-    assert [row.codec.split(":")[0] for row in rows] == ["kivi", "ott", "h2o"]
-    assert all(row.copies > 0 for row in rows)
+    assert [row["codec"].split(":")[0] for row in rows] == ["kivi", "ott", "h2o"]
+    assert all(row["copies"] > 0 for row in rows)

@@ -40,23 +40,18 @@ def test_transfer_prints_writes_and_draws_a_row_for_every_case(
     ].keys()
 
 
-def test_transfer_prints_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    header, *lines = bench(capsys, "--codec", "fp8", "--gbps", "2").splitlines()
-    assert header.split()[:4] == ["codec", "tokens", "Gb/s", "pages"]
-    assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
-
-
-def test_progress_is_told_beside_the_result_and_not_in_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["bench", "transfer", *SMALL, "--codec", "fp8", "--gbps", "2", "--json"]) == 0
+def test_people_get_a_table_and_progress_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
+    assert run(["bench", "transfer", *SMALL, *cases]) == 0
     said = capsys.readouterr()
-    assert len(json.loads(said.out)["rows"]) == 4
+    header, *lines = said.out.splitlines()
+    assert header.split()[:4] == ["codec", "tokens", "gbps", "pages"]
+    assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
     assert f"1 of 2: 70 tokens, encode {RAW}" in said.err
     assert f"1 of 4: 70 tokens, 2 Gb/s, {RAW}, ready" in said.err
 
 
-@pytest.mark.parametrize("name", ["overlap", "latency", "kernels", "decode", "transfer"])
+@pytest.mark.parametrize("name", ["overlap", "latency", "load", "kernels", "decode", "transfer"])
 def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
@@ -64,12 +59,11 @@ def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[s
 
 def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
-    (row,) = result["rows"]
-    assert row["link"] == "loopback"
-    assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"], row["tls_gbps"]) > 0
-    assert row["plane_cpu"]["sender"] > 0
+    for row in result["rows"]:
+        assert row["link"] == "loopback"
+        assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0
+        assert row["plane_cpu"]["sender"] > 0
     assert result["machine"]["cores"] > 0
-    assert "loopback" in bench(capsys, "--plane", "--no-netns")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,363 @@
+"""`disagg bench latency`, `overlap` and `load`: prompts that real workers hand to each other.
+
+Latency: a tiny prompt, loopback, an idle decode worker with the packaged model: from the last layer
+offered until its engine runs the prompt, on the clock of the host; and to the acknowledgement, one
+way more. Pages are ready and all layers are offered at once, so none is on its way before the last;
+the prompt is reserved and attached by then, as workers do before they compute. Then one answer is
+decoded alone, and while prompts arrive one after another, at 1 Gb/s and as fast as they come.
+
+Overlap: time to the first decode token through a token bucket of 50 Mb/s, in bursts of at most
+64 KiB. A prompt cannot decode before it is computed, nor before its KV has crossed the link: the
+bound is max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
+
+Load: 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one
+pair of workers. Each should wait for those with less work left and for one chunk of a longer one.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from disagg.bench.child import Child
+from disagg.bench.ends import SendingEnd, Sent, Way
+from disagg.bench.result import Row, result_of, table, tell
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
+from disagg.engine.messages import StepOutput
+from disagg.engine.scheduler import urgency
+from disagg.model.tokenizer import Tokenizer
+from disagg.plan import Plan
+from disagg.transfer.control import WorkerClient
+from disagg.transfer.messages import Job, Submit, Work
+from disagg.transfer.rpc import connect
+from disagg.workers.dispatch import Role, Started
+from disagg.workers.router import Peer, Router
+from disagg.workers.worker import Worker, settle_memory
+
+LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
+PROMPT_TOKENS = 1500
+CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
+TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
+NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
+LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
+OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
+
+
+class NotingWorker(Worker):
+    """A worker that notes when its engine said each token: (name of the request there, time)."""
+
+    def __init__(self, config: Config, role: Role):
+        super().__init__(config, role, role.value)
+        self.said: list[tuple[str, float]] = []
+
+    def _on_loop(self, call: Callable[..., object], *args: object) -> None:
+        """Called on the engine's thread with what a step brought."""
+        now = time.monotonic()
+        for output in args:
+            if isinstance(output, StepOutput):
+                self.said += [(token.rid, now) for token in output.tokens]
+        super()._on_loop(call, *args)
+
+
+class WorkerEnd:
+    """A worker in a process of its own, without Ray, as a benchmark sees it."""
+
+    async def start(self, config: Config, role: Role) -> Started:
+        """Where it can be reached; no router need follow it."""
+        torch.set_num_threads(1)
+        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
+        self._worker = NotingWorker(config, role)
+        settle_memory()
+        return await asyncio.to_thread(self._worker.start)
+
+    async def plan(self, codec: str) -> Plan:
+        """The plan of its model under a codec."""
+        return self._worker.engine.plan(codec)
+
+    async def answer(self, rid: str, tokens: int) -> None:
+        """Begin to decode an answer."""
+        started, sampling = self._worker.started, {"max_tokens": tokens, "ignore_eos": True}
+        job = Job(rid, 0, (1,) * 64, sampling=sampling)
+        link = connect(started.address)
+        await WorkerClient(link).submit(Submit(job, Work.LOCAL, started.epoch))
+        await link.close()
+
+    async def said(self, rid: str, count: int) -> list[float]:
+        """When it had the tokens of a request, once there are so many; all are forgotten.
+
+        On the monotonic clock of the host.
+        """
+        said, name = self._worker.said, f"{rid}#0/d"
+        while len(found := [at for each, at in said if each == name]) < count:
+            await asyncio.sleep(0.02)
+        said.clear()
+        return found
+
+
+# -- latency
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """The tiny prompt, how often it is sent, and the answer that is decoded beside.
+
+    arriving: tokens of the prompts that arrive meanwhile, for so many `seconds`
+    """
+
+    codec: str = DEFAULT_CODEC
+    tokens: int = 100
+    rounds: int = 200
+    answer: int = 600
+    arriving: int = 1900
+    seconds: float = 5.0
+
+
+def measure_latency(options: LatencyOptions) -> Row:
+    """Send a prompt again and again, one at a time; then decode beside. Milliseconds.
+
+    running_ms:      from the last layer offered until the engine runs the prompt
+    acknowledged_ms: until its sender knows
+    admit_ms:        of these, from the commit at the decode worker to the inbox of its engine
+    decoding:        between the tokens of an answer, alone and while `received_gbps` arrive
+    """
+    with Child(WorkerEnd) as worker, Child(SendingEnd) as source:
+        started = worker.ask("start", Config(), Role.BOTH)
+        plan = worker.ask("plan", options.codec)
+        _encode(source, plan, options.codec, options.tokens)
+        sent: list[Sent] = []
+        running: list[float] = []
+        for _ in tell(range(options.rounds + 1), "hand-off {}".format):
+            sent.append(one := source.ask("send", options.codec, Way(started)))
+            (at,) = worker.ask("said", one.rid, 1)
+            running.append(1e3 * (at - one.began_at))
+        _encode(source, plan, options.codec, options.arriving)
+        beside = {"an answer alone": None, "an answer while prompts arrive": Way(started)}
+        beside["an answer while prompts arrive at 1 Gb/s"] = Way(started, bytes_per_s=1e9 / 8)
+        ways = tell(beside.items(), lambda case: case[0])
+        decoding = [_decode(options, worker, source, *way) for way in ways]
+    sent, running = sent[1:], running[1:]  # the first opened the connection
+    acknowledged = [x.stats.exposed_ms for x in sent]
+    row = {
+        "codec": options.codec,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "wire_bytes": sent[0].stats.wire_bytes,
+        "running_ms": median(running),
+        "running_p99_ms": _p99(running),
+        "acknowledged_ms": median(acknowledged),
+        "acknowledged_p99_ms": _p99(acknowledged),
+        "admit_ms": median(x.stats.admit_ms for x in sent),
+        "decoding": decoding,
+    }
+    return result_of([row], NOTES)
+
+
+def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
+    group = plan.groups[0]
+    source.ask("generate", group.heads, tokens, group.head_dim)
+    source.ask("encode", codec, plan, tokens)
+
+
+def _decode(
+    options: LatencyOptions, worker: Child, source: Child, rid: str, way: Way | None
+) -> Row:
+    """Decode one answer, while prompts arrive if there is a way for them."""
+    worker.ask("answer", rid, options.answer)
+    began, ended, nbytes = 0.0, float("inf"), 0
+    if way is not None:
+        began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
+    times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
+    gaps = [1e3 * (after - before) for before, after in pairwise(times)]
+    gbps = 8e-9 * nbytes / (ended - began)
+    return {
+        "received_gbps": gbps,
+        "tokens": len(gaps),
+        "p50_ms": median(gaps),
+        "p99_ms": _p99(gaps),
+    }
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, round(0.99 * len(values)))]
+
+
+def draw_latency(result: dict[str, Any]) -> str:
+    """What people read."""
+    (row,) = result["rows"]
+    return f"{table([row], list(row)[:-1])}\n\n{table(row['decoding'])}"
+
+
+# -- overlap
+
+
+@dataclass(frozen=True)
+class Times:
+    """One prompt: milliseconds from asking to its first token and to the first decoded one."""
+
+    first_ms: float
+    decoded_ms: float
+    wire_bytes: int
+
+
+def measure_overlap(runs: int = 5) -> Row:
+    """Rows for every codec, with what they were measured with."""
+    prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
+    ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
+    early, late = (measure_side(way, prompts) for way in ways)
+    rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
+    link = {"link_mbps": LINK_MBPS, "burst_bytes": BURST_BYTES}
+    return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
+
+
+def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
+    """The medians of two sides, in milliseconds; ratios are to `bound_ms` = max(compute, wire).
+
+    compute_ms: until the first token, which prefill says as soon as it has it
+    wire_ms:    all bytes of the hand-off at the pace of the link
+    overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
+    """
+    wire_bytes = int(median(run.wire_bytes for run in early))
+    wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
+    compute_ms = median(run.first_ms for run in early)
+    bound_ms = max(compute_ms, wire_ms)
+    overlapped_ms, after_ms = (median(run.decoded_ms for run in runs) for runs in (early, late))
+    return {
+        "codec": codec,
+        "wire_bytes": wire_bytes,
+        "compute_ms": compute_ms,
+        "wire_ms": wire_ms,
+        "bound_ms": bound_ms,
+        "overlapped_ms": overlapped_ms,
+        "overlapped_ratio": overlapped_ms / bound_ms,
+        "after_ms": after_ms,
+        "after_ratio": after_ms / bound_ms,
+    }
+
+
+def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
+    """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
+    transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
+    with started_pair(Config(transfer=transfer)) as pair:
+        return asyncio.run(_ask_all(pair, prompts))
+
+
+@contextmanager
+def started_pair(config: Config) -> Iterator[Sequence[Started]]:
+    """A decode and a prefill worker."""
+    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
+        yield decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
+
+
+async def _ask_all(
+    pair: Sequence[Started], prompts: Sequence[tuple[int, ...]]
+) -> dict[str, list[Times]]:
+    found: dict[str, list[Times]] = {codec: [] for codec in CODECS}
+    cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
+    async with routed(pair) as router:
+        for prompt, codec in tell(cases, lambda case: case[1]):
+            found[codec].append(await ask(router, prompt, codec))
+    return {codec: runs[1:] for codec, runs in found.items()}
+
+
+@asynccontextmanager
+async def routed(pair: Sequence[Started]) -> AsyncIterator[Router]:
+    """A router of these workers."""
+    router, links = Router(), [connect(started.address) for started in pair]
+    for started, link in zip(pair, links, strict=True):
+        router.add(Peer(started, WorkerClient(link)))
+    yield router
+    await router.close()
+    for link in links:
+        await link.close()
+
+
+async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
+    """Times of one prompt and three tokens."""
+    times, start = [], time.monotonic()
+    params = {"max_tokens": 3, "ignore_eos": True}
+    async with aclosing(router.generate(prompt, params, codec)) as outputs:
+        async for output in outputs:
+            times.append(1e3 * (time.monotonic() - start))
+            wire_bytes = output.kv.get("wire_bytes", 0)
+    return Times(times[0], times[1], wire_bytes)
+
+
+def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
+    """A prompt of so many tokens; another number begins another one, so that no page is known."""
+    return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
+
+
+def draw_rows(result: Row) -> str:
+    """What people read of overlap and load."""
+    return table(result["rows"])
+
+
+# -- load
+
+
+def measure_load(long: int = 8, others: int = 40) -> Row:
+    """A row for every prompt, in seconds: how long it waited for its first token, and should have.
+
+    rule_s:       by the rule, at `tokens_per_s` as measured here and in steps of `chunk_tokens`
+    worst_chunks: the most that any waited longer than that, in such steps
+    """
+    pick, config = random.Random(1), Config()
+    arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
+    times = (pick.uniform(0, 0.4 * long) for _ in range(others))
+    arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
+    with started_pair(config) as pair:
+        waits = asyncio.run(_arrive(pair, arrivals))
+    ends = [at + wait for (at, _), wait in zip(arrivals, waits, strict=True)]
+    rate, chunk = sum(tokens for _, tokens in arrivals) / max(ends), config.engine.max_batch_tokens
+    rules = waits_by_rule(arrivals, rate, chunk)
+    late = [(wait - rule) * rate / chunk for wait, rule in zip(waits, rules, strict=True)]
+    rows = [
+        {"arrived_s": at, "tokens": tokens, "waited_s": wait, "rule_s": rule}
+        for (at, tokens), wait, rule in zip(arrivals, waits, rules, strict=True)
+    ]
+    measured = {"tokens_per_s": rate, "chunk_tokens": chunk, "worst_chunks": max(late)}
+    return result_of(rows, LOAD_NOTES, **measured)
+
+
+async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """Send every prompt when its time has come; the seconds until its first token."""
+    prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(arrivals)]
+    told = tell(arrivals, "a prompt of {0[1]} tokens".format)
+    async with routed(pair) as router:
+        await ask(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
+
+        async def one(at: float, prompt: tuple[int, ...]) -> float:
+            await asyncio.sleep(at)
+            next(told)
+            return 1e-3 * (await ask(router, prompt, "")).first_ms
+
+        calls = [one(at, prompt) for (at, _), prompt in zip(arrivals, prompts, strict=True)]
+        return await asyncio.gather(*calls)
+
+
+def waits_by_rule(arrivals: Sequence[tuple[float, int]], rate: float, chunk: int) -> list[float]:
+    """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent."""
+    left = [tokens for _, tokens in arrivals]
+    ends, now = [0.0] * len(left), 0.0
+    while any(left):
+        there = [x for x, (at, _) in enumerate(arrivals) if left[x] and at <= now]
+        there.sort(key=lambda x: urgency(left[x], now - arrivals[x][0]))
+        if not there:
+            now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
+            continue
+        spare, done = chunk, list[int]()
+        for x in there:
+            share = min(left[x], spare)
+            left[x], spare = left[x] - share, spare - share
+            done += [x] if not left[x] else []
+        now += (chunk - spare) / rate
+        for x in done:
+            ends[x] = ends[x] or now
+    return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]

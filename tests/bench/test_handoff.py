@@ -1,0 +1,73 @@
+"""What the benchmarks of hand-offs between workers say, at sizes that say nothing of speed."""
+
+from disagg.bench import handoff
+from disagg.bench.handoff import (
+    LINK_MBPS,
+    PROMPT_TOKENS,
+    LatencyOptions,
+    Times,
+    draw_latency,
+    measure_latency,
+    measure_load,
+    measure_side,
+    prompt_of,
+    summarise,
+    waits_by_rule,
+)
+
+
+def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Times]:
+    return [Times(first_ms, decoded_ms + i, wire_bytes) for i in (-1, 0, 1)]
+
+
+def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
+    options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=0.3)
+    result = measure_latency(options)
+    (row,) = result["rows"]
+    assert (row["tokens"], row["rounds"]) == (37, 3)
+    assert row["wire_bytes"] > 2 * 2 * 6 * 2 * 64 * 37  # the tail is exact
+    assert 0 < row["running_ms"] <= row["running_p99_ms"]
+    assert 0 < row["admit_ms"] <= row["acknowledged_ms"] <= row["acknowledged_p99_ms"]
+    alone, unpaced, paced = row["decoding"]
+    assert alone["received_gbps"] == 0 < min(paced["received_gbps"], unpaced["received_gbps"])
+    assert alone["tokens"] == options.answer - 1
+    assert min(paced["tokens"], unpaced["tokens"]) > 0
+    assert all(0 < x["p50_ms"] <= x["p99_ms"] for x in row["decoding"])
+    assert "running" in draw_latency(result)
+
+
+def test_prompts_go_through_a_router_and_are_decoded_elsewhere(monkeypatch):
+    monkeypatch.setattr(handoff, "CODECS", ["raw"])
+    found = measure_side(True, [prompt_of(40, number) for number in range(2)])
+    (once,) = found["raw"]
+    assert 0 < once.first_ms < once.decoded_ms
+    assert once.wire_bytes > 0
+
+
+def test_the_bound_is_the_slower_of_computing_and_sending():
+    nbytes = int(LINK_MBPS * 1e6 / 8)  # one second of the link
+    slow_link = summarise("raw", runs(300, 1100, nbytes), runs(300, 1400, nbytes))
+    assert (slow_link["wire_ms"], slow_link["bound_ms"]) == (1000, 1000)
+    assert (slow_link["overlapped_ratio"], slow_link["after_ratio"]) == (1.1, 1.4)
+    slow_model = summarise("kivi", runs(300, 330, nbytes // 10), runs(300, 450, nbytes // 10))
+    assert (slow_model["bound_ms"], slow_model["overlapped_ratio"]) == (300, 1.1)
+
+
+def test_prompts_have_the_length_they_say_and_share_no_begin():
+    first, second = (prompt_of(PROMPT_TOKENS, number) for number in (1, 2))
+    assert len(first) == len(second) == PROMPT_TOKENS
+    assert first[0] != second[0]
+
+
+def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_one():
+    assert waits_by_rule([(0.0, 400), (0.5, 100)], 100.0, 100) == [5.0, 1.5]
+    assert waits_by_rule([(0.0, 100), (0.5, 400)], 100.0, 100) == [1.0, 4.5]
+    assert waits_by_rule([(3.0, 50), (0.0, 50)], 100.0, 100) == [0.5, 0.5]
+
+
+def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
+    monkeypatch.setattr(handoff, "PROMPT_TOKENS", 30)
+    result = measure_load(1, 2)
+    assert len(result["rows"]) == 3
+    assert all(row["waited_s"] > 0 < row["rule_s"] for row in result["rows"])
+    assert result["tokens_per_s"] > 0
