@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-
 from disagg.bench.shape import Shape
+
 from disagg.config import TransferConfig
 from disagg.errors import (
     CapacityError,
