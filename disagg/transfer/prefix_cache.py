@@ -118,10 +118,11 @@ class Scrub:
 
 
 class PrefixCache:
-    """The kept units of a decode worker, and the records of prompts that may share them."""
+    """The kept units of a decode worker, and the records of prompts that may `share` them."""
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, share: bool = True):
         self._pool = pool
+        self._share = share
         self._to_scrub: list[bytes] = []
 
     def check(self, plan: Plan, tokens: int) -> None:
@@ -148,13 +149,14 @@ class PrefixCache:
 
         spare_bytes: what stays free, unless nobody holds anything
         """
-        checklist, keys = Checklist(plan, len(prompt)), content_keys(model, plan, prompt)
+        checklist, none = Checklist(plan, len(prompt)), ((),) * len(plan.groups)
+        keys = content_keys(model, plan, prompt) if self._share else none
         if self._pool.referenced_pages:
             return self._hold(checklist, keys, keys, spare_bytes)
         try:
             return self._hold(checklist, keys, keys, 0)
         except CapacityError:  # what it would share lies scattered over too many slabs
-            return self._hold(checklist, keys, [()] * len(keys), 0)
+            return self._hold(checklist, keys, none, 0)
 
     def release(self, groups: Iterable[GroupState]) -> None:
         """Give up all records of a prompt."""
@@ -165,8 +167,8 @@ class PrefixCache:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
         plan, tokens = holding.checklist.plan, holding.checklist.tokens
         checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
-        units, found = units_of(plan, tokens), set[int]()
-        for some, keys, state in zip(units, holding.keys, holding.groups, strict=True):
+        units, found = units_of(plan, tokens) if self._share else (), set[int]()
+        for some, keys, state in zip(units, holding.keys, holding.groups, strict=self._share):
             ids = ids_by_kind(state)
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = unit.ids(ids)

@@ -56,6 +56,7 @@ class Terms:
     plan_of:         plans of jobs that name a codec of their own; None: there is one plan
     check:           raises RequestError for a job that the engine can never serve
     may_reserve:     False while sequences here wait for room
+    share:           prompts that begin alike share the records of their beginning
     """
 
     model: str
@@ -69,6 +70,7 @@ class Terms:
     plan_of: Callable[[str], Plan] | None = None
     check: Callable[[Job], None] = lambda job: None
     may_reserve: Callable[[], bool] = lambda: True
+    share: bool = True
 
     def plan_for(self, job: Job) -> Plan:
         """The plan of a job that can be served some day; RequestError or ConfigError if not."""
@@ -191,7 +193,7 @@ class Reservations:
         self.epoch = terms.epoch
         self.draining = False
         self.counts: Counter[str] = Counter()  # of what went wrong: "expired", "damaged"
-        self.cache = PrefixCache(pool)
+        self.cache = PrefixCache(pool, terms.share)
         self._nonces = nonces
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it

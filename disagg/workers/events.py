@@ -8,7 +8,7 @@ A worker follows one router at a time: another one is refused until the first is
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -77,7 +77,7 @@ class Events:
         if self._inbox is not None:
             self._inbox.put_nowait(events)
 
-    async def subscribe(self, have: Mapping[str, int], router: str = "") -> AsyncIterator[Step]:
+    async def subscribe(self, have: Mapping[str, int], router: str = "") -> AsyncGenerator[Step]:
         """What a router lacks, then everything new; a step without events from time to time.
 
         have: rid -> tokens that it has, of all requests that it cares about

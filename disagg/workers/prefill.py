@@ -24,9 +24,10 @@ from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
+from disagg.transfer.channel import Peers
 from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.sender import Peers, Sender
+from disagg.transfer.sender import Sender
 from disagg.wire import Item, Ticket
 
 OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms")

@@ -15,8 +15,9 @@ import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +28,14 @@ from disagg.engine.messages import Load as EngineLoad
 from disagg.errors import PeerLostError, RequestError, ReservationError
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
+from disagg.transfer.channel import Peers
 from disagg.transfer.control import worker_handler
+from disagg.transfer.direct import DirectServer
 from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
-from disagg.transfer.sender import Peers
 from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Role, Started
 from disagg.workers.events import Events
@@ -119,14 +121,15 @@ class Worker:
         else:
             await self.prefill.start(replace(submit, job=job))
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step]:
         """What happens here; everything of another router that was here before is dropped."""
         self._events.check(router)
         if router != self._events.router:
             await self._drop_all("another router took over")
             self._events.clear()
-        async for step in self._events.subscribe(have, router):
-            yield step
+        async with aclosing(self._events.subscribe(have, router)) as steps:
+            async for step in steps:
+                yield step
 
     async def acknowledge(self, have: Mapping[str, int]) -> None:
         """The router has these outputs."""
@@ -213,11 +216,12 @@ class Worker:
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
         async with asyncio.TaskGroup() as tasks:
             self._make_sides(tasks)
-            watched = [self._supervise(self.receiver.run()), self._supervise(self._attend())]
-            kept = [tasks.create_task(each) for each in watched]
+            watched = [self.receiver.run(), self._attend()]
             handlers = [worker_handler(self)]
             if self.role.decodes:
                 handlers.append(self.receiver.handlers())
+                watched += self._make_direct()
+            kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
             self._started.set_result(Started(*named))
@@ -256,8 +260,18 @@ class Worker:
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
             check=check_job,
             may_reserve=engine.may_reserve,
+            share=transfer.dedup,
         )
         self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
+
+    def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
+        """What takes direct connections, if they are wanted."""
+        if self.config.transfer.channel != "direct":
+            return []
+        direct = DirectServer(self.receiver.open_channel, self._security)
+        port = direct.listen(self._host)
+        self.receiver.direct = lambda: (port, direct.make_key())
+        return [direct.run()]
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
@@ -273,13 +287,12 @@ class Worker:
 
     async def _attend(self) -> None:
         """Is a router listening? Without one for a lease nobody waits; in the end, nobody owns."""
-        limits = self.config.transfer.lease_s, self.config.cluster.orphan_s
-        lease_s, orphan_s = limits[0], max(FIRST_ROUTER_S, limits[1])
+        lease_s, orphan_s = self.config.transfer.lease_s, self.config.cluster.orphan_s
         left, busy = self._loop.time(), False
         while True:
             await asyncio.sleep(POLL_S)
             if self._events.followed:
-                left, busy, orphan_s = self._loop.time(), True, limits[1]
+                left, busy = self._loop.time(), True
                 continue
             alone_s = self._loop.time() - left
             if busy and alone_s >= lease_s:
@@ -287,7 +300,7 @@ class Worker:
                 gone = PeerLostError("no router listened for longer than a lease")
                 attempts = await self._drop_all(str(gone))
                 self._events.say(TokenEvent(*attempt, 0, error=gone) for attempt in attempts)
-            if alone_s >= orphan_s:
+            if alone_s >= (orphan_s if self._events.router else max(FIRST_ROUTER_S, orphan_s)):
                 self._begin_stop(0.0)
 
     async def _drop_all(self, reason: str) -> set[tuple[str, int]]:

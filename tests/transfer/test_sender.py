@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.bench.shape import Shape
+from disagg.bench.inputs import Shape
 from disagg.config import TransferConfig
 from disagg.errors import (
     CapacityError,

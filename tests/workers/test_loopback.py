@@ -10,16 +10,16 @@ from disagg.codecs.layer import read_blocks
 from disagg.codecs.planning import codec_of
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Prefill
+from disagg.engine.messages import Abort, Admit, Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.attention import Batch, Chunk
 from disagg.model.runner import Runner
 from disagg.page import Kind
-from disagg.transfer.convert import message_frame
-from disagg.transfer.items import ArenaSource, Checklist
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.terms import Terms
-from disagg.wire import CommitFrame, Item, PageFrame, digest, unpack
+from disagg.transfer.messages import Credit
+from disagg.transfer.receiver import Intake
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.reservations import Reservations, Terms
+from disagg.wire import Buffer, Item, PageFrame, digest, message_frame, unpack
 from disagg.workers.loopback import Loopback
 from tests.model.tiny import random_prompt, save_tiny
 
@@ -27,24 +27,27 @@ SPEC = "kivi:bits=2,group=64,residual=64"
 PROMPT = tuple(random_prompt(200))
 
 
-class Tapped(Loopback):
-    """Writes down the page frames that cross, and which of them were out after each offer."""
+class Tapped(Intake):
+    """Writes down the page frames that cross."""
 
     frames: list[PageFrame]
+
+    def take(self, message: Buffer) -> Credit:
+        frame = unpack(message_frame(message))
+        assert isinstance(frame, PageFrame)
+        self.frames.append(frame)
+        return super().take(message)
+
+
+class Noted(Loopback):
+    """Writes down which frames were out after each offer."""
+
     layers_out: list[tuple[int, int]]  # layer that was just offered, frames out by then
-    commits: list[dict[str, float]]  # their timings
 
     def offer(self, items: Sequence[Item]) -> None:
         super().offer(items)
-        self.layers_out.append((items[0].layer, len(self.frames)))
-
-    def _exchange(self, message: bytes) -> None:
-        frame = unpack(message_frame(message))
-        if isinstance(frame, PageFrame):
-            self.frames.append(frame)
-        if isinstance(frame, CommitFrame):
-            self.commits.append(dict(frame.commit.timings))
-        super()._exchange(message)
+        assert isinstance(self._intake, Tapped)
+        self.layers_out.append((items[0].layer, len(self._intake.frames)))
 
 
 class Walk:
@@ -53,22 +56,21 @@ class Walk:
     def __init__(self, runner: Runner):
         config = EngineConfig(arena_bytes=8 << 20)
         self.sender, self.receiver = Engine(runner, config), Engine(runner, config)
-        self.plan = self.receiver.plan(SPEC)
+        self.plan, pool = self.receiver.plan(SPEC), self.receiver.pool
         terms = Terms(runner.fingerprint, self.plan, 1, config.arena_bytes, lease_s=1e9)
-        ledger = Ledger(terms, self.receiver.pool, iter(range(1, 9)).__next__)
+        self.rules = Reservations(terms, pool, iter(range(1, 9)).__next__)
+        self.intake = Tapped(self.rules, pool.arena)
+        self.intake.frames = []
         request = Request("a", PROMPT, SamplingParams(max_tokens=4), SPEC)
-        self.link = Tapped(request, ledger, self.sender, self.receiver)
-        self.link.frames, self.link.layers_out, self.link.commits = [], [], []
+        self.link = Noted(request, self.intake, self.sender, self.receiver)
+        self.link.layers_out = []
         self.sender.submit(Prefill(request, self.link))
         (prefilled,) = self.sender.step().prefilled
-        self.groups = self.receiver_groups(ledger)
         self.link.finish(prefilled)
-
-    def receiver_groups(self, ledger: Ledger) -> tuple:
-        handoff = ledger.handoff(1)
-        assert handoff is not None
-        assert handoff.groups is not None
-        return handoff.groups
+        (admit,) = [self.receiver._inbox.get() for _ in range(1)]
+        assert isinstance(admit, Admit)
+        self.groups = admit.groups
+        self.receiver.submit(admit)
 
     def close(self) -> None:
         for engine in (self.sender, self.receiver):
@@ -104,7 +106,7 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(runner: Runner) -> Non
     stored = ArenaSource(walk.receiver.pool.arena, checklist, walk.groups)
     sent = {
         item: (named, digest(data))
-        for frame in walk.link.frames
+        for frame in walk.intake.frames
         for item, named, data in zip(frame.items(), frame.digests, frame.payload, strict=True)
     }
     assert list(sent) == list(checklist.items)
@@ -117,16 +119,8 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(runner: Runner) -> Non
             item = Item(Kind.PAGE, 0, layer, record)
             encoded = digest(blocks[record].numpy().tobytes())
             assert sent[item] == (encoded, encoded)
-            assert digest(stored(item)) == encoded
+            assert digest(stored.read([item])[0]) == encoded
             assert digest(read[record].numpy().tobytes()) == encoded
-    walk.close()
-
-
-def test_the_commit_says_what_encoding_took_in_the_words_of_the_service(runner: Runner) -> None:
-    walk = Walk(runner)
-    report = walk.link.report()
-    assert report.encode_ms > 0
-    assert walk.link.commits == [{"encode_ms": report.encode_ms}]
     walk.close()
 
 
@@ -135,5 +129,5 @@ def test_frames_of_a_layer_are_out_before_the_next_layer_computes(runner: Runner
     layers = [layer for layer, _ in walk.link.layers_out]
     frames = [count for _, count in walk.link.layers_out]
     assert layers == [0, 1, 2]
-    assert 0 < frames[0] < frames[1] < frames[2] == len(walk.link.frames)
+    assert 0 < frames[0] < frames[1] < frames[2] == len(walk.intake.frames)
     walk.close()

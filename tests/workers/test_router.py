@@ -316,7 +316,7 @@ def test_what_nobody_foresaw_ends_the_request_at_once() -> None:
 
 def test_a_request_without_workers_ends_at_its_deadline() -> None:
     async def scene(router: Router, network: Network) -> None:
-        with pytest.raises(DeadlineError, match="no token in 0.1 s"):
+        with pytest.raises(DeadlineError, match="no token in"):
             await collect(ask(router))
 
     play(scene, deadline_s=0.1)

@@ -1,6 +1,8 @@
 """Two plain workers and real gRPC: a prompt goes through; whatever goes wrong leaves nothing."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,20 +15,21 @@ from torch import Tensor
 
 from disagg.codecs import kivi
 from disagg.config import Config, TransferConfig
-from disagg.engine.arena import DeviceArena, SharedPool
+from disagg.engine.arena import DeviceArena
 from disagg.engine.sequence import SamplingParams
 from disagg.kernels import ops
 from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
-from disagg.transfer.items import ArenaSource, Checklist
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Admission, Placement
-from disagg.wire import Item, PageFrame, digest
-from disagg.workers.router import Output
+from disagg.pool import Pool
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.reservations import Admission, Reservations, Write
+from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
-from disagg.workers.members import Role
-from disagg.workers.offering import Offering
+from disagg.workers.dispatch import Role
+from disagg.workers.prefill import Offering
+from disagg.workers.router import Output
+from tests.workers.fakes import until
 from tests.workers.pairs import Prompt, house
 
 LAYERS = 6
@@ -46,7 +49,11 @@ def test_a_prompt_goes_through_and_leaves_nothing(
             kv = last.kv
             assert kv["tokens"] == len(story)
             assert kv["fp16_bytes"] == 2 * kv["fp8_bytes"] == len(story) * 6 * 2 * 2 * 64 * 2
-            assert kv["wire_bytes"] > kv["resident_bytes"] * 0.9
+            plan = home.workers["d"].engine.plan(codec)
+            assert kv["payload_bytes"] == Checklist(plan, len(story)).total_bytes
+            assert kv["payload_bytes"] < kv["wire_bytes"] < 1.05 * kv["payload_bytes"]
+            assert min(kv["encode_ms"], kv["wire_ms"], kv["verify_ms"], kv["admit_ms"]) > 0
+            assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
             await home.empty()
 
     asyncio.run(scene())
@@ -80,17 +87,89 @@ def test_many_prompts_at_once_get_the_answers_they_get_alone(
     asyncio.run(scene())
 
 
-def test_one_worker_of_both_roles_hands_over_to_itself(
+def test_one_worker_of_both_roles_serves_requests_whole(
     runners: list[Runner], story: Prompt
 ) -> None:
     async def scene() -> None:
         async with house() as home:
             home.add("w", Role.BOTH, runners[0])
-            tokens, _ = await home.complete(story, KIVI)
-            assert len(tokens) == 12
+            tokens, last = await home.complete(story, KIVI)
+            assert (len(tokens), last.kv["tokens"], last.kv["wire_bytes"]) == (12, len(story), 0)
+            await home.empty()
+            home.add("d", Role.DECODE, runners[1])
+            await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
+            home.workers["w"].role = Role.PREFILL  # and so the router is told
+            home.router.dispatch.members["w"].started = home.workers["w"].started
+            assert (await home.complete(story, KIVI))[0] == tokens
             await home.empty()
 
     asyncio.run(scene())
+
+
+def test_an_answer_of_one_token_ships_nothing(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for, it never reaches a decode worker; ended by its text, it leaves one at once."""
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            (first,), last = await home.complete(story, KIVI, max_tokens=1)
+            assert (last.finish_reason, last.kv["wire_bytes"]) == ("length", 0)
+            monkeypatch.setattr(runners[0], "info", replace(runners[0].info, eos_ids=(first,)))
+            tokens, last = await home.complete(story, KIVI, ignore_eos=False)
+            assert (tokens, last.finish_reason) == ([first], "stop")
+            await home.empty()
+            assert home.workers["d"].engine.pool.gauges()["cached_pages"] == 0  # nothing committed
+
+    asyncio.run(scene())
+
+
+def test_a_worker_says_what_its_links_can_do(runners: list[Runner], story: Prompt) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            prefill, decode = home.workers["p"], home.workers["d"]
+            address = home.router.peers["d"].started.address
+            (line,) = await asyncio.to_thread(prefill.meet, [address])
+            assert line.startswith(f"link to {address}: ")
+            await home.complete(story, KIVI)
+            info = (await prefill.status()).info
+            (link,) = info["links"]
+            assert (link["peer"], link["transport"]) == (address, "gRPC over TCP")
+            assert min(link["round_trip_ms"], link["gbytes_per_s"]) > 0
+            assert info["failures"] == {}
+            assert (await decode.status()).info["links"] == []
+
+    asyncio.run(scene())
+
+
+def test_frames_may_go_over_a_socket_of_their_own(runners: list[Runner], story: Prompt) -> None:
+    async def scene(channel: str) -> list[int]:
+        config = Config(transfer=replace(TransferConfig(), channel=channel))
+        async with house(config) as home:
+            home.pair(runners)
+            tokens, _ = await home.complete(story, KIVI)
+            await home.empty()
+            return tokens
+
+    assert asyncio.run(scene("direct")) == asyncio.run(scene("grpc"))
+
+
+def test_what_was_loaded_is_not_looked_at_again() -> None:
+    subprocess.run([sys.executable, "-c", SETTLES], check=True, timeout=60)
+
+
+SETTLES = """
+import gc
+from disagg.workers.worker import settle_memory
+
+loaded = [[number] for number in range(100_000)]
+settle_memory()
+assert gc.get_freeze_count() >= 100_000
+later = [[number] for number in range(1_000)]
+assert len(gc.get_objects()) < 50_000
+"""
 
 
 def test_pages_of_a_device_go_by_way_of_the_host(
@@ -98,9 +177,9 @@ def test_pages_of_a_device_go_by_way_of_the_host(
 ) -> None:
     """A CPU stands for the device: its arena is only reached by copies."""
 
-    def on_device(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[SharedPool, Tensor]:
+    def on_device(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return SharedPool(DeviceArena(tensor), slab_bytes), tensor
+        return Pool(DeviceArena(tensor), slab_bytes), tensor
 
     async def scene() -> tuple[list[int], Output]:
         async with house() as home:
@@ -121,19 +200,19 @@ def test_the_first_frame_leaves_before_the_last_layer_starts(
 ) -> None:
     """The engine may not go on to the last layer until bytes have arrived at the other worker."""
     arrived, waited = threading.Event(), list[bool]()
-    offer, begin_write = Offering.offer, Ledger.begin_write
+    offer, begin_write = Offering.offer, Reservations.begin_write
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         offer(self, items)
         if items[0].layer == LAYERS - 2:
             waited.append(arrived.wait(30))
 
-    def written(self: Ledger, frame: PageFrame, now: float) -> list[Placement]:
+    def written(self: Reservations, *event: Any) -> Write:
         arrived.set()
-        return begin_write(self, frame, now)
+        return begin_write(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Ledger, "begin_write", written)
+    monkeypatch.setattr(Reservations, "begin_write", written)
 
     async def scene() -> None:
         async with house() as home:
@@ -148,18 +227,18 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    offer, begin_write = Offering.offer, Ledger.begin_write
+    offer, begin_write = Offering.offer, Reservations.begin_write
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         order.append("offer")
         offer(self, items)
 
-    def written(self: Ledger, frame: PageFrame, now: float) -> list[Placement]:
+    def written(self: Reservations, *event: Any) -> Write:
         order.append("write")
-        return begin_write(self, frame, now)
+        return begin_write(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Ledger, "begin_write", written)
+    monkeypatch.setattr(Reservations, "begin_write", written)
 
     async def scene() -> None:
         config = Config(transfer=replace(TransferConfig(), overlap=False))
@@ -200,12 +279,13 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             engine = home.workers["d"].engine
 
             def admitting(self: DecodeSide, admission: Admission) -> None:
-                checklist = Checklist(engine.plan(KIVI), admission.tokens)
-                read = ArenaSource(engine.pool.arena, checklist, admission.groups)
+                checklist = Checklist(engine.plan(KIVI), admission.commit.tokens)
+                source = ArenaSource(engine.pool.arena, checklist, admission.groups)
                 for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
                     if item.kind is Kind.PAGE:
                         wired[item] = seen
-                        stored[item] = digest(read(item))
+                        (data,) = source.read([item])
+                        stored[item] = digest(data)
                 admit(self, admission)
 
             home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)

@@ -2,23 +2,25 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
 from disagg.config import ClusterConfig, Config, TransferConfig
-from disagg.errors import (
-    CorruptFrameError,
-    DisaggError,
-)
+from disagg.engine.engine import Engine
+from disagg.errors import ConfigError, CorruptFrameError, DisaggError, RequestError
 from disagg.model.runner import Runner
-from disagg.transfer import outbox
-from disagg.transfer.convert import frame_parts
-from disagg.wire import Buffer, Item
-from disagg.workers.members import Role
-from disagg.workers.offering import Offering
+from disagg.transfer import sender
+from disagg.transfer.messages import Job
+from disagg.transfer.receiver import Receiver
+from disagg.wire import Buffer, Frame, Item
+from disagg.workers.dispatch import Role
+from disagg.workers.prefill import Offering
+from disagg.workers.worker import Worker
 from tests.workers.fakes import until
 from tests.workers.pairs import GREEDY, House, Prompt, house
 
@@ -32,7 +34,7 @@ def test_leaving_an_answer_frees_both_sides(runners: list[Runner], story: Prompt
             many = GREEDY | {"max_tokens": 2000}
             async with aclosing(home.router.generate(story, many, KIVI)) as outputs:
                 async for output in outputs:
-                    if output.token is not None and home.workers["d"].decode.seats:
+                    if output.token is not None and home.workers["d"].decode.attempts:
                         break
             await home.empty()
 
@@ -109,11 +111,16 @@ def test_a_fenced_worker_drops_what_it_decodes(runners: list[Runner], story: Pro
             many = GREEDY | {"max_tokens": 2000}
             async with aclosing(home.router.generate(story, many, KIVI)) as outputs:
                 async for output in outputs:
-                    if output.token is not None and decode.decode.seats:
+                    if output.token is not None and decode.decode.attempts:
                         break
-                on_io = decode.fence(decode.epoch + 1)
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(on_io, decode._loop))
-                assert not decode.decode.seats
+                assert await outcome(decode, decode.fence(decode.epoch + 2, home.router.id)) == (
+                    "reservation"
+                )
+                assert await outcome(decode, decode.fence(decode.epoch + 1, "other")) == "config"
+                assert decode.decode.attempts
+                await outcome(decode, decode.fence(decode.epoch + 1, home.router.id))
+                assert not decode.decode.attempts
+                assert decode.started.epoch == decode.epoch
             await home.empty()
 
     asyncio.run(scene())
@@ -141,7 +148,7 @@ def test_a_worker_without_a_router_leaves(runners: list[Runner]) -> None:
         config = Config(cluster=replace(ClusterConfig(), orphan_s=0.05))
         async with house(config) as home:
             worker = home.add("d", Role.DECODE, runners[1])
-            await until(lambda: bool(worker._events._subscribers))
+            await until(lambda: worker._events.followed)
             await home.router.close()
             await until(lambda: worker.wait(0.0))
 
@@ -158,12 +165,12 @@ def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(
             many = GREEDY | {"max_tokens": 2000}
             outputs = home.router.generate(story, many, KIVI)
             async for output in outputs:
-                if output.token is not None and home.workers["d"].decode.seats:
+                if output.token is not None and home.workers["d"].decode.attempts:
                     break
-            for listener in home.router._listeners.values():
-                listener.cancel()
+            for watch in home.router._watches.values():
+                watch.task.cancel()
             decode = home.workers["d"]
-            await until(lambda: not decode.decode.seats)
+            await until(lambda: not decode.decode.attempts)
             await until(lambda: not decode.engine.pool.referenced_pages)
             await outputs.aclose()
 
@@ -173,9 +180,9 @@ def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(
 def test_an_engine_that_breaks_ends_its_worker_by_name(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = RuntimeError("the model broke")
+    broken = RuntimeError("the engine broke")
 
-    def forward(self: Runner, batch: object) -> None:
+    def step(self: Engine) -> None:
         raise broken
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -183,26 +190,144 @@ def test_an_engine_that_breaks_ends_its_worker_by_name(
     async def scene() -> None:
         async with house(deadline_s=0.5) as home:
             home.pair(runners)
-            monkeypatch.setattr(Runner, "forward", forward)
+            monkeypatch.setattr(home.workers["p"].engine, "step", partial(step, None))
             with pytest.raises(DisaggError):
                 await home.complete(story, KIVI)
             worker = home.workers.pop("p")
-            with pytest.raises(RuntimeError, match="the model broke"):
+            with pytest.raises(RuntimeError, match="the engine broke"):
                 await until(lambda: worker.wait(0.0))
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_a_damaged_frame_is_refused_by_name(
-    damage: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError("a clock stood still"), None], ids=["error", "end"])
+def test_a_supervised_task_that_ends_ends_its_worker(
+    error: Exception | None, runners: list[Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(parts: Sequence[Buffer]) -> list[Buffer]:
-        frame = bytearray(b"".join(parts))
-        frame[-1] ^= 1
-        return frame_parts([bytes(frame[:-3] if damage == "cut" else frame)])
+    """Nothing that ends leases or frees what is orphaned may stop unnoticed."""
+    go = threading.Event()
 
-    monkeypatch.setattr(outbox, "frame_parts", damaged)
+    async def keep_time(self: Receiver) -> None:
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(Receiver, "run", keep_time)
+
+    async def scene() -> None:
+        async with house() as home:
+            worker = home.add("d", Role.DECODE, runners[0])
+            await until(lambda: worker._events.followed)
+            go.set()
+            del home.workers["d"]
+            with pytest.raises(RuntimeError, match="a clock stood still" if error else "has ended"):
+                await until(lambda: worker.wait(0.0))
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("side", "error"),
+    [("send", OverflowError("Integer value out of range")), ("admit", KeyError("codec"))],
+)
+def test_what_nobody_foresaw_ends_one_request_and_leaves_nothing(
+    side: str,
+    error: Exception,
+    runners: list[Runner],
+    story: Prompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever type an error has, the sequence that the engine holds for the hand-off is freed."""
+
+    def broken(*args: object) -> None:
+        raise error
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            receiver = home.workers["d"].receiver
+            target, name = (sender, "pack") if side == "send" else (receiver, "_on_admit")
+            whole = getattr(target, name)
+            monkeypatch.setattr(target, name, broken)
+            asked = [home.complete(story, KIVI) for _ in range(4)]
+            failures = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(failure, DisaggError) for failure in failures)
+            await home.empty()
+            monkeypatch.setattr(target, name, whole)
+            tokens, _ = await home.complete(story, KIVI)
+            assert len(tokens) == 12
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_an_integer_beyond_64_bits_is_refused_and_wedges_nothing(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            for name in ("top_k", "max_tokens", "seed"):
+                with pytest.raises(RequestError, match=name):
+                    await home.complete(story, KIVI, **{name: 2**64})
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_the_next_router_finds_nothing_of_the_one_before(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            many = GREEDY | {"max_tokens": 2000}
+            outputs = home.router.generate(story, many, KIVI)
+            async for output in outputs:
+                if output.token is not None and home.workers["d"].decode.attempts:
+                    break
+            decode = home.workers["d"]
+            job = Job("r", 1, story, sampling={"max_tokens": 4})
+            with pytest.raises(ConfigError, match="follows router"):
+                await anext(decode.events({}, "other"))
+            for watch in home.router._watches.values():
+                watch.task.cancel()  # as if it had been killed
+            await until(lambda: not decode._events.followed)
+            steps = decode.events({}, "other")
+            on_io = asyncio.run_coroutine_threadsafe(anext(steps), decode._loop)
+            step = await asyncio.wrap_future(on_io)
+            assert step.events == ()
+            assert not decode.decode.attempts
+            assert decode.receiver.gauges()["running"] == 0
+            assert await outcome(decode, decode.reserve(job, decode.epoch)) == ""
+            assert await outcome(decode, decode.abort("r", 1, "")) == ""
+            await outcome(decode, steps.aclose())  # type: ignore[attr-defined]
+            await outputs.aclose()
+
+    asyncio.run(scene())
+
+
+async def outcome(worker: Worker, call: Coroutine[Any, Any, object]) -> str:
+    """The reason of the error of a call on the worker's loop; none."""
+    try:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, worker._loop))
+    except DisaggError as error:
+        return error.reason
+    return ""
+
+
+def test_damaged_frames_are_refused_by_name(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(frame: Frame) -> list[Buffer]:
+        data = bytearray(b"".join(pack(frame)))
+        data[-1] ^= 1
+        return [bytes(data)]
+
+    pack = sender.pack
+    monkeypatch.setattr(sender, "pack", damaged)
 
     async def scene() -> None:
         async with house() as home:
@@ -210,6 +335,7 @@ def test_a_damaged_frame_is_refused_by_name(
             with pytest.raises(CorruptFrameError) as caught:
                 await home.complete(story, KIVI)
             assert caught.value.exit_code == 6
+            assert (await home.workers["p"].status()).info["failures"] == {"corrupt_frame": 3}
             await home.empty()
 
     asyncio.run(scene())

@@ -2,13 +2,11 @@
 
 import asyncio
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
-from disagg.config import Config, EngineConfig, TransferConfig
+from disagg.config import Config, EngineConfig
 from disagg.errors import (
-    CapacityError,
     ConfigError,
     DisaggError,
     LayoutError,
@@ -17,9 +15,8 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.model.runner import Runner
-from disagg.transfer.ledger import Ledger
-from disagg.transfer.messages import Request, Waiter
-from disagg.transfer.work import Submit, Work
+from disagg.plan import Plan
+from disagg.transfer.messages import Job, Submit, Work
 from tests.workers.pairs import Prompt, house
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -52,13 +49,18 @@ def test_a_codec_that_cannot_be_is_refused_by_name(
 def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
     runners: list[Runner], story: Prompt, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def plan(spec: str) -> None:
-        raise ValueError(f"nobody foresaw {spec}")
-
     async def scene() -> None:
         async with house(deadline_s=1e6) as home:
             home.pair(runners)
-            home.workers["p"].engine.plan = plan  # type: ignore[assignment]
+            engine = home.workers["p"].engine
+            plans = engine.plan
+
+            def plan(spec: str) -> Plan:
+                if spec == "raw":
+                    raise ValueError(f"nobody foresaw {spec}")
+                return plans(spec)
+
+            engine.plan = plan  # type: ignore[assignment]
             with pytest.raises(DisaggError, match="ValueError: nobody foresaw raw"):
                 await home.complete(story, "raw")
             assert home.workers["p"].prefill.failures["internal"] >= 1
@@ -73,8 +75,9 @@ def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
         ((1,) * 5000, {}, PromptTooLongError),
         ((10**6,), {}, RequestError),
         ((1, 2), {"top_p": 0.0}, RequestError),
+        ((1, 2), {"beams": 4}, RequestError),
     ],
-    ids=["too-long", "no-such-token", "no-such-sampling"],
+    ids=["too-long", "no-such-token", "no-such-value", "no-such-sampling"],
 )
 def test_a_request_that_cannot_be_is_refused_by_name(
     prompt: Prompt, params: dict[str, float], error: type[DisaggError], runners: list[Runner]
@@ -130,34 +133,6 @@ def test_prompts_wait_for_room_at_the_decode_worker(runners: list[Runner], story
     asyncio.run(scene())
 
 
-def test_a_receiver_that_refuses_at_once_is_asked_less_and_less_and_the_bytes_count(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserve, asked, refusals = Ledger.reserve, list[float](), 3
-
-    def reserved(self: Ledger, request: Request, now: float) -> Waiter:
-        asked.append(now)
-        if len(asked) <= refusals:
-            raise CapacityError("the queue is full")
-        return reserve(self, request, now)
-
-    async def scene() -> None:
-        same_frames = replace(TransferConfig(), dedup=False, overlap=False)  # whatever the timing
-        async with house(Config(transfer=same_frames)) as home:
-            home.pair(runners)
-            _, plain = await home.complete(story, KIVI)
-            monkeypatch.setattr(Ledger, "reserve", reserved)
-            _, last = await home.complete(story, KIVI)
-            gaps = [later - sooner for sooner, later in pairwise(asked)]
-            assert len(gaps) == refusals
-            assert all(gap >= 0.05 * 2**i for i, gap in enumerate(gaps))
-            more = last.kv["wire_bytes"] - plain.kv["wire_bytes"]  # type: ignore[operator]
-            assert more > refusals * 60  # a request has a name of 32 characters, and more
-            await home.empty()
-
-    asyncio.run(scene())
-
-
 def test_another_model_is_refused_by_its_fingerprint(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,10 +152,14 @@ def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(runners: lis
         async with house() as home:
             home.pair(runners)
             prefill, decode = home.workers["p"], home.workers["d"]
-            work = Submit("r", 1, Work.PREFILL, decode.epoch, (1, 2))
+            job = Job("r", 1, (1, 2))
             with pytest.raises(RequestError, match="decode"):
-                await decode.submit(work)
+                await decode.submit(Submit(job, Work.PREFILL, decode.epoch))
+            with pytest.raises(RequestError, match="prefill"):
+                await prefill.reserve(job, prefill.epoch)
             with pytest.raises(ReservationError, match="epoch"):
-                await prefill.submit(replace(work, epoch=prefill.epoch - 1))
+                await prefill.submit(Submit(job, Work.PREFILL, prefill.epoch - 1))
+            with pytest.raises(ReservationError, match="epoch"):
+                await decode.reserve(job, decode.epoch + 1)
 
     asyncio.run(scene())
