@@ -35,7 +35,7 @@ from disagg.transfer.messages import (
     State,
     answer_to,
     parse,
-    ticket_from,
+    read,
 )
 from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
@@ -261,7 +261,7 @@ class Receiver:
 
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
-        tickets = list(map(ticket_from, parse(kv.RenewRequest, data).tickets))
+        tickets = read(parse(kv.RenewRequest, data))["tickets"]
         with self._event() as now:
             over = self.reservations.renew(tickets, now)
         return kv.RenewResponse(over=over).SerializeToString()

@@ -29,7 +29,7 @@ from disagg.transfer.messages import (
     Nack,
     State,
     answer_from,
-    ticket_to,
+    fill,
 )
 from disagg.transfer.receiver import Intake, Receiver
 from disagg.transfer.reservations import Admission, Dropped
@@ -338,7 +338,7 @@ def test_an_open_frame_pins_its_pages_until_it_is_given_up_and_renewals_outlast_
         booth = Booth()
         ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
         intake.begin(prompt.frames(ticket)[0], 9000)
-        renewal = kv.RenewRequest(tickets=[ticket_to(ticket)]).SerializeToString()
+        renewal = fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()
         for _ in range(5):
             booth.clock.now += 9.0
             assert not kv.RenewResponse.FromString(await booth.receiver.renew(renewal)).over
@@ -474,7 +474,7 @@ def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(pr
         kept, lost = await booth.begin(prompt, "kept"), await booth.begin(prompt, "lost")
         timers = asyncio.create_task(booth.receiver.run())
         booth.clock.now += 6.0
-        request = kv.RenewRequest(tickets=[ticket_to(kept), ticket_to(Ticket(1, EPOCH, 1))])
+        request = fill(kv.RenewRequest, tickets=[kept, Ticket(1, EPOCH, 1)])
         answer = await booth.receiver.renew(request.SerializeToString())
         assert list(kv.RenewResponse.FromString(answer).over) == [1]
         booth.clock.now += 6.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.bench.inputs import Shape
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.errors import (
     CapacityError,
@@ -543,7 +543,7 @@ def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_path):
 @pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
 def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
-    plan = Shape(layers=80, heads=8, head_dim=128).plan(codec)
+    plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
 
     async def scene():
