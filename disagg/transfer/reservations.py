@@ -38,7 +38,6 @@ from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
 Piece = tuple[int, Buffer]
-LEAST_MS = 1e-6  # so that an Ack has the same size whatever was measured
 
 
 @dataclass(frozen=True)
@@ -89,17 +88,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Admission:
-    """Do: give a complete prompt to the engine. Its groups are the engine's from here on.
-
-    wire_bytes: all messages between sender and receiver, both ways, the answer to the commit too
-    verify_ms:  spent on digests and copies
-    """
+    """Do: give a complete prompt to the engine. Its groups are the engine's from here on."""
 
     job: Job
     groups: tuple[GroupState, ...]
     commit: Commit
-    wire_bytes: int
-    verify_ms: float
     nonce: int
 
 
@@ -138,7 +131,6 @@ class Reservation:
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
         self.ack: Ack | None = None
-        self.wire_bytes = 0
         self.verify_ms = 0.0
 
     @property
@@ -304,12 +296,13 @@ class Reservations:
         reservation.writes += 1
         return write
 
-    def end_write(self, write: Write, written: bool) -> None:
+    def end_write(self, write: Write, written: bool, verify_ms: float = 0.0) -> None:
         """Close a write; `written` only if the bytes have their digests and are in place.
 
         Frees the records of a reservation that ended while it was open.
         """
         reservation = write.reservation
+        reservation.verify_ms += verify_ms
         if reservation.contents is not None:  # else it had nothing to write
             reservation.contents.arrivals.end_write(write.new, written)
         reservation.lossy |= not written
@@ -350,17 +343,18 @@ class Reservations:
         if missing := contents.arrivals.missing(frame.commit):
             return Nack(missing)
         reservation.committed = _hash(frame.commit)
-        reservation.ack = Ack(max(LEAST_MS, reservation.verify_ms), LEAST_MS)
+        reservation.ack = Ack(reservation.verify_ms)
         self._admit(reservation, contents, frame.commit)
         return reservation.ack
 
     # -- what the engine says, and time
 
     def acknowledge(self, nonce: int, admit_ms: float) -> Ack:
-        """The engine took what was admitted: the answer to this commit and the next."""
+        """The engine took what was admitted: the answer to this commit and to the same again."""
         reservation = self._by_nonce[nonce]
         assert reservation.ack is not None
-        reservation.ack = Ack(reservation.ack.verify_ms, max(LEAST_MS, admit_ms))
+        if not reservation.ack.admit_ms:
+            reservation.ack = replace(reservation.ack, admit_ms=admit_ms)
         return reservation.ack
 
     def reject(self, admission: Admission, reason: str, now: float) -> None:
@@ -402,12 +396,6 @@ class Reservations:
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
-
-    def count(self, nonce: int, nbytes: int = 0, verify_ms: float = 0.0) -> None:
-        """Note what crossed the link for a reservation, and what it took here."""
-        if reservation := self._by_nonce.get(nonce):
-            reservation.wire_bytes += nbytes
-            reservation.verify_ms += verify_ms
 
     def take_actions(self) -> list[Admission | Dropped]:
         """What the worker must do now, in order."""
@@ -466,8 +454,8 @@ class Reservations:
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        figures = reservation.wire_bytes, reservation.verify_ms, reservation.nonce
-        self._actions.append(Admission(contents.job, contents.holding.groups, commit, *figures))
+        groups, nonce = contents.holding.groups, reservation.nonce
+        self._actions.append(Admission(contents.job, groups, commit, nonce))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
         if reservation.state.admitted:
