@@ -286,14 +286,13 @@ class Channel:
 
 
 class PushStream:
-    """A `FrameStream` over gRPC."""
+    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
 
     def __init__(self, link: Link):
         self._address = link.address
         self._call = link.channel.stream_stream(PUSH)(metadata=link.metadata)
 
     async def send(self, parts: Sequence[Buffer]) -> int:
-        """See `FrameStream`. The one copy of what is sent is made here."""
         message = frame_message(parts)
         try:
             await self._call.write(message)
@@ -302,7 +301,6 @@ class PushStream:
         return len(message)
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
-        """See `FrameStream`."""
         try:
             async for reply in self._call:
                 yield reply
@@ -310,7 +308,6 @@ class PushStream:
             raise error_of(failure, self._address) from failure
 
     def close(self) -> None:
-        """See `FrameStream`."""
         self._call.cancel()
 
 

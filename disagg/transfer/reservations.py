@@ -119,7 +119,8 @@ class Reservation:
 
     def __init__(self, nonce: int, contents: Contents):
         self.nonce = nonce
-        self.rid, self.attempt = contents.job.rid, contents.job.attempt
+        job = contents.job
+        self.rid, self.attempt, self.name = job.rid, job.attempt, job.name
         self.contents: Contents | None = contents
         self.state = State.HELD
         self.reason = ""
@@ -132,11 +133,6 @@ class Reservation:
         self.committed = 0  # stands for the commit
         self.ack: Ack | None = None
         self.verify_ms = 0.0
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return f"attempt {self.attempt} of {self.rid}"
 
     def live(self) -> Contents:
         """What it holds; ReservationError once it is over."""
@@ -388,9 +384,9 @@ class Reservations:
         """Forget what is damaged; (rid, attempt) of whoever had it or was promised it: over now."""
         self.cache.end_scrub(scrub, damaged)
         struck = {}
-        for find in (x for x in scrub.finds if x.key in damaged):
-            error = damaged[find.key]
-            hit = [x for x in self._of() if not x.pages.isdisjoint(find.pages)]
+        for note in (x for x in scrub.notes if x.key in damaged):
+            error = damaged[note.key]
+            hit = [x for x in self._of() if not x.pages.isdisjoint(note.pages)]
             for reservation in hit:
                 self._stop(reservation, State.ABORTED, str(error), now)
             struck[error] = [(x.rid, x.attempt) for x in hit]
