@@ -3,8 +3,8 @@
     router ── Job: Reserve, Submit, Abort ──► worker ── Step: events and Load ──► router
     prefill ── Ticket: Attach, frames, Renew, Commit ──► decode ── Attached, credit, Ack ──► prefill
 
-What comes from a peer is checked here: RequestError and CorruptFrameError for what no honest peer
-sends. Nothing here knows gRPC.
+The .proto files say what each field means; here stands what Python has besides. What comes from a
+peer is checked here: RequestError and CorruptFrameError for what no honest peer sends.
 """
 
 import json
@@ -65,15 +65,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True)
 class Job(Told, form=pb.Job):
-    """One attempt of a request, as its workers know it.
-
-    rid, attempt: the router's name of the request, and how often it was started
-    prompt:       token ids
-    emitted:      tokens that the client has already: decode is forced through them
-    sampling:     parameters by the names of the engine
-    codec:        codec spec or plan; empty: the one of the worker
-    deadline_s:   seconds until the attempt is given up
-    """
+    """One attempt of a request, as its workers know it. `sampling`: by the names of the engine."""
 
     rid: str
     attempt: int
@@ -91,11 +83,7 @@ class Job(Told, form=pb.Job):
 
 @dataclass(frozen=True)
 class Grant(Told, form=pb.ReserveResponse):
-    """A reservation: what the router hands to the prefill worker.
-
-    lease_s:       it ends this long after the last sign of life of its sender
-    cached_tokens: leading tokens of the prompt whose pages are at the decode worker already
-    """
+    """A reservation: what the router hands to the prefill worker."""
 
     nonce: int
     epoch: int
@@ -105,12 +93,7 @@ class Grant(Told, form=pb.ReserveResponse):
 
 @dataclass(frozen=True)
 class Submit(Told, form=pb.SubmitRequest):
-    """A job for a worker.
-
-    epoch:          the incarnation of the worker that this is meant for
-    decode_address: "host:port" of the decode worker, with its `decode_epoch` and the `nonce` of the
-                    reservation there; empty for local work
-    """
+    """A job for a worker; where it is no local work, with the reservation at a decode worker."""
 
     job: Job
     work: Work
@@ -122,11 +105,7 @@ class Submit(Told, form=pb.SubmitRequest):
 
 @dataclass(frozen=True)
 class Load(Told, form=pb.Load):
-    """What a worker could take now.
-
-    free_bytes: of its arena, for a reservation or a prompt · slots: sequences
-    running:    sequences that compute · waiting: sequences that wait for room in its pool
-    """
+    """What a worker could take now: bytes and sequences; and those that run or wait for room."""
 
     free_bytes: int = 0
     slots: int = 0
@@ -138,11 +117,7 @@ class Load(Told, form=pb.Load):
 class TokenEvent(Told, form=pb.TokenEvent):
     """Something happened to a request: a token, the end, an error, or figures.
 
-    index:         of the token among the outputs of the request
-    token:         None where none was made
-    finish_reason: "stop", "length", "abort"; empty while the request goes on
-    error:         what ended the attempt
-    stats:         figures of the hand-off, by the names of `metrics.HandoffStats`
+    stats: figures of the hand-off, by the names of `metrics.HandoffStats`
     """
 
     rid: str
@@ -217,9 +192,6 @@ class Attached(Told, form=kv.AttachResponse):
     state:  ATTACHED, or ADMITTED (commit again to hear the answer), or EXPIRED (it is over)
     have:   items with their digests; those of the first `cached` units of each layer group were
             found by their content keys: the sender takes these digests for its own
-    credit: bytes of frames of this hand-off that may be on the way
-    port, key: where a direct connection is accepted on the host that answers, and what its hello
-            carries; 0: nowhere
     """
 
     state: State
@@ -233,10 +205,7 @@ class Attached(Told, form=kv.AttachResponse):
 
 @dataclass(frozen=True)
 class Credit(Told, form=kv.PushResponse):
-    """What became of `frames` frames of one attachment: `nbytes` more may be sent in their place.
-
-    error: why they were dropped; None: they are stored
-    """
+    """What became of `frames` frames of one attachment: `nbytes` more may be sent in their place."""
 
     nonce: int
     gen: int

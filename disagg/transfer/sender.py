@@ -30,6 +30,7 @@ from disagg.errors import (
 from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
+from disagg.transfer.control import KvClient
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import Checklist, items_in_frame, message_bytes, units_of
 from disagg.wire import (
@@ -335,8 +336,10 @@ class Sender:
 
     async def _attach(self) -> Attached:
         self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
+        options, client = self._channel.options, KvClient(self._channel.link)
+        attach = replace(self._terms, ticket=self.ticket, direct=options.direct)
         try:
-            attached, nbytes = await self._channel.attach(replace(self._terms, ticket=self.ticket))
+            attached, nbytes = await client.attach(attach, options.call_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         self.wire_bytes += nbytes
