@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAGIC, VERSION = b"dgKD", 1
 KEY_BYTES, KEY_S = 16, 10.0
 HELLO_S, MAX_STRANGERS = 2.0, 64  # connections that have not said hello
+REST_S = 0.1  # after one that could not be taken
 MAX_PARTS = 256  # of one gathered read or write; the kernel takes up to 1024
 MAX_ANSWER_BYTES = 64 << 10
 MAX_READS = 64  # reads in a row; then others have their turn, however much a peer sends
@@ -249,7 +250,12 @@ class DirectServer:
         with self._socket:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    raw, _ = await loop.sock_accept(self._socket)
+                    try:
+                        raw, _ = await loop.sock_accept(self._socket)
+                    except OSError as error:  # of one connection, or of too many open files
+                        log.warning("no direct connection can be taken: %s", error)
+                        await asyncio.sleep(REST_S)
+                        continue
                     while len(self._strangers) >= MAX_STRANGERS:
                         self._strangers.popitem(last=False)[0].cancel()
                     task = group.create_task(self._connection(raw))

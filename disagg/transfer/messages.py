@@ -205,7 +205,7 @@ class Attached(Told, form=kv.AttachResponse):
 
 @dataclass(frozen=True)
 class Credit(Told, form=kv.PushResponse):
-    """What became of `frames` frames of one attachment: `nbytes` more may be sent in their place."""
+    """What became of frames of one attachment; `nbytes` more may be sent in their place."""
 
     nonce: int
     gen: int

@@ -1,6 +1,7 @@
 """Frames over a socket: whole, by key only, TLS or not; bytes of nobody end the connection."""
 
 import asyncio
+import errno
 import random
 import socket
 import struct
@@ -16,7 +17,7 @@ from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectServer, dial
 from disagg.transfer.messages import Attached, Credit, State
 from disagg.transfer.security import Security
-from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, digest, pack, unpack
+from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
 from tests.papers import make_papers
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
@@ -95,10 +96,6 @@ async def open_direct(
             assert all(shelf.closed for shelf in shelves)
 
 
-def digests_of(prompt: Prompt) -> dict[Item, int]:
-    return {item: digest(prompt.bytes_of(item)) for item in prompt.checklist.items}
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
 async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
     async with open_direct(papers if tls else None) as (peer, channel, _, shelves):
@@ -111,7 +108,7 @@ async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(promp
         for sender in senders:
             offer_all(sender, prompt)
         running = [asyncio.create_task(sender.run()) for sender in senders]
-        await until(lambda: list(peer.have.values()) == 3 * [digests_of(prompt)])
+        await until(lambda: list(peer.have.values()) == 3 * [prompt.digests()])
         await until(lambda: len(peer.commits) == 3)
         await settle()
         for stats in await asyncio.gather(*running):
@@ -130,7 +127,7 @@ async def test_a_direct_connection_that_breaks_is_resumed(prompt):
         sender.offer(prompt.checklist.layer(1))
         sender.offer(prompt.checklist.layer(2))
         sender.finish(1)
-        await until(lambda: peer.have[7] == digests_of(prompt))
+        await until(lambda: peer.have[7] == prompt.digests())
         await until(lambda: bool(peer.commits))
         async with peer.stored:
             peer.stored.notify_all()
@@ -228,6 +225,23 @@ def test_nobody_at_the_port_is_a_lost_peer():
         port = free.getsockname()[1]
     with pytest.raises(PeerLostError, match="no direct connection"):
         asyncio.run(dial(f"{HOST}:1", port, KEY))
+
+
+async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeypatch):
+    """Too many open files: an error of accept once ended the worker."""
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]
+
+    async def fail_once(sock: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return await accept(sock)
+
+    monkeypatch.setattr(loop, "sock_accept", fail_once)
+    async with open_door() as (server, port, shelves):
+        stream = await dial(f"{HOST}:1", port, server.make_key())
+        await until(lambda: len(shelves) == 1)
+        stream.close()
 
 
 # -- what may come

@@ -1,12 +1,11 @@
 """Two processes, one of which dies or freezes in the middle of a hand-off; and links that break."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -18,7 +17,7 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
-from tests.transfer.house import HOST, open_house
+from tests.transfer.house import HOST, open_house, process
 from tests.transfer.peer import QUICK, offer_all, until
 from tests.transfer.prompts import Prompt, make_prompt
 
@@ -62,23 +61,6 @@ def send(address: str, attach: Attach, options: ChannelOptions, answer: Connecti
             answer.send(str(error))
 
     asyncio.run(scene())
-
-
-@contextmanager
-def process(target: object, *arguments: object) -> Iterator[tuple[object, Connection]]:
-    """Another process; killed at the end if it still lives."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.transfer.test_faults"])
-    ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield child, ours
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
 
 
 async def push_until(

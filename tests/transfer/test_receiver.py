@@ -19,7 +19,6 @@ from disagg.errors import (
 from disagg.pool import HostArena, Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
-from disagg.transfer.direct import DirectServer
 from disagg.transfer.link import measure
 from disagg.transfer.messages import (
     Ack,
@@ -33,10 +32,11 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.receiver import Intake, Receiver
 from disagg.transfer.reservations import Admission, Dropped
-from disagg.transfer.rpc import connect, start_server
+from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
 from disagg.wire import CommitFrame, Frame, Item, PageFrame, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
+from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, offer_all, until
 from tests.transfer.prompts import (
     EPOCH,
@@ -559,31 +559,19 @@ async def test_control_messages_of_nobody_end_in_a_typed_error_or_name_nobody(ca
 
 
 @asynccontextmanager
-async def open_door(direct: bool = False, **terms: object) -> AsyncIterator[tuple[Booth, Channel]]:
-    """A receiver on a free port, and a channel to it; everything is closed and checked."""
-    booth = Booth(**terms)
-    sockets = DirectServer(booth.receiver.open_channel)
-    port = sockets.listen("127.0.0.1")
-    booth.receiver.direct = lambda: (port, sockets.make_key())
-    tasks = [asyncio.create_task(x.run()) for x in (booth.receiver, sockets)]
-    server, address = await start_server([booth.receiver.handlers()], "127.0.0.1")
-    channel = Channel(address, None, replace(QUICK, direct=direct))
-    try:
-        yield booth, channel
-    finally:
-        await channel.close()
-        await server.stop(None)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    booth.free()
-    booth.assert_nothing_held()
+async def open_door(direct: bool = False, **terms: object) -> AsyncIterator[tuple[House, Channel]]:
+    """A receiver on free ports, and a channel to it; everything is closed and checked."""
+    async with open_house(CountingReceiver, **terms) as house:
+        channel = Channel(house.address, None, replace(QUICK, direct=direct))
+        try:
+            yield house, channel
+        finally:
+            await channel.close()
+        house.free()
 
 
-def sender_of(booth: Booth, channel: Channel, prompt: Prompt, rid: str) -> Sender:
-    grant = booth.receiver.reserve(prompt.job(rid), EPOCH)
-    attach = Attach(Ticket(grant.nonce, grant.epoch, 0), MODEL, prompt.plan.fingerprint, 1500)
-    return Sender(channel, attach, prompt.plan, prompt.read, 20.0)
+def sender_of(house: House, channel: Channel, prompt: Prompt, rid: str) -> Sender:
+    return Sender(channel, house.reserve(prompt, rid), prompt.plan, prompt.read, 20.0)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -592,17 +580,17 @@ async def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_th
 ):
     prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
 
-    async with open_door(direct) as (booth, channel):
+    async with open_door(direct) as (house, channel):
         for rid, prompt in prompts.items():
-            booth.receiver.nbytes = 0
-            sender = sender_of(booth, channel, prompt, rid)
+            house.receiver.nbytes = 0
+            sender = sender_of(house, channel, prompt, rid)
             offer_all(sender, prompt)
             stats = await sender.run()
-            admission = booth.admitted[-1]
-            assert prompt.equals(booth.pool.arena, admission.groups)
+            admission = house.admitted[-1]
+            assert prompt.equals(house.pool.arena, admission.groups)
             assert admission.job.rid == rid
             assert admission.commit.first_token == 42
-            assert stats.wire_bytes == booth.receiver.nbytes
+            assert stats.wire_bytes == house.receiver.nbytes
             assert stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
         assert stats.cached_bytes > 0
 
@@ -610,11 +598,11 @@ async def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_th
 async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_other():
     prompts = {f"r{seed}": make_prompt(1500, seed) for seed in range(4)}
 
-    async with open_door(lease_s=2.0) as (booth, channel):
-        senders = {rid: sender_of(booth, channel, x, rid) for rid, x in prompts.items()}
+    async with open_door(lease_s=2.0) as (house, channel):
+        senders = {rid: sender_of(house, channel, x, rid) for rid, x in prompts.items()}
         runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
-        await until(lambda: booth.receiver.gauges()["streams"] == 4)
-        booth.receiver.abort("r1", 0, "client gone")
+        await until(lambda: house.receiver.gauges()["streams"] == 4)
+        house.receiver.abort("r1", 0, "client gone")
         for rid, sender in senders.items():
             offer_all(sender, prompts[rid])
         done = dict(
@@ -622,17 +610,17 @@ async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_o
         )
         assert isinstance(done.pop("r1"), ReservationError)
         assert {stats.attaches for stats in done.values()} == {1}
-        for admission in booth.admitted:
+        for admission in house.admitted:
             rid = admission.job.rid
-            assert prompts[rid].equals(booth.pool.arena, admission.groups)
-        assert len(booth.admitted) == 3
+            assert prompts[rid].equals(house.pool.arena, admission.groups)
+        assert len(house.admitted) == 3
 
 
 async def test_refusals_and_probes_over_a_server(prompt):
-    async with open_door() as (booth, channel):
+    async with open_door() as (house, channel):
         link = connect(channel.address)
         with pytest.raises(RequestError):
             await link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
-        assert booth.receiver.failures == {"request": 1}
+        assert house.receiver.failures == {"request": 1}
         assert (await measure(link)).gbytes_per_s > 0
         await link.close()

@@ -26,7 +26,7 @@ from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import units_of
 from disagg.transfer.sender import Sender
-from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest
+from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
@@ -43,21 +43,13 @@ async def hand_over(sender: Sender, prompt: Prompt) -> HandoffStats:
     return await sender.run()
 
 
-def digests_of(prompt: Prompt, items: Sequence[Item]) -> dict[Item, int]:
-    return {item: digest(prompt.bytes_of(item)) for item in items}
-
-
-def whole(prompt: Prompt) -> dict[Item, int]:
-    return digests_of(prompt, prompt.checklist.items)
-
-
 # -- one hand-off
 
 
 async def test_a_prompt_arrives_whole_with_what_only_prefill_knows(prompt):
     async with open_peer() as (peer, channel):
         stats = await hand_over(peer.sender(prompt, channel), prompt)
-        assert peer.have[7] == whole(prompt)
+        assert peer.have[7] == prompt.digests()
         (frame,) = peer.commits
         assert frame.ticket == Ticket(7, EPOCH, 1)
         assert frame.commit.first_token == 42
@@ -93,7 +85,7 @@ async def test_what_the_receiver_has_is_not_sent(prompt):
     found = unit.items(PLAN.groups[0])
     equal = [item for item in prompt.checklist.items if item not in found][:5]
     async with open_peer(cached=(1, 0)) as (peer, channel):
-        peer.have[7] = dict.fromkeys(found, 1) | digests_of(prompt, equal)
+        peer.have[7] = dict.fromkeys(found, 1) | prompt.digests(equal)
         stats = await hand_over(peer.sender(prompt, channel), prompt)
         sent = {item for frame in peer.frames for item in frame.items()}
         assert sent == set(prompt.checklist.items) - {*found, *equal}
@@ -112,7 +104,7 @@ async def test_what_a_commit_misses_is_sent_again(prompt):
 
         peer.on_commit = lose
         stats = await hand_over(peer.sender(prompt, channel), prompt)
-        assert peer.have[7] == whole(prompt)
+        assert peer.have[7] == prompt.digests()
         assert (len(peer.commits), stats.attaches) == (2, 1)
 
 
@@ -183,7 +175,7 @@ def test_frames_that_are_dropped_are_sent_again_and_three_times_at_most(prompt):
 
             peer.on_frame = drop
             stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert peer.have[7] == whole(prompt)
+            assert peer.have[7] == prompt.digests()
             assert peer.opened == 1  # the stream went on
             return stats.attaches
 
@@ -237,7 +229,7 @@ async def test_a_broken_stream_is_resumed_by_all_its_hand_offs_with_what_is_miss
         peer.on_frame = cut
         senders = [peer.sender(prompt, channel, nonce) for nonce in (7, 8)]
         several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
-        assert peer.have == {7: whole(prompt), 8: whole(prompt)}
+        assert peer.have == {7: prompt.digests(), 8: prompt.digests()}
         assert [stats.attaches for stats in several] == [2, 2]
         assert peer.opened == 2
         sent = sum(stats.payload_bytes for stats in several)
@@ -341,7 +333,7 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         await second
         assert peer.opened == 1
         assert senders[0].frames == left  # nothing more of it was sent
-        assert peer.have[2] == whole(prompt)
+        assert peer.have[2] == prompt.digests()
 
 
 async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
