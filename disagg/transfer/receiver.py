@@ -166,7 +166,8 @@ class Receiver:
         """The service, for `rpc.start_server`."""
         calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
         streams = {"Push": self.push, "Probe": absorb}
-        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=self._note)
+        note = lambda error: self.failures.update([error.reason])  # noqa: E731
+        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=note)
 
     async def run(self) -> None:
         """End leases when they are due and verify what is kept, until it is cancelled.
@@ -286,7 +287,7 @@ class Receiver:
 
     def _act(self) -> None:
         """Do all that was decided; raises the first failure of it."""
-        failure: Exception | None = None
+        failures = []
         for action in self.reservations.take_actions():
             try:
                 if isinstance(action, Dropped):
@@ -294,19 +295,16 @@ class Receiver:
                 else:
                     self._on_admit(action)
             except Exception as error:
-                failure = failure or error
+                failures.append(error)
                 if isinstance(action, Admission):
                     self.reservations.reject(action, str(error), self._clock())
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
 
     def _wake(self) -> None:
         """Something happened: who waits for that looks again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-    def _note(self, error: DisaggError) -> None:
-        self.failures[error.reason] += 1
 
     async def _keep_time(self) -> None:
         while True:

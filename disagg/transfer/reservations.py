@@ -37,7 +37,6 @@ from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
-Piece = tuple[int, Buffer]
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,13 @@ class Dropped:
     reason: str
 
 
-@dataclass(frozen=True)
 class Contents:
     """What a live reservation holds: its job, its records, and what has arrived of them."""
 
-    job: Job
-    holding: Holding
-    arrivals: Arrivals
+    def __init__(self, job: Job, holding: Holding):
+        self.job = job
+        self.holding = holding
+        self.arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
 
 
 class Reservation:
@@ -163,7 +162,9 @@ class Write:
     new: Mapping[int, int]
     spans: list[list[Span]]
 
-    def pieces(self, payload: Sequence[Buffer], landed: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, payload: Sequence[Buffer], landed: bool = False
+    ) -> Iterator[tuple[int, Buffer]]:
         """What to write where, of the bytes of items; `landed`: those in one piece are there."""
         for data, spans in zip(payload, self.spans, strict=True):
             if landed and len(spans) == 1:
@@ -255,10 +256,9 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel, reservation.lossy = None, False
         self._renew(reservation, now)
-        cached, lease_s = contents.holding.cached, self.terms.lease_s
-        return Attached(
-            State.ATTACHED, contents.arrivals.have(), cached, lease_s, checklist.window_bytes
-        )
+        have, cached = contents.arrivals.have(), contents.holding.cached
+        credit = checklist.window_bytes
+        return Attached(State.ATTACHED, have, cached, self.terms.lease_s, credit)
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
@@ -306,7 +306,7 @@ class Reservations:
         self._free(reservation)
 
     def channel_ended(self, channel: object) -> None:
-        """However a channel ended, cleanly or not: nothing is complete without a commit."""
+        """However a channel ended: nothing is complete without a commit."""
         for reservation in self._live.values():
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
@@ -400,9 +400,9 @@ class Reservations:
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
-        live, running = len(self._live), len(self._running)
         streams = sum(x.state is State.ATTACHED for x in self._live.values())
-        return {"reservations": live, "streams": streams, "running": running}
+        held = {"reservations": len(self._live), "streams": streams}
+        return held | {"running": len(self._running)}
 
     def _of(self, rid: str | None = None) -> list[Reservation]:
         """The live and the running ones of one request, or of all."""
@@ -430,8 +430,7 @@ class Reservations:
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
         holding = self.cache.hold(terms.model, plan, job.prompt, terms.watermark_bytes)
-        arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
-        reservation = Reservation(self._nonces(), Contents(job, holding, arrivals))
+        reservation = Reservation(self._nonces(), Contents(job, holding))
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation, now)
         return reservation
@@ -450,8 +449,8 @@ class Reservations:
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        groups, nonce = contents.holding.groups, reservation.nonce
-        self._actions.append(Admission(contents.job, groups, commit, nonce))
+        groups = contents.holding.groups
+        self._actions.append(Admission(contents.job, groups, commit, reservation.nonce))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
         if reservation.state.admitted:

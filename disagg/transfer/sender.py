@@ -318,6 +318,10 @@ class Sender:
     async def _until_acknowledged(self) -> Ack:
         silence_s, broken_at, refusals = self._channel.options.silence_s, -math.inf, 0
         while True:
+            if self._over.done():
+                if not isinstance(error := self._over.result(), MENDABLE):
+                    raise error
+                self._over = asyncio.Future()
             attached_at = math.inf
             try:
                 attached, attached_at = await self._attach(), self._clock()
@@ -356,7 +360,6 @@ class Sender:
             return answer
         self.outbox.attached(attached.have, self._cached_items(attached), attached.credit)
         self._note_drained()
-        self._over = asyncio.Future()
         with self._channel.carries(self, attached):
             while True:
                 await self._unless_over(self._drained.wait())
@@ -398,12 +401,11 @@ class Sender:
 
     def _cached_items(self, attached: Attached) -> Iterator[Item]:
         """Items as good as ours: those of units with our keys."""
-        plan = self.outbox.checklist.plan
-        if any(attached.cached):
-            units = units_of(plan, self._terms.tokens)
-            for group, some, count in zip(plan.groups, units, attached.cached, strict=False):
-                for unit in some[:count]:
-                    yield from unit.items(group)
+        plan, cached = self.outbox.checklist.plan, attached.cached
+        units = units_of(plan, self._terms.tokens) if any(cached) else ()
+        for group, some, count in zip(plan.groups, units, cached, strict=False):
+            for unit in some[:count]:
+                yield from unit.items(group)
 
     def _stats(self, ack: Ack) -> HandoffStats:
         now = self._clock()
@@ -458,13 +460,20 @@ class Sender:
             self.end(_Dropped(error))
 
     def end(self, error: Exception) -> None:
-        """The attachment is over. After PeerLostError another is tried; all else is final."""
+        """The attachment is over. After PeerLostError another is tried; all else is final, whenever
+        it comes: between two attachments too.
+        """
+        if self._over.done() and isinstance(self._over.result(), MENDABLE):
+            self._over = asyncio.Future()
         if not self._over.done():
             self._over.set_result(error)
 
 
 class _Dropped(Exception):
     """The receiver dropped frames, for the error that this holds; attaching again may mend it."""
+
+
+MENDABLE = (PeerLostError, _Dropped)
 
 
 def _check_sizes(checklist: Checklist) -> None:

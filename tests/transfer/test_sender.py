@@ -216,6 +216,31 @@ async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
         Sender(Channel("127.0.0.1:1"), attach, plan, None)
 
 
+@pytest.mark.parametrize("when", ["before", "while attaching", "between two attachments"])
+async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(prompt, when):
+    """One that came while no attachment was open was lost: the hand-off waited for its deadline."""
+    async with open_peer() as (peer, channel):
+        sender = peer.sender(prompt, channel, deadline_s=3.0)
+
+        def fail(_: object = None) -> None:
+            sender.end(KeyError("a copy failed"))
+
+        def cut(frame: PageFrame) -> None:
+            peer.on_frame = lambda frame: None
+            asyncio.get_running_loop().call_later(0.05, fail)
+            raise ConnectionError("cut")
+
+        if when == "before":
+            fail()
+        elif when == "while attaching":
+            peer.on_attach = fail
+        else:
+            peer.on_frame = cut
+        sender.offer(prompt.checklist.layer(0))
+        with pytest.raises(KeyError, match="a copy failed"):
+            await sender.run()
+
+
 # -- a channel that breaks
 
 
