@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -30,7 +30,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.control import PUSH, KvClient
 from disagg.transfer.direct import dial
 from disagg.transfer.link import LinkReport, Pace, measure
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, parse
+from disagg.transfer.messages import Ack, Attached, Credit, Nack, parse
 from disagg.transfer.rpc import Link, connect, error_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Parcel, Sender
@@ -153,11 +153,6 @@ class Channel:
         """There is something to send."""
         self._wake.set()
 
-    async def attach(self, attach: Attach) -> tuple[Attached, int]:
-        """Take a reservation over; the bytes of both messages."""
-        attach = replace(attach, direct=self.options.direct)
-        return await KvClient(self.link).attach(attach, self.options.call_s)
-
     async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
         """The answer to a commit, when there is one; the bytes of both messages."""
         self._owe()
@@ -239,9 +234,9 @@ class Channel:
             if not self._attached:
                 continue
             tickets = [sender.ticket for sender in self._attached.values()]
-            client, timeout_s = KvClient(self.link), min(self.options.call_s, pause_s)
+            timeout_s = min(self.options.call_s, pause_s)
             try:
-                over, nbytes = await client.renew(tickets, timeout_s)
+                over, nbytes = await KvClient(self.link).renew(tickets, timeout_s)
             except (PeerLostError, DeadlineError) as error:
                 log.warning("the leases at %s were not renewed: %s", self.address, error)
                 continue
@@ -272,10 +267,10 @@ class Channel:
         """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
         while isinstance(failure, ExceptionGroup):
             failure = failure.exceptions[0]
-        if not isinstance(failure, DisaggError):
-            log.error("the channel to %s failed", self.address, exc_info=failure)
-        else:
+        if isinstance(failure, DisaggError):
             log.warning("the channel to %s broke: %s", self.address, failure)
+        else:
+            log.error("the channel to %s failed", self.address, exc_info=failure)
         if isinstance(failure, ConfigError | VersionError | PeerLostError):
             return failure
         return PeerLostError(f"the channel to {self.address} broke: {failure}")
@@ -286,14 +281,13 @@ class Channel:
 
 
 class PushStream:
-    """A `FrameStream` over gRPC."""
+    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
 
     def __init__(self, link: Link):
         self._address = link.address
         self._call = link.channel.stream_stream(PUSH)(metadata=link.metadata)
 
     async def send(self, parts: Sequence[Buffer]) -> int:
-        """See `FrameStream`. The one copy of what is sent is made here."""
         message = frame_message(parts)
         try:
             await self._call.write(message)
@@ -302,7 +296,6 @@ class PushStream:
         return len(message)
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
-        """See `FrameStream`."""
         try:
             async for reply in self._call:
                 yield reply
@@ -310,7 +303,6 @@ class PushStream:
             raise error_of(failure, self._address) from failure
 
     def close(self) -> None:
-        """See `FrameStream`."""
         self._call.cancel()
 
 
@@ -318,14 +310,12 @@ class Peers:
     """The channels of a worker by address, and what their links can do."""
 
     def __init__(self, security: Security | None, config: TransferConfig):
-        pace = None
-        frame_bytes = config.frame_bytes
+        size, pace = config.frame_bytes, None
         if config.link_mbps is not None:
             pace = Pace(config.link_mbps * 1e6 / 8, config.burst_bytes)
-            frame_bytes = min(frame_bytes, config.burst_bytes)
-        self.options = ChannelOptions(
-            frame_bytes=frame_bytes, pace=pace, direct=config.channel == "direct"
-        )
+            size = min(size, config.burst_bytes)
+        direct = config.channel == "direct"
+        self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
         self.reports: dict[str, LinkReport] = {}
         self._security = security
         self._channels: dict[str, Channel] = {}

@@ -6,8 +6,8 @@ Failures are errors of disagg.errors; a transport that broke is PeerLostError, w
 whether the peer is dead.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -25,8 +25,9 @@ from disagg.transfer.messages import (
     Submit,
     WorkerStatus,
     answer_from,
+    fill,
     parse,
-    ticket_to,
+    read,
 )
 from disagg.transfer.rpc import Link, error_of, rpc_handlers
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
@@ -34,8 +35,6 @@ from disagg.wire import CommitFrame, Ticket, frame_message, pack
 WORKER_SERVICE = "disagg.v1.WorkerService"
 KV_SERVICE = "disagg.v1.KvTransferService"
 PUSH, PROBE = f"/{KV_SERVICE}/Push", f"/{KV_SERVICE}/Probe"
-
-Answer = TypeVar("Answer", bound=Message)
 
 
 class WorkerHandler(Protocol):
@@ -67,46 +66,31 @@ class WorkerHandler(Protocol):
 
 
 def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
-    """What `rpc.start_server` serves for a worker."""
+    """What `rpc.start_server` serves for a worker: the fields of a request are the arguments."""
 
-    async def reserve(data: bytes) -> bytes:
-        message = parse(pb.ReserveRequest, data)
-        grant = await handler.reserve(Job.from_message(message.job), message.epoch)
-        return grant.to_message().SerializeToString()
+    def call(name: str, data: bytes) -> Any:
+        request = parse(getattr(pb, f"{name}Request"), data)
+        given = {"submit": Submit.from_message(request)} if name == "Submit" else read(request)
+        return getattr(handler, name.lower())(**given)
 
-    async def submit(data: bytes) -> bytes:
-        await handler.submit(Submit.from_message(parse(pb.SubmitRequest, data)))
-        return pb.SubmitResponse().SerializeToString()
+    def unary(name: str) -> Callable[[bytes], Awaitable[bytes]]:
+        async def run(data: bytes) -> bytes:
+            answer = await call(name, data)
+            message = answer.to_message() if answer else getattr(pb, f"{name}Response")()
+            return message.SerializeToString()
+
+        return run
 
     async def events(data: bytes) -> AsyncGenerator[bytes, None]:
-        message = parse(pb.EventsRequest, data)
-        async for step in handler.events(dict(message.have), message.router):
+        async for step in call("Events", data):
             yield step.to_message().SerializeToString()
 
-    async def acknowledge(data: bytes) -> bytes:
-        await handler.acknowledge(dict(parse(pb.AcknowledgeRequest, data).have))
-        return pb.AcknowledgeResponse().SerializeToString()
-
-    async def abort(data: bytes) -> bytes:
-        message = parse(pb.AbortRequest, data)
-        await handler.abort(message.rid, message.attempt, message.reason)
-        return pb.AbortResponse().SerializeToString()
-
-    async def fence(data: bytes) -> bytes:
-        message = parse(pb.FenceRequest, data)
-        await handler.fence(message.epoch, message.router)
-        return pb.FenceResponse().SerializeToString()
-
-    async def status(data: bytes) -> bytes:
-        parse(pb.StatusRequest, data)
-        return (await handler.status()).to_message().SerializeToString()
-
-    calls = {"Reserve": reserve, "Submit": submit, "Acknowledge": acknowledge}
-    calls |= {"Abort": abort, "Fence": fence, "Status": status}
+    methods = pb.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name
+    calls = {name: unary(name) for name in methods if name != "Events"}
     return rpc_handlers(WORKER_SERVICE, calls, server_stream={"Events": events})
 
 
-class WorkerClient:
+class WorkerClient(WorkerHandler):
     """A worker elsewhere. Raises what it refused, PeerLostError and DeadlineError."""
 
     def __init__(self, link: Link, timeout_s: float = 5.0):
@@ -114,16 +98,13 @@ class WorkerClient:
         self._timeout_s = timeout_s
 
     async def reserve(self, job: Job, epoch: int) -> Grant:
-        """Room for a job, at once; CapacityError where there is none."""
-        message = pb.ReserveRequest(job=job.to_message(), epoch=epoch)
-        return Grant.from_message(await self._call("Reserve", message, pb.ReserveResponse))
+        return Grant.from_message(await self._ask(fill(pb.ReserveRequest, job=job, epoch=epoch)))
 
     async def submit(self, submit: Submit) -> None:
-        """Start work; returns when it is in the inbox."""
-        await self._call("Submit", submit.to_message(), pb.SubmitResponse)
+        await self._ask(submit.to_message())
 
-    async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
-        """One per engine step, until the iterator is closed; PeerLostError if it breaks."""
+    async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step, None]:
+        """Until the iterator is closed; PeerLostError if the stream breaks."""
         request = pb.EventsRequest(have=have, router=router).SerializeToString()
         method = self._link.channel.unary_stream(f"/{WORKER_SERVICE}/Events")
         call = method(request, metadata=self._link.metadata)
@@ -136,27 +117,22 @@ class WorkerClient:
             call.cancel()
 
     async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """These outputs arrived; the worker may forget them."""
-        message = pb.AcknowledgeRequest(have=have)
-        await self._call("Acknowledge", message, pb.AcknowledgeResponse)
+        await self._ask(pb.AcknowledgeRequest(have=have))
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        """Give up an attempt and all before it, known there or not."""
-        message = pb.AbortRequest(rid=rid, attempt=attempt, reason=reason)
-        await self._call("Abort", message, pb.AbortResponse)
+        await self._ask(pb.AbortRequest(rid=rid, attempt=attempt, reason=reason))
 
     async def fence(self, epoch: int, router: str) -> None:
-        """The next epoch: the worker drops everything of the old one."""
-        await self._call("Fence", pb.FenceRequest(epoch=epoch, router=router), pb.FenceResponse)
+        await self._ask(pb.FenceRequest(epoch=epoch, router=router))
 
     async def status(self) -> WorkerStatus:
-        """What the worker is and how busy."""
-        message = await self._call("Status", pb.StatusRequest(), pb.StatusResponse)
-        return WorkerStatus.from_message(message)
+        return WorkerStatus.from_message(await self._ask(pb.StatusRequest()))
 
-    async def _call(self, name: str, request: Message, answer: type[Answer]) -> Answer:
+    async def _ask(self, request: Message) -> Message:
+        name = request.DESCRIPTOR.name.removesuffix("Request")
         method, data = f"/{WORKER_SERVICE}/{name}", request.SerializeToString()
-        return parse(answer, await self._link.call(method, data, self._timeout_s))
+        answer = await self._link.call(method, data, self._timeout_s)
+        return parse(getattr(pb, f"{name}Response"), answer)
 
 
 class KvClient:
@@ -173,7 +149,7 @@ class KvClient:
 
     async def renew(self, tickets: Sequence[Ticket], timeout_s: float) -> tuple[set[int], int]:
         """A sign of life for reservations; the nonces of those that are over."""
-        data = kv.RenewRequest(tickets=list(map(ticket_to, tickets))).SerializeToString()
+        data = fill(kv.RenewRequest, tickets=tickets).SerializeToString()
         reply, nbytes = await self._call("Renew", data, timeout_s)
         return set(parse(kv.RenewResponse, reply).over), nbytes
 

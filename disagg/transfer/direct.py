@@ -1,7 +1,7 @@
 """Frames over a plain socket that gRPC negotiated: from memory to socket, from socket to arena.
 
     receiver: Attach answers a port and a key ──► sender: connects, says hello with the key
-    hello, 24 bytes: magic · version · key │ then, each with its length: frames ► ◄ PushResponses
+    hello, 24 bytes: magic · version · key │ then frames ► ◄ PushResponses, each behind its length
 
 One connection for each pair of workers, TCP, or TLS with the certificates of gRPC. A key opens one
 connection and is forgotten soon; who has not said a valid hello after 2 s is hung up on, and when
@@ -17,12 +17,11 @@ import struct
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
-from typing import Protocol
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
-from disagg.transfer.messages import Credit
+from disagg.transfer.receiver import Intake
 from disagg.transfer.security import Security, client_context, server_context
 from disagg.wire import (
     MAX_FRAME_BYTES,
@@ -38,6 +37,7 @@ log = logging.getLogger(__name__)
 MAGIC, VERSION = b"dgKD", 1
 KEY_BYTES, KEY_S = 16, 10.0
 HELLO_S, MAX_STRANGERS = 2.0, 64  # connections that have not said hello
+REST_S = 0.1  # after one that could not be taken
 MAX_PARTS = 256  # of one gathered read or write; the kernel takes up to 1024
 MAX_ANSWER_BYTES = 64 << 10
 MAX_READS = 64  # reads in a row; then others have their turn, however much a peer sends
@@ -51,22 +51,6 @@ _OPTIONS: dict[str, int | bytes] = {"TCP_NODELAY": 1, "TCP_CONGESTION": CONGESTI
 _OPTIONS |= {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": DEAD_MS}
 _HELLO = struct.Struct(f"<4sI{KEY_BYTES}s")
 _LENGTH = struct.Struct("<I")
-
-
-class FrameIntake(Protocol):
-    """What stores the frames of one connection, one at a time."""
-
-    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
-        """Memory for the payload of a frame of `nbytes` in all, in its order.
-
-        Where nothing can be stored, its own payload: memory whose bytes are then looked at or not.
-        """
-
-    def end(self, whole: bool) -> Credit:
-        """All bytes came, or never will: what became of the frame."""
-
-    def close(self) -> None:
-        """The connection is over."""
 
 
 class AsyncSocket:
@@ -178,23 +162,20 @@ def _advance(left: deque[memoryview], count: int) -> None:
 
 
 class DirectStream:
-    """A `channel.FrameStream` over a socket."""
+    """A `channel.FrameStream` over a socket. Nothing is copied on the way to the kernel."""
 
     def __init__(self, sock: AsyncSocket, peer: str):
         self._sock = sock
         self._peer = peer
 
     async def send(self, parts: Sequence[Buffer]) -> int:
-        """See `FrameStream`. Nothing is copied on the way to the kernel."""
-        size = sum(map(len, parts))
         try:
-            await self._sock.write([_LENGTH.pack(size), *parts])
+            await self._sock.write(parts)
         except OSError:
             return 0
-        return size + _LENGTH.size
+        return sum(map(len, parts))
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
-        """See `FrameStream`."""
         try:
             while True:
                 (size,) = _LENGTH.unpack(await self._sock.read(_LENGTH.size))
@@ -205,7 +186,6 @@ class DirectStream:
             raise PeerLostError(f"the direct connection to {self._peer} broke: {error}") from error
 
     def close(self) -> None:
-        """See `FrameStream`."""
         self._sock.close()
 
 
@@ -214,23 +194,21 @@ async def dial(
 ) -> DirectStream:
     """A direct connection to the host of "host:port", at the port that Attach answered."""
     host, loop = address.rpartition(":")[0].strip("[]"), asyncio.get_running_loop()
-    sock = None
-    try:
-        async with asyncio.timeout(HELLO_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, _, _, _, there = found[0]
-            sock = AsyncSocket(raw := socket.socket(family, socket.SOCK_STREAM))
-            await loop.sock_connect(raw, there)
-            if context := client_context(security or Security()):
-                await sock.secure(context, host)
-            await sock.write([_HELLO.pack(MAGIC, VERSION, key)])
-            return DirectStream(sock, address)
-    except BaseException as error:
-        if sock is not None:
-            sock.close()
-        if isinstance(error, OSError):  # TimeoutError is one
+    with ExitStack() as opened:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                family, _, _, _, there = found[0]
+                sock = AsyncSocket(raw := socket.socket(family, socket.SOCK_STREAM))
+                opened.callback(sock.close)
+                await loop.sock_connect(raw, there)
+                if context := client_context(security or Security()):
+                    await sock.secure(context, host)
+                await sock.write([_HELLO.pack(MAGIC, VERSION, key)])
+        except OSError as error:  # TimeoutError is one
             raise PeerLostError(f"no direct connection to {address}: {error}") from error
-        raise
+        opened.pop_all()
+        return DirectStream(sock, address)
 
 
 # -- the receiver's end
@@ -242,7 +220,7 @@ class DirectServer:
     intake: makes what stores the frames of a new connection
     """
 
-    def __init__(self, intake: Callable[[], FrameIntake], security: Security | None = None):
+    def __init__(self, intake: Callable[[], Intake], security: Security | None = None):
         self._intake = intake
         self._context = server_context(security or Security())
         self._keys: dict[bytes, float] = {}  # until when each opens a connection; oldest first
@@ -272,7 +250,12 @@ class DirectServer:
         with self._socket:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    raw, _ = await loop.sock_accept(self._socket)
+                    try:
+                        raw, _ = await loop.sock_accept(self._socket)
+                    except OSError as error:  # of one connection, or of too many open files
+                        log.warning("no direct connection can be taken: %s", error)
+                        await asyncio.sleep(REST_S)
+                        continue
                     while len(self._strangers) >= MAX_STRANGERS:
                         self._strangers.popitem(last=False)[0].cancel()
                     task = group.create_task(self._connection(raw))
@@ -310,19 +293,16 @@ class DirectServer:
         scratch = memoryview(bytearray(MAX_FRAME_BYTES))
         with closing(self._intake()) as intake:
             while True:
-                start = await sock.read(_LENGTH.size + PRELUDE_BYTES)
-                head_bytes, payload_bytes = frame_sizes(start[_LENGTH.size :])
-                size = head_bytes + payload_bytes
-                if size > MAX_FRAME_BYTES or _LENGTH.unpack_from(start) != (size,):
-                    raise CorruptFrameError(f"a frame of {size} bytes, or not of its length")
-                head = memoryview(bytearray(head_bytes))
-                head[:PRELUDE_BYTES] = start[_LENGTH.size :]
-                await sock.read_into([head[PRELUDE_BYTES:]])
+                prelude = await sock.read(PRELUDE_BYTES)
+                head_bytes, payload_bytes = frame_sizes(prelude)
+                if (size := head_bytes + payload_bytes) > MAX_FRAME_BYTES:
+                    raise CorruptFrameError(f"a frame of {size} bytes; {MAX_FRAME_BYTES} go")
+                rest = await sock.read(head_bytes - PRELUDE_BYTES)
+                head = memoryview(b"".join([prelude, rest]))
                 frame = unpack_parts(head, scratch[:payload_bytes])
                 if not isinstance(frame, PageFrame):
                     raise CorruptFrameError("a commit where pages were expected")
-                whole = False
-                memory = intake.begin(frame, size)
+                whole, memory = False, intake.begin(frame, size)
                 try:
                     await sock.read_into(memory)
                     whole = True

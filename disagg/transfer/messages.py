@@ -3,17 +3,20 @@
     router ── Job: Reserve, Submit, Abort ──► worker ── Step: events and Load ──► router
     prefill ── Ticket: Attach, frames, Renew, Commit ──► decode ── Attached, credit, Ack ──► prefill
 
-What comes from a peer is checked here: RequestError and CorruptFrameError for what no honest peer
-sends. Nothing here knows gRPC.
+The .proto files say what each field means; here stands what Python has besides. What comes from a
+peer is checked here: RequestError and CorruptFrameError for what no honest peer sends.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import DecodeError, Message
 
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
@@ -24,9 +27,6 @@ from disagg.wire import Item, Ticket, pack_digests, unpack_digests
 
 Parsed = TypeVar("Parsed", bound=Message)
 
-_KINDS = {kind: kv.Kind.Value(f"KIND_{kind.name}") for kind in Kind}
-_KINDS_BACK = {value: kind for kind, value in _KINDS.items()}
-
 
 def parse(message: type[Parsed], data: bytes) -> Parsed:
     """A protobuf message from a peer; RequestError if the bytes are none."""
@@ -34,6 +34,23 @@ def parse(message: type[Parsed], data: bytes) -> Parsed:
         return message.FromString(data)
     except DecodeError as error:
         raise RequestError(f"{len(data)} bytes are no {message.DESCRIPTOR.name}") from error
+
+
+class Told:
+    """A dataclass that crosses as the protobuf message `form`, whose fields have its names."""
+
+    _form: ClassVar[Any]
+
+    def __init_subclass__(cls, form: type[Message]):
+        cls._form = form
+
+    def to_message(self) -> Any:
+        return fill(self._form, **vars(self))
+
+    @classmethod
+    def from_message(cls, message: Message) -> Self:
+        """RequestError or CorruptFrameError for what no honest peer sends."""
+        return cls(**read(message))
 
 
 # -- router and worker
@@ -47,16 +64,8 @@ class Work(StrEnum):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One attempt of a request, as its workers know it.
-
-    rid, attempt: the router's name of the request, and how often it was started
-    prompt:       token ids
-    emitted:      tokens that the client has already: decode is forced through them
-    sampling:     parameters by the names of the engine
-    codec:        codec spec or plan; empty: the one of the worker
-    deadline_s:   seconds until the attempt is given up
-    """
+class Job(Told, form=pb.Job):
+    """One attempt of a request, as its workers know it. `sampling`: by the names of the engine."""
 
     rid: str
     attempt: int
@@ -71,52 +80,20 @@ class Job:
         """How messages call it."""
         return f"attempt {self.attempt} of {self.rid}"
 
-    def to_message(self) -> pb.Job:
-        return pb.Job(**vars(self) | {"sampling": json.dumps(self.sampling)})
-
-    @classmethod
-    def from_message(cls, message: pb.Job) -> Self:
-        """RequestError for sampling parameters that are no JSON object."""
-        return cls(
-            rid=message.rid,
-            attempt=message.attempt,
-            prompt=tuple(message.prompt),
-            emitted=tuple(message.emitted),
-            sampling=_load_json(message.sampling, "sampling"),
-            codec=message.codec,
-            deadline_s=message.deadline_s,
-        )
-
 
 @dataclass(frozen=True)
-class Grant:
-    """A reservation: what the router hands to the prefill worker.
-
-    lease_s:       it ends this long after the last sign of life of its sender
-    cached_tokens: leading tokens of the prompt whose pages are at the decode worker already
-    """
+class Grant(Told, form=pb.ReserveResponse):
+    """A reservation: what the router hands to the prefill worker."""
 
     nonce: int
     epoch: int
     lease_s: float
     cached_tokens: int = 0
 
-    def to_message(self) -> pb.ReserveResponse:
-        return pb.ReserveResponse(**vars(self))
-
-    @classmethod
-    def from_message(cls, message: pb.ReserveResponse) -> Self:
-        return cls(message.nonce, message.epoch, message.lease_s, message.cached_tokens)
-
 
 @dataclass(frozen=True)
-class Submit:
-    """A job for a worker.
-
-    epoch:          the incarnation of the worker that this is meant for
-    decode_address: "host:port" of the decode worker, with its `decode_epoch` and the `nonce` of the
-                    reservation there; empty for local work
-    """
+class Submit(Told, form=pb.SubmitRequest):
+    """A job for a worker; where it is no local work, with the reservation at a decode worker."""
 
     job: Job
     work: Work
@@ -125,33 +102,10 @@ class Submit:
     decode_epoch: int = 0
     nonce: int = 0
 
-    def to_message(self) -> pb.SubmitRequest:
-        changed = {"job": self.job.to_message(), "work": pb.Work.Value(f"WORK_{self.work.name}")}
-        return pb.SubmitRequest(**vars(self) | changed)
-
-    @classmethod
-    def from_message(cls, message: pb.SubmitRequest) -> Self:
-        """RequestError for work that nobody knows."""
-        known = {pb.Work.Value(f"WORK_{work.name}"): work for work in Work}
-        if message.work not in known:
-            raise RequestError(f"unknown work {message.work}; known: {', '.join(Work)}")
-        return cls(
-            job=Job.from_message(message.job),
-            work=known[message.work],
-            epoch=message.epoch,
-            decode_address=message.decode_address,
-            decode_epoch=message.decode_epoch,
-            nonce=message.nonce,
-        )
-
 
 @dataclass(frozen=True)
-class Load:
-    """What a worker could take now.
-
-    free_bytes: of its arena, for a reservation or a prompt · slots: sequences
-    running:    sequences that compute · waiting: sequences that wait for room in its pool
-    """
+class Load(Told, form=pb.Load):
+    """What a worker could take now: bytes and sequences; and those that run or wait for room."""
 
     free_bytes: int = 0
     slots: int = 0
@@ -160,14 +114,10 @@ class Load:
 
 
 @dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(Told, form=pb.TokenEvent):
     """Something happened to a request: a token, the end, an error, or figures.
 
-    index:         of the token among the outputs of the request
-    token:         None where none was made
-    finish_reason: "stop", "length", "abort"; empty while the request goes on
-    error:         what ended the attempt
-    stats:         figures of the hand-off, by the names of `metrics.HandoffStats`
+    stats: figures of the hand-off, by the names of `metrics.HandoffStats`
     """
 
     rid: str
@@ -178,52 +128,17 @@ class TokenEvent:
     error: DisaggError | None = None
     stats: Mapping[str, Any] | None = None
 
-    def to_message(self) -> pb.TokenEvent:
-        return pb.TokenEvent(
-            rid=self.rid,
-            attempt=self.attempt,
-            index=self.index,
-            token=self.token,
-            finish_reason=self.finish_reason,
-            error_reason=self.error.reason if self.error else "",
-            error_message=str(self.error) if self.error else "",
-            stats="" if self.stats is None else json.dumps(self.stats),
-        )
-
-    @classmethod
-    def from_message(cls, message: pb.TokenEvent) -> Self:
-        reason = message.error_reason
-        return cls(
-            rid=message.rid,
-            attempt=message.attempt,
-            index=message.index,
-            token=message.token if message.HasField("token") else None,
-            finish_reason=message.finish_reason,
-            error=error_from(reason, message.error_message) if reason else None,
-            stats=_load_json(message.stats, "stats") if message.stats else None,
-        )
-
 
 @dataclass(frozen=True)
-class Step:
+class Step(Told, form=pb.EventsResponse):
     """What a worker says at once: the events of an engine step, and what it could take now."""
 
     events: tuple[TokenEvent, ...] = ()
     load: Load = Load()
 
-    def to_message(self) -> pb.EventsResponse:
-        events = [event.to_message() for event in self.events]
-        return pb.EventsResponse(events=events, load=pb.Load(**vars(self.load)))
-
-    @classmethod
-    def from_message(cls, message: pb.EventsResponse) -> Self:
-        load = message.load
-        events = tuple(map(TokenEvent.from_message, message.events))
-        return cls(events, Load(load.free_bytes, load.slots, load.running, load.waiting))
-
 
 @dataclass(frozen=True)
-class WorkerStatus:
+class WorkerStatus(Told, form=pb.StatusResponse):
     """What a worker is and how busy: fingerprints, gauges by name, anything else as `info`."""
 
     epoch: int
@@ -231,14 +146,6 @@ class WorkerStatus:
     plan: str
     gauges: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_message(self) -> pb.StatusResponse:
-        return pb.StatusResponse(**vars(self) | {"info": json.dumps(self.info)})
-
-    @classmethod
-    def from_message(cls, message: pb.StatusResponse) -> Self:
-        info = _load_json(message.info, "info")
-        return cls(message.epoch, message.model, message.plan, dict(message.gauges), info)
 
 
 # -- sender and receiver
@@ -268,7 +175,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Attach:
+class Attach(Told, form=kv.AttachRequest):
     """A sender takes over a reservation. `model`, `plan`: fingerprints, equal on both sides."""
 
     ticket: Ticket
@@ -277,25 +184,14 @@ class Attach:
     tokens: int
     direct: bool = False
 
-    def to_message(self) -> kv.AttachRequest:
-        return kv.AttachRequest(**vars(self) | {"ticket": ticket_to(self.ticket)})
-
-    @classmethod
-    def from_message(cls, message: kv.AttachRequest) -> Self:
-        ticket = ticket_from(message.ticket)
-        return cls(ticket, message.model, message.plan, message.tokens, message.direct)
-
 
 @dataclass(frozen=True)
-class Attached:
+class Attached(Told, form=kv.AttachResponse):
     """The answer: what is here, verified; or that the reservation ended meanwhile.
 
     state:  ATTACHED, or ADMITTED (commit again to hear the answer), or EXPIRED (it is over)
     have:   items with their digests; those of the first `cached` units of each layer group were
             found by their content keys: the sender takes these digests for its own
-    credit: bytes of frames of this hand-off that may be on the way
-    port, key: where a direct connection is accepted on the host that answers, and what its hello
-            carries; 0: nowhere
     """
 
     state: State
@@ -306,35 +202,10 @@ class Attached:
     port: int = 0
     key: bytes = b""
 
-    def to_message(self) -> kv.AttachResponse:
-        state = kv.HandoffState.Value(f"HANDOFF_STATE_{self.state.name}")
-        have = items_to(self.have, self.have.__getitem__)
-        return kv.AttachResponse(**vars(self) | {"state": state, "have": have})
-
-    @classmethod
-    def from_message(cls, message: kv.AttachResponse) -> Self:
-        """RequestError for a state that we do not know."""
-        states = (State.ATTACHED, State.ADMITTED, State.EXPIRED)
-        known = {kv.HandoffState.Value(f"HANDOFF_STATE_{x.name}"): x for x in states}
-        if message.state not in known:
-            raise RequestError(f"attach was answered with unknown state {message.state}")
-        return cls(
-            state=known[message.state],
-            have=digests_from(message.have),
-            cached=tuple(message.cached),
-            lease_s=message.lease_s,
-            credit=message.credit,
-            port=message.port,
-            key=message.key,
-        )
-
 
 @dataclass(frozen=True)
-class Credit:
-    """What became of `frames` frames of one attachment: `nbytes` more may be sent in their place.
-
-    error: why they were dropped; None: they are stored
-    """
+class Credit(Told, form=kv.PushResponse):
+    """What became of frames of one attachment; `nbytes` more may be sent in their place."""
 
     nonce: int
     gen: int
@@ -342,25 +213,9 @@ class Credit:
     frames: int = 1
     error: DisaggError | None = None
 
-    def to_message(self) -> kv.PushResponse:
-        return kv.PushResponse(
-            nonce=self.nonce,
-            gen=self.gen,
-            credit=self.nbytes,
-            frames=self.frames,
-            error_reason=self.error.reason if self.error else "",
-            error_message=str(self.error) if self.error else "",
-        )
-
-    @classmethod
-    def from_message(cls, message: kv.PushResponse) -> Self:
-        reason = message.error_reason
-        error = error_from(reason, message.error_message) if reason else None
-        return cls(message.nonce, message.gen, message.credit, message.frames, error)
-
 
 @dataclass(frozen=True)
-class Ack:
+class Ack(Told, form=kv.Ack):
     """The hand-off is complete and the engine has it. Milliseconds as the receiver measured."""
 
     verify_ms: float = 0.0
@@ -368,7 +223,7 @@ class Ack:
 
 
 @dataclass(frozen=True)
-class Nack:
+class Nack(Told, form=kv.Nack):
     """The commit names items that are not here."""
 
     missing: tuple[Item, ...]
@@ -376,67 +231,138 @@ class Nack:
 
 def answer_to(answer: Ack | Nack) -> kv.CommitResponse:
     """The answer to a commit, as protobuf."""
-    if isinstance(answer, Ack):
-        return kv.CommitResponse(ack=kv.Ack(**vars(answer)))
-    return kv.CommitResponse(nack=kv.Nack(missing=items_to(answer.missing)))
+    return fill(kv.CommitResponse, **{"ack" if isinstance(answer, Ack) else "nack": answer})
 
 
 def answer_from(message: kv.CommitResponse) -> Ack | Nack:
     """From protobuf; RequestError if it is neither."""
-    if message.HasField("ack"):
-        return Ack(message.ack.verify_ms, message.ack.admit_ms)
-    if message.HasField("nack"):
-        return Nack(tuple(item for x in message.nack.missing for item in _items(x)))
+    for answer in read(message).values():
+        if answer is not None:
+            return answer
     raise RequestError("a commit was answered with neither ack nor nack")
 
 
-def ticket_to(ticket: Ticket) -> kv.Ticket:
-    """As protobuf."""
-    return kv.Ticket(**vars(ticket))
+# -- to protobuf and back, field by field
+
+Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what protobuf has, and back
 
 
-def ticket_from(message: kv.Ticket) -> Ticket:
-    """From protobuf."""
-    return Ticket(message.nonce, message.epoch, message.gen)
+def fill(form: type[Parsed], **values: Any) -> Parsed:
+    """A message of these fields; an `error` is two of them, and none where it is None."""
+    if error := values.pop("error", None):
+        values |= {"error_reason": error.reason, "error_message": str(error)}
+    forms = _forms(form.DESCRIPTOR)
+    return form(**{name: forms[name][0](value) for name, value in values.items()})
 
 
-def items_to(
-    items: Iterable[Item], digest_of: Callable[[Item], int] | None = None
-) -> list[kv.ItemSet]:
-    """Items as sets of one kind, group and layer, with their digests if asked."""
+def read(message: Message) -> dict[str, Any]:
+    """The fields of a message; None for one of a choice that is absent."""
+    fields = message.DESCRIPTOR.fields_by_name
+    found = {
+        name: None
+        if fields[name].containing_oneof and not message.HasField(name)
+        else back(getattr(message, name))
+        for name, (_, back) in _forms(message.DESCRIPTOR).items()
+    }
+    if "error_reason" in found:
+        reason, text = found.pop("error_reason"), found.pop("error_message")
+        found["error"] = error_from(reason, text) if reason else None
+    return found
+
+
+@cache
+def _forms(descriptor: Descriptor) -> dict[str, Form]:
+    found = {}
+    for x in descriptor.fields:
+        is_map = x.message_type is not None and x.message_type.GetOptions().map_entry
+        usual = (_same, dict if is_map else tuple if x.is_repeated else _same)
+        found[x.name] = usual if is_map else _FORMS.get(x.name, usual)
+    return found
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _words(prefix: str, enum: EnumTypeWrapper, words: Iterable[StrEnum]) -> Form:
+    """Words that protobuf has in capitals behind a prefix."""
+    numbers = {word: enum.Value(f"{prefix}_{word.name}") for word in words}
+    known = {number: word for word, number in numbers.items()}
+
+    def back(number: int) -> StrEnum:
+        if number in known:
+            return known[number]
+        raise RequestError(f"unknown {prefix} {number}; known: {', '.join(known.values())}")
+
+    return numbers.__getitem__, back
+
+
+def _part(kind: type[Told]) -> Form:
+    return kind.to_message, kind.from_message
+
+
+def _several(form: Form) -> Form:
+    return lambda some: list(map(form[0], some)), lambda some: tuple(map(form[1], some))
+
+
+def _object(what: str, none: Callable[[], Any]) -> Form:
+    """Plain values as JSON; `none`: what no text means."""
+
+    def back(text: str) -> Any:
+        try:
+            return {**json.loads(text)} if text else none()
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"{what} is no JSON object: {error}") from error
+
+    return lambda value: "" if value is None else json.dumps(value), back
+
+
+def _items_to(items: Iterable[Item], digests: Mapping[Item, int] | None = None) -> list[kv.ItemSet]:
+    """Items as sets of one kind, group and layer, with their digests if there are any."""
     sets = []
     for (kind, group, layer), run in groupby(sorted(items), lambda item: item[:3]):
         chosen = list(run)
-        digests = pack_digests([digest_of(item) for item in chosen]) if digest_of else b""
+        packed = pack_digests([digests[item] for item in chosen]) if digests else b""
         records = [item.record for item in chosen]
-        fields = {"kind": _KINDS[kind], "group": group, "layer": layer}
-        sets.append(kv.ItemSet(**fields, records=records, digests=digests))
+        fields = {"kind": _KIND[0](kind), "group": group, "layer": layer}
+        sets.append(kv.ItemSet(**fields, records=records, digests=packed))
     return sets
 
 
-def digests_from(sets: Iterable[kv.ItemSet]) -> Mapping[Item, int]:
-    """Items with their digests; CorruptFrameError unless each has one."""
+def _items_from(sets: Iterable[kv.ItemSet]) -> tuple[Item, ...]:
+    return tuple(
+        Item(_KIND[1](x.kind), x.group, x.layer, record) for x in sets for record in x.records
+    )
+
+
+def _digests_from(sets: Iterable[kv.ItemSet]) -> dict[Item, int]:
+    """CorruptFrameError unless each item has a digest."""
     found: dict[Item, int] = {}
-    for message in sets:
-        digests = unpack_digests(message.digests)
-        if len(digests) != len(message.records):
-            raise CorruptFrameError(f"{len(digests)} digests for {len(message.records)} items")
-        found.update(zip(_items(message), digests, strict=True))
+    for one in sets:
+        digests, items = unpack_digests(one.digests), _items_from([one])
+        if len(digests) != len(items):
+            raise CorruptFrameError(f"{len(digests)} digests for {len(items)} items")
+        found.update(zip(items, digests, strict=True))
     return found
 
 
-def _items(message: kv.ItemSet) -> list[Item]:
-    kind = _KINDS_BACK.get(message.kind)
-    if kind is None:
-        raise RequestError(f"an item of unknown kind {message.kind}")
-    return [Item(kind, message.group, message.layer, record) for record in message.records]
-
-
-def _load_json(text: str, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise RequestError(f"{what} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"{what} is a {type(found).__name__}, not an object")
-    return found
+_KIND = _words("KIND", kv.Kind, Kind)
+_TICKET = (lambda ticket: kv.Ticket(**vars(ticket)), lambda message: Ticket(**read(message)))
+_FORMS: dict[str, Form] = {  # by the names of fields, which mean the same everywhere
+    "job": _part(Job),
+    "load": _part(Load),
+    "events": _several(_part(TokenEvent)),
+    "ack": _part(Ack),
+    "nack": _part(Nack),
+    "ticket": _TICKET,
+    "tickets": _several(_TICKET),
+    "work": _words("WORK", pb.Work, Work),
+    "state": _words(
+        "HANDOFF_STATE", kv.HandoffState, (State.ATTACHED, State.ADMITTED, State.EXPIRED)
+    ),
+    "sampling": _object("sampling", dict),
+    "info": _object("info", dict),
+    "stats": _object("stats", lambda: None),
+    "have": (lambda have: _items_to(have, have), _digests_from),
+    "missing": (_items_to, _items_from),
+}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import cast
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.page import ARENA_UNIT, Kind
@@ -35,11 +36,13 @@ Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
 
 @dataclass(frozen=True)
 class Note:
-    """Where kept pages come from: a unit of a committed prompt.
+    """A kept unit, of a committed prompt: its key and its page ids.
 
     digests: of all items of that prompt, in the order of its checklist
     """
 
+    key: bytes
+    pages: tuple[int, ...]
     unit: Unit
     checklist: Checklist
     digests: "array[int]"
@@ -54,9 +57,9 @@ class Note:
         items = self.unit.items(self.group)
         return [(item, self.digests[self.checklist.place(item)]) for item in items]
 
-    def spans(self, pages: Sequence[int]) -> list[Span]:
-        """Where these items lie, from the page ids of the records."""
-        starts = dict(zip(self.unit.records(), pages, strict=True))
+    def spans(self) -> list[Span]:
+        """Where these items lie."""
+        starts = dict(zip(self.unit.records(), self.pages, strict=True))
         spans = []
         for kind, _, layer, record in self.unit.items(self.group):
             layout = self.group.layout(kind)
@@ -91,29 +94,20 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Find:
-    """A kept unit: its key, its page ids and its note."""
-
-    key: bytes
-    pages: tuple[int, ...]
-    note: Note
-
-
-@dataclass(frozen=True)
 class Scrub:
     """Kept units that are owned while they are verified. `copies` waits for their bytes."""
 
-    finds: Sequence[Find]
+    notes: Sequence[Note]
     copies: Callable[[], list[memoryview]]
 
     def verify(self) -> dict[bytes, CorruptFrameError]:
         """By key, what is not as it was committed. For any thread: it only reads."""
         damaged, copies = dict[bytes, CorruptFrameError](), iter(self.copies())
-        for find in self.finds:
-            for item, expected in find.note.manifest():
+        for note in self.notes:
+            for item, expected in note.manifest():
                 if (seen := digest(next(copies))) != expected:
                     text = f"{item} was altered in the pool: it is {seen:x}, was {expected:x}"
-                    damaged.setdefault(find.key, CorruptFrameError(text))
+                    damaged.setdefault(note.key, CorruptFrameError(text))
         return damaged
 
 
@@ -171,42 +165,38 @@ class PrefixCache:
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=self._share):
             ids = ids_by_kind(state)
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
-                pages = unit.ids(ids)
-                self._pool.keep(key, pages, Note(unit, checklist, packed))
+                pages = tuple(unit.ids(ids))
+                self._pool.keep(key, pages, Note(key, pages, unit, checklist, packed))
                 found.update(pages)
         return frozenset(found)
 
     def begin_scrub(self, max_bytes: int) -> Scrub:
         """The next kept units, at least one, up to `max_bytes`; every scrub is ended."""
         self._to_scrub = self._to_scrub or self._pool.kept_keys
-        finds, spans = list[Find](), list[Span]()
+        notes, spans = list[Note](), list[Span]()
         while self._to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
-            for find in self._take([self._to_scrub.pop()]):
-                finds.append(find)
-                spans += find.note.spans(find.pages)
-        return Scrub(finds, self._pool.arena.stage(spans))
+            for note in self._take([self._to_scrub.pop()]):
+                notes.append(note)
+                spans += note.spans()
+        return Scrub(notes, self._pool.arena.stage(spans))
 
     def end_scrub(self, scrub: Scrub, damaged: Iterable[bytes]) -> None:
         """Keep the damaged no longer, and own none of them any more."""
         for key in damaged:
             self._pool.drop(key)
-        for find in scrub.finds:
-            self._pool.release(find.pages)
+        for note in scrub.notes:
+            self._pool.release(note.pages)
 
-    def _take(self, keys: Sequence[bytes]) -> list[Find]:
+    def _take(self, keys: Sequence[bytes]) -> list[Note]:
         """What the leading keys keep; the caller owns it too."""
-        found = []
-        for key, kept in zip(keys, self._pool.take(keys), strict=False):
-            assert isinstance(kept.note, Note)
-            found.append(Find(key, kept.pages, kept.note))
-        return found
+        return [cast(Note, kept.note) for kept in self._pool.take(keys)]
 
     def _hold(self, checklist: Checklist, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
         """With what the `wanted` ones of its keys keep."""
         found, owned = [self._take(some) for some in wanted], list[int]()
-        shared = [find for some in found for find in some]
+        shared = list(chain.from_iterable(found))
         try:
-            owned += chain.from_iterable(find.pages for find in shared)
+            owned += chain.from_iterable(note.pages for note in shared)
             givers = [Giver(self._pool, some, owned) for some in found]
             self._leave(spare_bytes, checklist, givers)
             plans = zip(checklist.plan.groups, givers, strict=True)
@@ -214,12 +204,12 @@ class PrefixCache:
             for start, nbytes in Addresses(checklist, groups).unsent():
                 self._pool.arena.zero(start, nbytes)
             for some in found:
-                self._pool.used([find.key for find in some])
+                self._pool.used([note.key for note in some])
         except BaseException:
             self._pool.release(owned)
             raise
-        digests = dict(chain.from_iterable(find.note.manifest() for find in shared))
-        pages = frozenset(chain.from_iterable(find.pages for find in shared))
+        digests = dict(chain.from_iterable(note.manifest() for note in shared))
+        pages = frozenset(chain.from_iterable(note.pages for note in shared))
         return Holding(checklist, keys, groups, tuple(map(len, found)), digests, pages)
 
     def _leave(self, spare_bytes: int, checklist: Checklist, givers: Sequence["Giver"]) -> None:
@@ -239,15 +229,14 @@ class Giver:
     Fresh ones come as they are: a prompt is admitted when all its bytes have arrived.
     """
 
-    def __init__(self, pool: Pool, finds: Sequence[Find], owned: list[int]):
+    def __init__(self, pool: Pool, notes: Sequence[Note], owned: list[int]):
         self.nbytes = 0
         self._pool = pool
         self._owned = owned
         self._found: dict[RecordShape, list[int]] = {}
-        for find in finds:
-            group = find.note.group
-            for (kind, _), page in zip(find.note.unit.records(), find.pages, strict=True):
-                shape = group.record(group.layout(kind))
+        for note in notes:
+            for (kind, _), page in zip(note.unit.records(), note.pages, strict=True):
+                shape = note.group.record(note.group.layout(kind))
                 self.nbytes += shape.nbytes
                 self._found.setdefault(shape, []).append(page)
 

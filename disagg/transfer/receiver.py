@@ -31,11 +31,10 @@ from disagg.transfer.messages import (
     Credit,
     Grant,
     Job,
-    Nack,
     State,
     answer_to,
     parse,
-    ticket_from,
+    read,
 )
 from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
@@ -43,7 +42,6 @@ from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
 SCRUB_S = 1.0
 SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
-ACK_BYTES = answer_to(Ack(1.0, 1.0)).ByteSize()
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +74,7 @@ class Intake:
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
         self._open(frame, len(message))
-        return self._store(landed=False)
+        return self._store(whole=True, landed=False)
 
     def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
         """Where to receive the payload of a frame that is still to come: each item where it belongs
@@ -92,10 +90,7 @@ class Intake:
 
     def end(self, whole: bool) -> Credit:
         """The payload came, or it never will."""
-        if isinstance(self._opened, Write) and not whole:
-            self.reservations.end_write(self._opened, written=False)
-            self._opened = PeerLostError("the frame was cut short")
-        return self._store(landed=self.arena.on_host)
+        return self._store(whole, landed=self.arena.on_host)
 
     def close(self) -> None:
         """The channel is over, however it ended: nothing is complete without a commit."""
@@ -110,32 +105,27 @@ class Intake:
             self._opened = error
         return self._opened
 
-    def _store(self, landed: bool) -> Credit:
+    def _store(self, whole: bool, landed: bool) -> Credit:
         """What becomes of the frame; what has `landed` is in place already."""
-        frame, opened, began = self._frame, self._opened, self.clock()
+        frame, opened = self._frame, self._opened
         assert frame is not None
-        error = self._place(frame, opened, landed) if isinstance(opened, Write) else opened
-        ticket, verify_ms = frame.ticket, 1000 * (self.clock() - began)
-        credit = Credit(ticket.nonce, ticket.gen, self._nbytes, error=error)
-        nbytes = self._nbytes + credit.to_message().ByteSize()
-        self.reservations.count(ticket.nonce, nbytes, verify_ms)
+        error = opened if isinstance(opened, DisaggError) else None
+        if isinstance(opened, Write):
+            began, written = self.clock(), False
+            try:
+                if not whole:
+                    raise PeerLostError("the frame was cut short")
+                frame.verify()
+                self.arena.write(list(opened.pieces(frame.payload, landed)))
+                written = True
+            except DisaggError as failure:
+                error = failure
+            finally:
+                self.reservations.end_write(opened, written, 1000 * (self.clock() - began))
         self.failures.update([error.reason] if error else [])
-        if not self.reservations.expects(ticket):
+        if not self.reservations.expects(frame.ticket):
             self.on_news()
-        return credit
-
-    def _place(self, frame: PageFrame, write: Write, landed: bool) -> DisaggError | None:
-        """Verify the items of a frame and put them in place; what was wrong."""
-        written = False
-        try:
-            frame.verify()
-            self.arena.write(list(write.pieces(frame.payload, landed)))
-            written = True
-        except CorruptFrameError as error:
-            return error
-        finally:
-            self.reservations.end_write(write, written)
-        return None
+        return Credit(frame.ticket.nonce, frame.ticket.gen, self._nbytes, error=error)
 
 
 class Receiver:
@@ -176,7 +166,8 @@ class Receiver:
         """The service, for `rpc.start_server`."""
         calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
         streams = {"Push": self.push, "Probe": absorb}
-        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=self._note)
+        note = lambda error: self.failures.update([error.reason])  # noqa: E731
+        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=note)
 
     async def run(self) -> None:
         """End leases when they are due and verify what is kept, until it is cancelled.
@@ -246,9 +237,7 @@ class Receiver:
         if attach.direct and attached.state is State.ATTACHED:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
-        answer = attached.to_message().SerializeToString()
-        self.reservations.count(attach.ticket.nonce, len(data) + len(answer))
-        return answer
+        return attached.to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one channel."""
@@ -261,7 +250,7 @@ class Receiver:
 
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
-        tickets = list(map(ticket_from, parse(kv.RenewRequest, data).tickets))
+        tickets = read(parse(kv.RenewRequest, data))["tickets"]
         with self._event() as now:
             over = self.reservations.renew(tickets, now)
         return kv.RenewResponse(over=over).SerializeToString()
@@ -278,19 +267,12 @@ class Receiver:
             async with asyncio.timeout(self.reservations.terms.lease_s):
                 while self.reservations.expects(frame.ticket):
                     await self._news.wait()
-        answer = self._admit(frame, len(data) + ACK_BYTES)
-        return answer_to(answer).SerializeToString()
-
-    def _admit(self, frame: CommitFrame, nbytes: int) -> Ack | Nack:
-        """Commit; where that completes a prompt the engine has it before this returns."""
-        began, nonce = self._clock(), frame.ticket.nonce
-        self.reservations.count(nonce, nbytes)  # before it is told to the engine
-        with self._event() as now:
-            answer = self.reservations.commit(frame, now)
+        with self._event() as began:  # where this completes a prompt, the engine has it then
+            answer = self.reservations.commit(frame, began)
         if isinstance(answer, Ack):
-            return self.reservations.acknowledge(nonce, 1000 * (self._clock() - began))
-        self.reservations.count(nonce, answer_to(answer).ByteSize() - ACK_BYTES)
-        return answer
+            admit_ms = 1000 * (self._clock() - began)
+            answer = self.reservations.acknowledge(frame.ticket.nonce, admit_ms)
+        return answer_to(answer).SerializeToString()
 
     # -- what happens by itself
 
@@ -305,7 +287,7 @@ class Receiver:
 
     def _act(self) -> None:
         """Do all that was decided; raises the first failure of it."""
-        failure: Exception | None = None
+        failures = []
         for action in self.reservations.take_actions():
             try:
                 if isinstance(action, Dropped):
@@ -313,19 +295,16 @@ class Receiver:
                 else:
                     self._on_admit(action)
             except Exception as error:
-                failure = failure or error
+                failures.append(error)
                 if isinstance(action, Admission):
                     self.reservations.reject(action, str(error), self._clock())
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
 
     def _wake(self) -> None:
         """Something happened: who waits for that looks again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-    def _note(self, error: DisaggError) -> None:
-        self.failures[error.reason] += 1
 
     async def _keep_time(self) -> None:
         while True:

@@ -67,7 +67,7 @@ class Checklist:
         self.plan = plan
         self.tokens = tokens
         self.tails: dict[int, Tail] = {}  # by layer group
-        self._counts: list[dict[Kind, int]] = []
+        self._counts: list[dict[Kind, int]] = []  # by layer group
         self._nbytes: dict[tuple[int, Kind], int] = {}
         for index, group in enumerate(plan.groups):
             inventory = group.inventory(tokens)
@@ -99,7 +99,7 @@ class Checklist:
                 yield Item(kind, group, layer, record)
 
     def select(self, layer: int, kind: Kind, first: int, count: int) -> list[Item]:
-        """The items of records `first` .. `first + count - 1` of one layer, as far as there are."""
+        """The items of `count` records of one layer from the `first` on, as far as there are."""
         group = self.plan.group_of[layer]
         end = min(first + count, self._counts[group].get(kind, 0))
         return [Item(kind, group, layer, record) for record in range(first, end)]
@@ -154,10 +154,14 @@ class Checklist:
             f"has {count} of {group.layer_bytes(layout)} bytes in layers {group.layers}"
         )
 
+    def tail(self, group: int, kind: Kind, record: int) -> Tail | None:
+        """The tail of a layer group, if this record is one."""
+        found = self.tails.get(group) if kind is Kind.RAW else None
+        return found if found and found.record == record else None
+
     def _size(self, group: int, kind: Kind, record: int) -> int:
-        if kind is Kind.RAW and (tail := self.tails.get(group)) and tail.record == record:
-            return tail.nbytes
-        return self._nbytes[group, kind]
+        tail = self.tail(group, kind, record)
+        return tail.nbytes if tail else self._nbytes[group, kind]
 
 
 def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:
@@ -187,8 +191,7 @@ class Addresses:
         """The bytes of an item; more than one span only for the rows of a tail."""
         start = self._ids[item.group][item.kind][item.record] * ARENA_UNIT
         start += self._offsets[item.kind, item.layer]
-        tail = self._checklist.tails.get(item.group) if item.kind is Kind.RAW else None
-        if tail is not None and tail.record == item.record:
+        if tail := self._checklist.tail(item.group, item.kind, item.record):
             return [(start + offset, nbytes) for offset, nbytes in tail.spans]
         return [(start, self._checklist.nbytes(item))]
 

@@ -37,8 +37,6 @@ from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
-Piece = tuple[int, Buffer]
-LEAST_MS = 1e-6  # so that an Ack has the same size whatever was measured
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Admission:
-    """Do: give a complete prompt to the engine. Its groups are the engine's from here on.
-
-    wire_bytes: all messages between sender and receiver, both ways, the answer to the commit too
-    verify_ms:  spent on digests and copies
-    """
+    """Do: give a complete prompt to the engine. Its groups are the engine's from here on."""
 
     job: Job
     groups: tuple[GroupState, ...]
     commit: Commit
-    wire_bytes: int
-    verify_ms: float
     nonce: int
 
 
@@ -112,13 +104,13 @@ class Dropped:
     reason: str
 
 
-@dataclass(frozen=True)
 class Contents:
     """What a live reservation holds: its job, its records, and what has arrived of them."""
 
-    job: Job
-    holding: Holding
-    arrivals: Arrivals
+    def __init__(self, job: Job, holding: Holding):
+        self.job = job
+        self.holding = holding
+        self.arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
 
 
 class Reservation:
@@ -126,7 +118,8 @@ class Reservation:
 
     def __init__(self, nonce: int, contents: Contents):
         self.nonce = nonce
-        self.rid, self.attempt = contents.job.rid, contents.job.attempt
+        job = contents.job
+        self.rid, self.attempt, self.name = job.rid, job.attempt, job.name
         self.contents: Contents | None = contents
         self.state = State.HELD
         self.reason = ""
@@ -138,13 +131,7 @@ class Reservation:
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
         self.ack: Ack | None = None
-        self.wire_bytes = 0
         self.verify_ms = 0.0
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return f"attempt {self.attempt} of {self.rid}"
 
     def live(self) -> Contents:
         """What it holds; ReservationError once it is over."""
@@ -175,7 +162,9 @@ class Write:
     new: Mapping[int, int]
     spans: list[list[Span]]
 
-    def pieces(self, payload: Sequence[Buffer], landed: bool = False) -> Iterator[Piece]:
+    def pieces(
+        self, payload: Sequence[Buffer], landed: bool = False
+    ) -> Iterator[tuple[int, Buffer]]:
         """What to write where, of the bytes of items; `landed`: those in one piece are there."""
         for data, spans in zip(payload, self.spans, strict=True):
             if landed and len(spans) == 1:
@@ -267,10 +256,9 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel, reservation.lossy = None, False
         self._renew(reservation, now)
-        cached, lease_s = contents.holding.cached, self.terms.lease_s
-        return Attached(
-            State.ATTACHED, contents.arrivals.have(), cached, lease_s, checklist.window_bytes
-        )
+        have, cached = contents.arrivals.have(), contents.holding.cached
+        credit = checklist.window_bytes
+        return Attached(State.ATTACHED, have, cached, self.terms.lease_s, credit)
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
@@ -304,12 +292,13 @@ class Reservations:
         reservation.writes += 1
         return write
 
-    def end_write(self, write: Write, written: bool) -> None:
+    def end_write(self, write: Write, written: bool, verify_ms: float = 0.0) -> None:
         """Close a write; `written` only if the bytes have their digests and are in place.
 
         Frees the records of a reservation that ended while it was open.
         """
         reservation = write.reservation
+        reservation.verify_ms += verify_ms
         if reservation.contents is not None:  # else it had nothing to write
             reservation.contents.arrivals.end_write(write.new, written)
         reservation.lossy |= not written
@@ -317,7 +306,7 @@ class Reservations:
         self._free(reservation)
 
     def channel_ended(self, channel: object) -> None:
-        """However a channel ended, cleanly or not: nothing is complete without a commit."""
+        """However a channel ended: nothing is complete without a commit."""
         for reservation in self._live.values():
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
@@ -350,17 +339,18 @@ class Reservations:
         if missing := contents.arrivals.missing(frame.commit):
             return Nack(missing)
         reservation.committed = _hash(frame.commit)
-        reservation.ack = Ack(max(LEAST_MS, reservation.verify_ms), LEAST_MS)
+        reservation.ack = Ack(reservation.verify_ms)
         self._admit(reservation, contents, frame.commit)
         return reservation.ack
 
     # -- what the engine says, and time
 
     def acknowledge(self, nonce: int, admit_ms: float) -> Ack:
-        """The engine took what was admitted: the answer to this commit and the next."""
+        """The engine took what was admitted: the answer to this commit and to the same again."""
         reservation = self._by_nonce[nonce]
         assert reservation.ack is not None
-        reservation.ack = Ack(reservation.ack.verify_ms, max(LEAST_MS, admit_ms))
+        if not reservation.ack.admit_ms:
+            reservation.ack = replace(reservation.ack, admit_ms=admit_ms)
         return reservation.ack
 
     def reject(self, admission: Admission, reason: str, now: float) -> None:
@@ -394,20 +384,14 @@ class Reservations:
         """Forget what is damaged; (rid, attempt) of whoever had it or was promised it: over now."""
         self.cache.end_scrub(scrub, damaged)
         struck = {}
-        for find in (x for x in scrub.finds if x.key in damaged):
-            error = damaged[find.key]
-            hit = [x for x in self._of() if not x.pages.isdisjoint(find.pages)]
+        for note in (x for x in scrub.notes if x.key in damaged):
+            error = damaged[note.key]
+            hit = [x for x in self._of() if not x.pages.isdisjoint(note.pages)]
             for reservation in hit:
                 self._stop(reservation, State.ABORTED, str(error), now)
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
-
-    def count(self, nonce: int, nbytes: int = 0, verify_ms: float = 0.0) -> None:
-        """Note what crossed the link for a reservation, and what it took here."""
-        if reservation := self._by_nonce.get(nonce):
-            reservation.wire_bytes += nbytes
-            reservation.verify_ms += verify_ms
 
     def take_actions(self) -> list[Admission | Dropped]:
         """What the worker must do now, in order."""
@@ -416,9 +400,9 @@ class Reservations:
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
-        live, running = len(self._live), len(self._running)
         streams = sum(x.state is State.ATTACHED for x in self._live.values())
-        return {"reservations": live, "streams": streams, "running": running}
+        held = {"reservations": len(self._live), "streams": streams}
+        return held | {"running": len(self._running)}
 
     def _of(self, rid: str | None = None) -> list[Reservation]:
         """The live and the running ones of one request, or of all."""
@@ -446,8 +430,7 @@ class Reservations:
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
         holding = self.cache.hold(terms.model, plan, job.prompt, terms.watermark_bytes)
-        arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
-        reservation = Reservation(self._nonces(), Contents(job, holding, arrivals))
+        reservation = Reservation(self._nonces(), Contents(job, holding))
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation, now)
         return reservation
@@ -466,8 +449,8 @@ class Reservations:
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        figures = reservation.wire_bytes, reservation.verify_ms, reservation.nonce
-        self._actions.append(Admission(contents.job, contents.holding.groups, commit, *figures))
+        groups = contents.holding.groups
+        self._actions.append(Admission(contents.job, groups, commit, reservation.nonce))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
         if reservation.state.admitted:

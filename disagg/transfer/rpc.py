@@ -1,9 +1,8 @@
 """gRPC as this plane uses it: links, servers, handlers of bytes, and errors that keep their names.
 
-Calls carry bytes: messages are parsed by whoever knows them, and frames are never copied into a
-protobuf message. A typed error becomes a status with its reason and message in the trailing
-metadata, and the same error again at the other end; what is no typed error is a bug, is logged with
-its traceback and answered INTERNAL. Knows no service and no frame.
+Calls carry bytes: frames are never copied into a protobuf message. A typed error becomes a status
+with its reason and message in the trailing metadata, and the same error again at the other end;
+anything else is a bug, is logged and answered INTERNAL. Knows no service and no frame.
 
 What the grpc package bounds: a message by 4 MiB, the streams of a connection, and what a connection
 may send before a call is read, by the window of HTTP/2. A call without the token is refused before
@@ -16,7 +15,7 @@ import ctypes
 import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -188,7 +187,7 @@ def rpc_handlers(
     for name, stream in (server_stream or {}).items():
         handlers[name] = grpc.unary_stream_rpc_method_handler(guard.stream(stream))
     for name, both in (both_stream or {}).items():
-        handlers[name] = grpc.stream_stream_rpc_method_handler(guard.stream(_read_ahead(both)))
+        handlers[name] = grpc.stream_stream_rpc_method_handler(guard.stream(both, _ahead))
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -207,12 +206,16 @@ class _Guard:
 
         return call
 
-    def stream(self, run: Callable[[Any], AsyncGenerator[bytes, None]]) -> Callable[..., Any]:
+    def stream(
+        self,
+        run: Callable[[Any], AsyncGenerator[bytes, None]],
+        reader: Callable[[Any], AbstractAsyncContextManager[Any]] = nullcontext,
+    ) -> Callable[..., Any]:
         """Writes by itself: so whatever ends the call ends `run` at once, not when it is found."""
 
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             try:
-                async with aclosing(run(request)) as replies:
+                async with reader(request) as coming, aclosing(run(coming)) as replies:
                     async for reply in replies:
                         await context.write(reply)
             except Exception as error:
@@ -225,39 +228,29 @@ class _Guard:
             log.error("a method failed", exc_info=error)
             error = DisaggError("the method failed; its worker has logged why")
         self.on_refusal(error)
-        await refuse(context, error)
+        text = str(error).encode()[:MAX_TEXT_BYTES]
+        trailing = ((REASON_KEY, error.reason), (MESSAGE_KEY, text))
+        await context.abort(grpc.StatusCode[error.grpc_status], error.reason, trailing)
+        raise AssertionError("abort always raises")
 
 
-async def refuse(context: grpc.aio.ServicerContext, error: DisaggError) -> NoReturn:
-    """End a call with the status, reason and message of an error."""
-    text = str(error).encode()[:MAX_TEXT_BYTES]
-    trailing = ((REASON_KEY, error.reason), (MESSAGE_KEY, text))
-    await context.abort(grpc.StatusCode[error.grpc_status], error.reason, trailing)
-    raise AssertionError("abort always raises")
-
-
-def _read_ahead(run: BothStream) -> BothStream:
-    async def stream(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        async with aclosing(_ahead(messages)) as coming, aclosing(run(coming)) as replies:
-            async for reply in replies:
-                yield reply
-
-    return stream
-
-
-async def _ahead(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+def _ahead(messages: AsyncIterator[bytes]) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
     """The messages; the next one is being received while one is looked at."""
-    coming = asyncio.ensure_future(anext(messages))
-    try:
-        while True:
-            message = await coming
-            coming = asyncio.ensure_future(anext(messages))
-            yield message
-    except StopAsyncIteration:
-        return
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
+
+    async def read() -> AsyncGenerator[bytes, None]:
+        coming = asyncio.ensure_future(anext(messages))
+        try:
+            while True:
+                message = await coming
+                coming = asyncio.ensure_future(anext(messages))
+                yield message
+        except StopAsyncIteration:
+            return
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+    return aclosing(read())
 
 
 class _RequireToken(grpc.aio.ServerInterceptor):

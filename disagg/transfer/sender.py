@@ -30,6 +30,7 @@ from disagg.errors import (
 from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
+from disagg.transfer.control import KvClient
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import Checklist, items_in_frame, message_bytes, units_of
 from disagg.wire import (
@@ -95,17 +96,15 @@ class Outbox:
         self.checklist = checklist
         self.frame_bytes = frame_bytes
         self.credit = 0
-        self.bytes_in_flight = 0
         self._source = source
         self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queues: dict[tuple[Kind, int, int], deque[Item]] = {}  # by kind, group, size: to send
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
-        self._digests: dict[Item, int] = {}
+        self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
         self._there: dict[Item, int] = {}  # what the receiver said it has
-        self._cached: frozenset[Item] = frozenset()  # of it, what it found by content keys
-        self._skipped: dict[Item, int] = {}  # never sent, because it is there
+        self._skipped: dict[Item, int] = {}  # of it, what is not sent for that
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
@@ -126,35 +125,38 @@ class Outbox:
         return queue[0].layer if queue else 0
 
     @property
+    def bytes_in_flight(self) -> int:
+        """Of frames that are not answered."""
+        return sum(parcel.size for parcel in self._flight)
+
+    @property
     def cached_bytes(self) -> int:
         """Bytes that need not be sent, because the receiver has them."""
         return sum(map(self.checklist.nbytes, self._skipped))
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        digests = self._digests | self._skipped
+        digests = self._sent | self._skipped
         return tuple(map(digests.__getitem__, self._order))
 
     def attached(
         self, items: Mapping[Item, int], cached: Iterable[Item] = (), credit: int = 0
     ) -> None:
         """Start over with a receiver that has these items, some found by their content keys."""
-        self._there, self._cached = dict(items), frozenset(cached)
-        self._skipped = {x: seen for x, seen in self._skipped.items() if items.get(x) == seen}
+        self._there = dict(items)
+        self._skipped = {item: items[item] for item in cached if item in items}
         self._flight.clear()
-        self._ready = None
-        self.credit, self.bytes_in_flight = credit, 0
         self._queues.clear()
-        here = {item for item in items if self._is_there(item)}
-        self._enqueue([x for x in self._given if x not in here] if here else self._given)
+        self._ready, self.credit = None, credit
+        self._enqueue(self._given)
 
     def grant(self, credit: int, frames: int) -> None:
         """More credit, and `frames` more that arrived and were verified."""
         self.credit += credit
+        if frames > len(self._flight):
+            raise CorruptFrameError(f"credit for {frames} frames; {len(self._flight)} were sent")
         for _ in range(frames):
-            if not self._flight:
-                raise CorruptFrameError(f"credit for {frames} frames that were not sent")
-            self.bytes_in_flight -= self._flight.popleft().size
+            self._flight.popleft()
 
     def missing(self, items: Sequence[Item]) -> None:
         """The receiver does not have these: they go out again."""
@@ -171,16 +173,14 @@ class Outbox:
         """The next frame, if there is one and credit for it; it counts as in flight."""
         while self._ready is None and (queue := self._next_queue()):
             self._ready = self._pack(queue, ticket)
-        if self._ready is None:
+        if (parcel := self._ready) is None:
             return None
-        size = self._ready.size
-        window = 2 * max(self.frame_bytes, size)
-        if size > self.credit or self.bytes_in_flight + size > window:
+        window = 2 * max(self.frame_bytes, parcel.size)
+        if parcel.size > self.credit or self.bytes_in_flight + parcel.size > window:
             return None
-        parcel, self._ready = self._ready, None
+        self._ready = None
         self._flight.append(parcel)
-        self.credit -= size
-        self.bytes_in_flight += size
+        self.credit -= parcel.size
         return parcel
 
     @property
@@ -212,12 +212,14 @@ class Outbox:
         nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
         items: list[Item] = []
         while queue and len(items) < most:
-            some = [queue.popleft() for _ in range(min(len(queue), most - len(items)))]
-            items += self._not_there(some) if self._there else some
+            if not self._is_there(item := queue.popleft()):
+                items.append(item)
         if not items:
             return None
         payload = self._source.read(items)
-        digests = self._digests_of(items, payload)
+        for item, data in zip(items, payload, strict=True):
+            if item not in self._sent:
+                self._sent[item] = digest(data)
         frame = PageFrame(
             ticket=ticket,
             kind=kind,
@@ -225,37 +227,22 @@ class Outbox:
             layout=self.checklist.plan.groups[group].layout(kind).fingerprint,
             layers=tuple(item.layer for item in items),
             records=tuple(item.record for item in items),
-            digests=tuple(digests),
+            digests=tuple(self._sent[item] for item in items),
             payload=tuple(payload),
         )
         parts = pack(frame)
         return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
 
-    def _not_there(self, items: Sequence[Item]) -> list[Item]:
-        """Those that the receiver does not have; the others are skipped."""
-        left = []
-        for item in items:
-            seen = self._there.get(item)
-            if seen is not None and (item in self._cached or self._has(item, seen)):
-                self._skipped[item] = seen
-            else:
-                left.append(item)
-        return left
-
-    def _has(self, item: Item, seen: int) -> bool:
-        return self._digests_of([item], self._source.read([item])) == [seen]
-
-    def _digests_of(self, items: Sequence[Item], payload: Sequence[memoryview]) -> list[int]:
-        """The digests of items; what was packed first is the promise."""
-        known = self._digests
-        for item, data in zip(items, payload, strict=True):
-            if item not in known:
-                known[item] = digest(data)
-        return [known[item] for item in items]
-
     def _is_there(self, item: Item) -> bool:
-        expected = self._skipped.get(item, self._digests.get(item))
-        return expected is not None and self._there.get(item) == expected
+        """Whether the receiver has an item as we promise it."""
+        seen = self._there.get(item)
+        if seen is None or item in self._skipped:
+            return seen is not None
+        if item in self._sent:
+            return self._sent[item] == seen
+        if digest(self._source.read([item])[0]) == seen:
+            self._skipped[item] = seen
+        return item in self._skipped
 
 
 # -- one hand-off
@@ -331,6 +318,10 @@ class Sender:
     async def _until_acknowledged(self) -> Ack:
         silence_s, broken_at, refusals = self._channel.options.silence_s, -math.inf, 0
         while True:
+            if self._over.done():
+                if not isinstance(error := self._over.result(), MENDABLE):
+                    raise error
+                self._over = asyncio.Future()
             attached_at = math.inf
             try:
                 attached, attached_at = await self._attach(), self._clock()
@@ -349,8 +340,10 @@ class Sender:
 
     async def _attach(self) -> Attached:
         self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
+        options, client = self._channel.options, KvClient(self._channel.link)
+        attach = replace(self._terms, ticket=self.ticket, direct=options.direct)
         try:
-            attached, nbytes = await self._channel.attach(replace(self._terms, ticket=self.ticket))
+            attached, nbytes = await client.attach(attach, options.call_s)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         self.wire_bytes += nbytes
@@ -367,7 +360,6 @@ class Sender:
             return answer
         self.outbox.attached(attached.have, self._cached_items(attached), attached.credit)
         self._note_drained()
-        self._over = asyncio.Future()
         with self._channel.carries(self, attached):
             while True:
                 await self._unless_over(self._drained.wait())
@@ -409,12 +401,11 @@ class Sender:
 
     def _cached_items(self, attached: Attached) -> Iterator[Item]:
         """Items as good as ours: those of units with our keys."""
-        plan = self.outbox.checklist.plan
-        if any(attached.cached):
-            units = units_of(plan, self._terms.tokens)
-            for group, some, count in zip(plan.groups, units, attached.cached, strict=False):
-                for unit in some[:count]:
-                    yield from unit.items(group)
+        plan, cached = self.outbox.checklist.plan, attached.cached
+        units = units_of(plan, self._terms.tokens) if any(cached) else ()
+        for group, some, count in zip(plan.groups, units, cached, strict=False):
+            for unit in some[:count]:
+                yield from unit.items(group)
 
     def _stats(self, ack: Ack) -> HandoffStats:
         now = self._clock()
@@ -469,13 +460,20 @@ class Sender:
             self.end(_Dropped(error))
 
     def end(self, error: Exception) -> None:
-        """The attachment is over. After PeerLostError another is tried; all else is final."""
+        """The attachment is over. After PeerLostError another is tried; all else is final, whenever
+        it comes: between two attachments too.
+        """
+        if self._over.done() and isinstance(self._over.result(), MENDABLE):
+            self._over = asyncio.Future()
         if not self._over.done():
             self._over.set_result(error)
 
 
 class _Dropped(Exception):
     """The receiver dropped frames, for the error that this holds; attaching again may mend it."""
+
+
+MENDABLE = (PeerLostError, _Dropped)
 
 
 def _check_sizes(checklist: Checklist) -> None:

@@ -1,9 +1,12 @@
 """A decode worker without an engine, on ports of its own and the clock of the world."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import multiprocessing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 from disagg.pool import Pool
 from disagg.transfer.direct import DirectServer
@@ -55,10 +58,10 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(**terms: object) -> AsyncIterator[House]:
+async def open_house(kind: type[Receiver] = Receiver, **terms: object) -> AsyncIterator[House]:
     """A receiver on free ports, on the clock of the world."""
     pool, admitted = make_pool(1 << 20), []
-    receiver = Receiver(
+    receiver = kind(
         make_terms(pool, **terms), pool, pool.arena, admitted.append, lambda *drop: None
     )
     sockets = DirectServer(receiver.open_channel)
@@ -73,3 +76,20 @@ async def open_house(**terms: object) -> AsyncIterator[House]:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+@contextmanager
+def process(target: object, *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Another process, and where it answers; killed at the end if it still lives."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.transfer.house", "tests.transfer.peer"])
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+        ours.close()

@@ -19,7 +19,7 @@ from disagg.transfer.messages import (
     State,
     answer_to,
     parse,
-    ticket_from,
+    read,
 )
 from disagg.transfer.records import Checklist
 from disagg.transfer.rpc import rpc_handlers, start_server
@@ -94,7 +94,7 @@ class Peer:
         return answer
 
     async def renew(self, data: bytes) -> bytes:
-        tickets = list(map(ticket_from, parse(kv.RenewRequest, data).tickets))
+        tickets = list(read(parse(kv.RenewRequest, data))["tickets"])
         self.renewals.append(tickets)
         over = [ticket.nonce for ticket in tickets if ticket.nonce in self.over]
         return kv.RenewResponse(over=over).SerializeToString()

@@ -77,6 +77,11 @@ class Prompt:
         (data,) = self.read.read([item])
         return data
 
+    def digests(self, items: Sequence[Item] | None = None) -> dict[Item, int]:
+        """Of all items, or of these."""
+        some = self.checklist.items if items is None else items
+        return {item: digest(self.bytes_of(item)) for item in some}
+
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
         """A frame of items that share kind, group and size."""
         kind, group = items[0][:2]
@@ -100,7 +105,7 @@ class Prompt:
         return [self.frame(ticket, items) for items in by_key.values()]
 
     def commit(self, first_token: int = 5) -> Commit:
-        digests = tuple(digest(self.bytes_of(item)) for item in self.checklist.items)
+        digests = tuple(self.digests().values())
         return Commit(self.tokens, self.plan.fingerprint, digests, first_token, {"ids": [1, 2]})
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:

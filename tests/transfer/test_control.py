@@ -90,65 +90,53 @@ async def open_worker() -> AsyncIterator[tuple[Worker, WorkerClient]]:
         await server.stop(None)
 
 
-def test_calls_arrive_as_they_were_made():
-    async def scene():
-        async with open_worker() as (worker, client):
-            assert await client.reserve(JOB, 9) == GRANT
-            await client.submit(SUBMIT)
-            await client.acknowledge({"r": 3})
-            await client.abort("r", 2, "client gone")
-            await client.fence(10, "me")
-            told = [JOB, SUBMIT, ("ack", {"r": 3}), ("r", 2, "client gone"), (10, "me")]
-            assert worker.told == told
-            assert await client.status() == STATUS
-
-    asyncio.run(scene())
+async def test_calls_arrive_as_they_were_made():
+    async with open_worker() as (worker, client):
+        assert await client.reserve(JOB, 9) == GRANT
+        await client.submit(SUBMIT)
+        await client.acknowledge({"r": 3})
+        await client.abort("r", 2, "client gone")
+        await client.fence(10, "me")
+        told = [JOB, SUBMIT, ("ack", {"r": 3}), ("r", 2, "client gone"), (10, "me")]
+        assert worker.told == told
+        assert await client.status() == STATUS
 
 
-def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves():
-    async def scene():
-        async with open_worker() as (worker, client):
-            seen = []
-            stream = client.events({"r": 4}, "me")
-            async for step in stream:
-                seen.append(step)
-                if len(seen) == len(STEPS):
-                    break
-            await stream.aclose()
-            assert worker.told == [({"r": 4}, "me")]
-            assert seen[:2] == STEPS[:2]
-            (failed,) = seen[2].events
-            assert isinstance(failed.error, CapacityError)
-            assert (failed.token, str(failed.error)) == (None, "no room")
-            async with asyncio.timeout(30.0):
-                await worker.left.wait()
-
-    asyncio.run(scene())
+async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves():
+    async with open_worker() as (worker, client):
+        seen = []
+        stream = client.events({"r": 4}, "me")
+        async for step in stream:
+            seen.append(step)
+            if len(seen) == len(STEPS):
+                break
+        await stream.aclose()
+        assert worker.told == [({"r": 4}, "me")]
+        assert seen[:2] == STEPS[:2]
+        (failed,) = seen[2].events
+        assert isinstance(failed.error, CapacityError)
+        assert (failed.token, str(failed.error)) == (None, "no room")
+        async with asyncio.timeout(30.0):
+            await worker.left.wait()
 
 
-def test_a_refusal_keeps_its_type():
-    async def scene():
-        async with open_worker() as (_, client):
-            with pytest.raises(CapacityError, match="draining"):
-                await client.reserve(JOB, 8)
-
-    asyncio.run(scene())
+async def test_a_refusal_keeps_its_type():
+    async with open_worker() as (_, client):
+        with pytest.raises(CapacityError, match="draining"):
+            await client.reserve(JOB, 8)
 
 
-def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
-    async def scene():
-        server, address = await start_server([worker_handler(Worker())], "127.0.0.1")
-        link = connect(address)
-        events = WorkerClient(link).events({}, "me")
-        await anext(events)
-        await server.stop(None)
-        with pytest.raises(PeerLostError):
-            await _last(events)
-        with pytest.raises(PeerLostError):
-            await WorkerClient(link).status()
-        await link.close()
-
-    asyncio.run(scene())
+async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
+    server, address = await start_server([worker_handler(Worker())], "127.0.0.1")
+    link = connect(address)
+    events = WorkerClient(link).events({}, "me")
+    await anext(events)
+    await server.stop(None)
+    with pytest.raises(PeerLostError):
+        await _last(events)
+    with pytest.raises(PeerLostError):
+        await WorkerClient(link).status()
+    await link.close()
 
 
 async def _last(events: AsyncIterator) -> object:

@@ -1,6 +1,7 @@
 """Frames over a socket: whole, by key only, TLS or not; bytes of nobody end the connection."""
 
 import asyncio
+import errno
 import random
 import socket
 import struct
@@ -16,7 +17,7 @@ from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectServer, dial
 from disagg.transfer.messages import Attached, Credit, State
 from disagg.transfer.security import Security
-from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, digest, pack, unpack
+from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
 from tests.papers import make_papers
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
@@ -95,65 +96,52 @@ async def open_direct(
             assert all(shelf.closed for shelf in shelves)
 
 
-def digests_of(prompt: Prompt) -> dict[Item, int]:
-    return {item: digest(prompt.bytes_of(item)) for item in prompt.checklist.items}
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
-def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
-    async def scene():
-        async with open_direct(papers if tls else None) as (peer, channel, _, shelves):
-            senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
+async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
+    async with open_direct(papers if tls else None) as (peer, channel, _, shelves):
+        senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
 
-            async def settle() -> None:
-                async with peer.stored:
-                    peer.stored.notify_all()
-
-            for sender in senders:
-                offer_all(sender, prompt)
-            running = [asyncio.create_task(sender.run()) for sender in senders]
-            await until(lambda: list(peer.have.values()) == 3 * [digests_of(prompt)])
-            await until(lambda: len(peer.commits) == 3)
-            await settle()
-            for stats in await asyncio.gather(*running):
-                assert stats.payload_bytes == prompt.checklist.total_bytes
-                assert stats.attaches == 1
-            assert (len(shelves), peer.opened) == (1, 0)
-
-    asyncio.run(scene())
-
-
-def test_a_direct_connection_that_breaks_is_resumed(prompt):
-    async def scene():
-        async with open_direct() as (peer, channel, _, shelves):
-            sender = peer.sender(prompt, channel)
-            running = asyncio.create_task(sender.run())
-            sender.offer(prompt.checklist.layer(0))
-            await until(lambda: len(peer.have.get(7, ())) == len(list(prompt.checklist.layer(0))))
-            shelves[0].begin = None  # a bug at the receiver: the connection breaks, loudly
-            sender.offer(prompt.checklist.layer(1))
-            sender.offer(prompt.checklist.layer(2))
-            sender.finish(1)
-            await until(lambda: peer.have[7] == digests_of(prompt))
-            await until(lambda: bool(peer.commits))
+        async def settle() -> None:
             async with peer.stored:
                 peer.stored.notify_all()
-            stats = await running
-            assert (stats.attaches, len(shelves)) == (2, 2)
 
-    asyncio.run(scene())
-
-
-def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
-    async def scene():
-        async with open_peer(replace(QUICK, direct=True)) as (peer, channel):
-            sender = peer.sender(prompt, channel)
+        for sender in senders:
             offer_all(sender, prompt)
-            await sender.run()
-            assert peer.attaches[0].direct
-            assert peer.opened == 1
+        running = [asyncio.create_task(sender.run()) for sender in senders]
+        await until(lambda: list(peer.have.values()) == 3 * [prompt.digests()])
+        await until(lambda: len(peer.commits) == 3)
+        await settle()
+        for stats in await asyncio.gather(*running):
+            assert stats.payload_bytes == prompt.checklist.total_bytes
+            assert stats.attaches == 1
+        assert (len(shelves), peer.opened) == (1, 0)
 
-    asyncio.run(scene())
+
+async def test_a_direct_connection_that_breaks_is_resumed(prompt):
+    async with open_direct() as (peer, channel, _, shelves):
+        sender = peer.sender(prompt, channel)
+        running = asyncio.create_task(sender.run())
+        sender.offer(prompt.checklist.layer(0))
+        await until(lambda: len(peer.have.get(7, ())) == len(list(prompt.checklist.layer(0))))
+        shelves[0].begin = None  # a bug at the receiver: the connection breaks, loudly
+        sender.offer(prompt.checklist.layer(1))
+        sender.offer(prompt.checklist.layer(2))
+        sender.finish(1)
+        await until(lambda: peer.have[7] == prompt.digests())
+        await until(lambda: bool(peer.commits))
+        async with peer.stored:
+            peer.stored.notify_all()
+        stats = await running
+        assert (stats.attaches, len(shelves)) == (2, 2)
+
+
+async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
+    async with open_peer(replace(QUICK, direct=True)) as (peer, channel):
+        sender = peer.sender(prompt, channel)
+        offer_all(sender, prompt)
+        await sender.run()
+        assert peer.attaches[0].direct
+        assert peer.opened == 1
 
 
 # -- who may come in
@@ -178,24 +166,21 @@ async def open_door() -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
         assert all(shelf.closed for shelf in shelves)
 
 
-def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):
-    async def scene():
-        async with open_door() as (server, port, shelves):
-            key = server.make_key()
-            first = await dial(f"{HOST}:1", port, key)
-            await until(lambda: len(shelves) == 1)
-            second = await dial(f"{HOST}:1", port, key)
-            with pytest.raises(PeerLostError):
-                await anext(second.answers())
-            monkeypatch.setattr(direct, "KEY_S", -1.0)
-            third = await dial(f"{HOST}:1", port, server.make_key())
-            with pytest.raises(PeerLostError):
-                await anext(third.answers())
-            for stream in (first, second, third):
-                stream.close()
-            assert len(shelves) == 1
-
-    asyncio.run(scene())
+async def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):
+    async with open_door() as (server, port, shelves):
+        key = server.make_key()
+        first = await dial(f"{HOST}:1", port, key)
+        await until(lambda: len(shelves) == 1)
+        second = await dial(f"{HOST}:1", port, key)
+        with pytest.raises(PeerLostError):
+            await anext(second.answers())
+        monkeypatch.setattr(direct, "KEY_S", -1.0)
+        third = await dial(f"{HOST}:1", port, server.make_key())
+        with pytest.raises(PeerLostError):
+            await anext(third.answers())
+        for stream in (first, second, third):
+            stream.close()
+        assert len(shelves) == 1
 
 
 HELLOS = {
@@ -206,39 +191,33 @@ HELLOS = {
 
 
 @pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
-def test_who_says_no_valid_hello_is_hung_up_on(hello):
-    async def scene():
-        async with open_door() as (server, port, shelves):
-            server._keys[KEY] = float("inf")
-            reader, writer = await asyncio.open_connection(HOST, port)
-            writer.write(hello)
-            with suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 20.0) == b""
-            writer.close()
-            assert not shelves
-
-    asyncio.run(scene())
+async def test_who_says_no_valid_hello_is_hung_up_on(hello):
+    async with open_door() as (server, port, shelves):
+        server._keys[KEY] = float("inf")
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(hello)
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 20.0) == b""
+        writer.close()
+        assert not shelves
 
 
-def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(monkeypatch):
+async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(monkeypatch):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
 
-    async def scene():
-        async with open_door() as (server, port, shelves):
-            silent = [await asyncio.open_connection(HOST, port) for _ in range(5)]
-            for reader, _ in silent[:2]:  # long before their time
-                assert await asyncio.wait_for(reader.read(), 20.0) == b""
-            await until(lambda: len(server._strangers) == 3)
-            stream = await dial(f"{HOST}:1", port, server.make_key())
-            await until(lambda: len(shelves) == 1)
-            monkeypatch.setattr(direct, "HELLO_S", 0.05)
-            late, writer = await asyncio.open_connection(HOST, port)
-            assert await asyncio.wait_for(late.read(), 20.0) == b""
-            stream.close()
-            for _, each in [*silent, (late, writer)]:
-                each.close()
-
-    asyncio.run(scene())
+    async with open_door() as (server, port, shelves):
+        silent = [await asyncio.open_connection(HOST, port) for _ in range(5)]
+        for reader, _ in silent[:2]:  # long before their time
+            assert await asyncio.wait_for(reader.read(), 20.0) == b""
+        await until(lambda: len(server._strangers) == 3)
+        stream = await dial(f"{HOST}:1", port, server.make_key())
+        await until(lambda: len(shelves) == 1)
+        monkeypatch.setattr(direct, "HELLO_S", 0.05)
+        late, writer = await asyncio.open_connection(HOST, port)
+        assert await asyncio.wait_for(late.read(), 20.0) == b""
+        stream.close()
+        for _, each in [*silent, (late, writer)]:
+            each.close()
 
 
 def test_nobody_at_the_port_is_a_lost_peer():
@@ -246,6 +225,23 @@ def test_nobody_at_the_port_is_a_lost_peer():
         port = free.getsockname()[1]
     with pytest.raises(PeerLostError, match="no direct connection"):
         asyncio.run(dial(f"{HOST}:1", port, KEY))
+
+
+async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeypatch):
+    """Too many open files: an error of accept once ended the worker."""
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]
+
+    async def fail_once(sock: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return await accept(sock)
+
+    monkeypatch.setattr(loop, "sock_accept", fail_once)
+    async with open_door() as (server, port, shelves):
+        stream = await dial(f"{HOST}:1", port, server.make_key())
+        await until(lambda: len(shelves) == 1)
+        stream.close()
 
 
 # -- what may come
@@ -274,11 +270,10 @@ def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
         async with open_door() as (server, port, shelves):
             for round_ in range(120):
                 data = commit if round_ == 0 else bend(source, honest)
-                length = source.choice((len(data), len(data), len(honest), 0, 2**32 - 1))
                 server._keys[KEY] = float("inf")
                 _, writer = await asyncio.open_connection(HOST, port)
                 writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))
-                writer.write(struct.pack("<I", length) + data)
+                writer.write(data)
                 writer.write_eof()
                 await until(lambda n=round_: len(shelves) == n + 1 and shelves[-1].closed)
                 writer.close()

@@ -1,12 +1,11 @@
 """Two processes, one of which dies or freezes in the middle of a hand-off; and links that break."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -18,7 +17,7 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
-from tests.transfer.house import HOST, open_house
+from tests.transfer.house import HOST, open_house, process
 from tests.transfer.peer import QUICK, offer_all, until
 from tests.transfer.prompts import Prompt, make_prompt
 
@@ -64,23 +63,6 @@ def send(address: str, attach: Attach, options: ChannelOptions, answer: Connecti
     asyncio.run(scene())
 
 
-@contextmanager
-def process(target: object, *arguments: object) -> Iterator[tuple[object, Connection]]:
-    """Another process; killed at the end if it still lives."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.transfer.test_faults"])
-    ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield child, ours
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
-
-
 async def push_until(
     prompt: Prompt,
     address: str,
@@ -113,23 +95,22 @@ def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt
                 asyncio.run(asyncio.wait_for(scene, 15.0))
 
 
-def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_for_complete(prompt, slow):
+async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_for_complete(
+    prompt, slow
+):
     source = random.Random(2)
 
-    async def scene() -> None:
-        async with open_house(lease_s=0.4) as house:
-            for point in range(POINTS):
-                attach = house.reserve(prompt, f"r{point}")
-                options = replace(slow, pace=Pace(60_000.0, burst_bytes=1000))
-                with process(send, house.address, attach, options) as (child, _):
-                    some = source.randrange(1, len(prompt.checklist.items) - 15)
-                    await until(lambda n=some: house.arrived() >= n or not house.held)
-                    child.kill()
-                await until(lambda: not house.held)
-                assert not house.admitted
-                house.free()
-
-    asyncio.run(scene())
+    async with open_house(lease_s=0.4) as house:
+        for point in range(POINTS):
+            attach = house.reserve(prompt, f"r{point}")
+            options = replace(slow, pace=Pace(60_000.0, burst_bytes=1000))
+            with process(send, house.address, attach, options) as (child, _):
+                some = source.randrange(1, len(prompt.checklist.items) - 15)
+                await until(lambda n=some: house.arrived() >= n or not house.held)
+                child.kill()
+            await until(lambda: not house.held)
+            assert not house.admitted
+            house.free()
 
 
 def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
@@ -153,21 +134,20 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
             asyncio.run(asyncio.wait_for(scene, 30.0))
 
 
-def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(prompt, slow):
-    async def scene() -> None:
-        async with open_house(lease_s=1.0) as house:
-            attach = house.reserve(prompt)
-            with process(send, house.address, attach, slow) as (child, answer):
-                await until(lambda: house.arrived() > 5)
-                os.kill(child.pid, signal.SIGSTOP)
-                await until(lambda: not house.held)
-                house.free()
-                os.kill(child.pid, signal.SIGCONT)
-                message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
-                assert "over" in message or "lease" in message
-            assert not house.admitted
-
-    asyncio.run(scene())
+async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(
+    prompt, slow
+):
+    async with open_house(lease_s=1.0) as house:
+        attach = house.reserve(prompt)
+        with process(send, house.address, attach, slow) as (child, answer):
+            await until(lambda: house.arrived() > 5)
+            os.kill(child.pid, signal.SIGSTOP)
+            await until(lambda: not house.held)
+            house.free()
+            os.kill(child.pid, signal.SIGCONT)
+            message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
+            assert "over" in message or "lease" in message
+        assert not house.admitted
 
 
 # -- links
@@ -240,45 +220,39 @@ class Proxy:
 
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 @pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
-def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
-    async def scene() -> None:
-        async with open_house() as house:
-            port = house.direct_port if direct else int(house.address.split(":")[1])
-            async with Proxy(port, budget) as proxy:
-                if direct:
-                    house.direct_port = proxy.port
-                else:
-                    house.address = f"{HOST}:{proxy.port}"
-                options = replace(QUICK, silence_s=10.0, direct=direct)
-                channel = Channel(house.address, None, options)
-                sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
-                offer_all(sender, prompt)
-                stats = await sender.run()
-                await channel.close()
-                assert proxy.struck == 1
-            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
-            assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
-            house.free()
-
-    asyncio.run(scene())
-
-
-def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
-    async def scene() -> None:
-        async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
-            channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
+async def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
+    async with open_house() as house:
+        port = house.direct_port if direct else int(house.address.split(":")[1])
+        async with Proxy(port, budget) as proxy:
+            if direct:
+                house.direct_port = proxy.port
+            else:
+                house.address = f"{HOST}:{proxy.port}"
+            options = replace(QUICK, silence_s=10.0, direct=direct)
+            channel = Channel(house.address, None, options)
             sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
             offer_all(sender, prompt)
-            running = asyncio.create_task(sender.run())
-            await until(lambda: sender.frames >= 5)
-            await proxy.cut()
-            await until(lambda: house.receiver.gauges()["streams"] == 0)
-            await proxy.open()
-            stats = await asyncio.wait_for(running, 20.0)
+            stats = await sender.run()
             await channel.close()
-            assert stats.attaches >= 2
-            assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
-            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
-            house.free()
+            assert proxy.struck == 1
+        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+        assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
+        house.free()
 
-    asyncio.run(scene())
+
+async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
+    async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
+        channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
+        sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
+        offer_all(sender, prompt)
+        running = asyncio.create_task(sender.run())
+        await until(lambda: sender.frames >= 5)
+        await proxy.cut()
+        await until(lambda: house.receiver.gauges()["streams"] == 0)
+        await proxy.open()
+        stats = await asyncio.wait_for(running, 20.0)
+        await channel.close()
+        assert stats.attaches >= 2
+        assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
+        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+        house.free()

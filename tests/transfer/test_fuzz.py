@@ -12,7 +12,7 @@ import pytest
 
 from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.messages import Attach, Credit, ticket_to
+from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_prompt, make_terms
@@ -24,7 +24,7 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
     commit = CommitFrame(ticket, prompt.commit())
     return {
         "attach": [attach.to_message().SerializeToString()],
-        "renew": [kv.RenewRequest(tickets=[ticket_to(ticket)]).SerializeToString()],
+        "renew": [fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()],
         "commit": [frame_message(pack(commit))],
         "push": [frame_message(pack(frame)) for frame in [*prompt.frames(ticket), commit]],
     }

@@ -1,6 +1,5 @@
 """What a link can do, by the clock; and a token bucket by numbers."""
 
-import asyncio
 from itertools import count
 
 import pytest
@@ -15,33 +14,27 @@ from disagg.wire import FRAME_BYTES, frame_message
 from tests.transfer.peer import open_peer
 
 
-def test_a_link_is_measured_over_the_calls_of_hand_offs():
-    async def scene():
-        async with open_peer() as (peer, channel):
-            report = await measure(channel.link)
-            assert report.peer == peer.address
-            assert report.round_trip_ms > 0
-            assert report.gbytes_per_s > 0
-            assert str(report).startswith(f"link to {peer.address}: ")
-            assert "gRPC over TCP" in str(report)
-
-    asyncio.run(scene())
+async def test_a_link_is_measured_over_the_calls_of_hand_offs():
+    async with open_peer() as (peer, channel):
+        report = await measure(channel.link)
+        assert report.peer == peer.address
+        assert report.round_trip_ms > 0
+        assert report.gbytes_per_s > 0
+        assert str(report).startswith(f"link to {peer.address}: ")
+        assert "gRPC over TCP" in str(report)
 
 
-def test_the_figures_are_those_of_the_clock():
+async def test_the_figures_are_those_of_the_clock():
     """Every call takes 10 ms: a round trip of 10 ms, and the largest frame in about as much."""
 
-    async def scene():
-        async with open_peer() as (_, channel):
-            ticks = count()
-            report = await measure(channel.link, clock=lambda: 0.010 * next(ticks))
-            assert report.round_trip_ms == pytest.approx(10.0)
-            assert report.gbytes_per_s == pytest.approx(FRAME_BYTES / 0.005 / 1e9)
-
-    asyncio.run(scene())
+    async with open_peer() as (_, channel):
+        ticks = count()
+        report = await measure(channel.link, clock=lambda: 0.010 * next(ticks))
+        assert report.round_trip_ms == pytest.approx(10.0)
+        assert report.gbytes_per_s == pytest.approx(FRAME_BYTES / 0.005 / 1e9)
 
 
-def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):
+async def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):
     """A clock on which bytes are slow: 1 ms for each KiB of what crosses."""
     sent: list[int] = []
 
@@ -51,52 +44,43 @@ def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):
 
     monkeypatch.setattr("disagg.transfer.link.frame_message", note)
 
-    async def scene():
-        async with open_peer() as (_, channel):
-            asked = count()
+    async with open_peer() as (_, channel):
+        asked = count()
 
-            def clock() -> float:  # asked before and after each message
-                done = next(asked) % 2
-                return sum(sent[: len(sent) if done else -1]) / 1024 * 1e-3
+        def clock() -> float:  # asked before and after each message
+            done = next(asked) % 2
+            return sum(sent[: len(sent) if done else -1]) / 1024 * 1e-3
 
-            report = await measure(channel.link, clock)
-            assert max(sent) < 1.01 * FIRST_BYTES
-            assert report.gbytes_per_s == pytest.approx(1024e3 / 1e9, rel=0.01)
-
-    asyncio.run(scene())
+        report = await measure(channel.link, clock)
+        assert max(sent) < 1.01 * FIRST_BYTES
+        assert report.gbytes_per_s == pytest.approx(1024e3 / 1e9, rel=0.01)
 
 
-def test_who_cannot_be_measured_is_a_typed_error():
-    async def scene():
-        nobody = Channel("127.0.0.1:1")
-        with pytest.raises(PeerLostError):
-            await measure(nobody.link)
-        await nobody.close()
-        async with open_peer(security=Security(token="a"), client=Security(token="b")) as (_, one):
-            with pytest.raises(ConfigError):
-                await measure(one.link)
-        server, address = await start_server([], "127.0.0.1")
-        other = Channel(address)
-        with pytest.raises(VersionError):
-            await measure(other.link)
-        await other.close()
-        await server.stop(None)
-
-    asyncio.run(scene())
+async def test_who_cannot_be_measured_is_a_typed_error():
+    nobody = Channel("127.0.0.1:1")
+    with pytest.raises(PeerLostError):
+        await measure(nobody.link)
+    await nobody.close()
+    async with open_peer(security=Security(token="a"), client=Security(token="b")) as (_, one):
+        with pytest.raises(ConfigError):
+            await measure(one.link)
+    server, address = await start_server([], "127.0.0.1")
+    other = Channel(address)
+    with pytest.raises(VersionError):
+        await measure(other.link)
+    await other.close()
+    await server.stop(None)
 
 
-def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_out():
-    async def scene():
-        async with open_peer() as (peer, _):
-            peers = Peers(None, TransferConfig())
-            (words,) = await peers.meet([peer.address, "127.0.0.1:1"])
-            assert words.startswith(f"link to {peer.address}")
-            assert [each["peer"] for each in peers.as_info()] == [peer.address]
-            await peers.close(peer.address)
-            assert not peers.as_info()
-            await peers.close_all()
-
-    asyncio.run(scene())
+async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_out():
+    async with open_peer() as (peer, _):
+        peers = Peers(None, TransferConfig())
+        (words,) = await peers.meet([peer.address, "127.0.0.1:1"])
+        assert words.startswith(f"link to {peer.address}")
+        assert [each["peer"] for each in peers.as_info()] == [peer.address]
+        await peers.close(peer.address)
+        assert not peers.as_info()
+        await peers.close_all()
 
 
 def test_a_burst_passes_at_once_and_the_rest_at_the_rate():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from disagg.errors import CorruptFrameError
 from disagg.transfer.records import items_in_frame
 from disagg.transfer.sender import Outbox
-from disagg.wire import Item, Ticket, digest, unpack
+from disagg.wire import Item, Ticket, unpack
 from tests.transfer.prompts import Prompt, make_prompt
 
 TICKET = Ticket(3, 7, 1)
@@ -46,10 +46,6 @@ def by_kind(prompt: Prompt, items: Iterable[Item]) -> dict[tuple, list[Item]]:
     for item in items:
         found.setdefault((item[:2], prompt.checklist.nbytes(item)), []).append(item)
     return found
-
-
-def digests(prompt: Prompt, items: list[Item]) -> dict[Item, int]:
-    return {item: digest(prompt.bytes_of(item)) for item in items}
 
 
 def test_items_of_a_kind_leave_in_the_order_of_offering(prompt):
@@ -190,7 +186,7 @@ def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox.offer(prompt.checklist.items, 0.0)
     first = unpack(b"".join(outbox.next_parcel(TICKET).parts)).items()
     outbox.next_parcel(TICKET)
-    outbox.attached(digests(prompt, first))
+    outbox.attached(prompt.digests(first))
     assert outbox.bytes_in_flight == 0
     assert outbox.credit == 0
     outbox.grant(PLENTY, 0)
@@ -211,7 +207,7 @@ def test_after_a_new_reservation_everything_goes_out_again(prompt):
 def test_items_that_the_receiver_has_with_the_same_digest_are_skipped(prompt):
     outbox = make_outbox(prompt)
     known = list(prompt.checklist.items[:9])
-    outbox.attached(digests(prompt, known))
+    outbox.attached(prompt.digests(known))
     outbox.grant(PLENTY, 0)
     outbox.offer(prompt.checklist.items, 0.0)
     assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items[9:])

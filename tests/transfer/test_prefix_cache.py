@@ -169,7 +169,8 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     keys, (units,) = content_keys(MODEL, BY_PAGE, prompt.ids), units_of(BY_PAGE, prompt.tokens)
     scattered = pages[:: len(pages) // 3]
     for key, unit, page in zip(keys[0], units, scattered, strict=False):
-        pool.keep(key, (page,), Note(unit, prompt.checklist, prompt.commit().digests))
+        note = Note(key, (page,), unit, prompt.checklist, prompt.commit().digests)
+        pool.keep(key, (page,), note)
     pool.release(pages)
     assert pool.cached_pages == 3
     holding = cache.hold(MODEL, BY_PAGE, prompt.ids, 0)

@@ -19,7 +19,6 @@ from disagg.errors import (
 from disagg.pool import HostArena, Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
-from disagg.transfer.direct import DirectServer
 from disagg.transfer.link import measure
 from disagg.transfer.messages import (
     Ack,
@@ -29,14 +28,15 @@ from disagg.transfer.messages import (
     Nack,
     State,
     answer_from,
-    ticket_to,
+    fill,
 )
 from disagg.transfer.receiver import Intake, Receiver
 from disagg.transfer.reservations import Admission, Dropped
-from disagg.transfer.rpc import connect, start_server
+from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
 from disagg.wire import CommitFrame, Frame, Item, PageFrame, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
+from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, offer_all, until
 from tests.transfer.prompts import (
     EPOCH,
@@ -58,6 +58,33 @@ class Clock:
         return self.now
 
 
+class CountingReceiver(Receiver):
+    """Counts the bytes of all messages, both ways."""
+
+    nbytes = 0
+
+    async def attach(self, data: bytes) -> bytes:
+        return self.count(data, await super().attach(data))
+
+    async def commit(self, data: bytes) -> bytes:
+        return self.count(data, await super().commit(data))
+
+    def open_channel(self) -> Intake:
+        intake, store = super().open_channel(), Intake._store
+
+        def counted(whole: bool, landed: bool) -> Credit:
+            credit = store(intake, whole, landed)
+            self.count(bytes(intake._nbytes), credit.to_message().SerializeToString())
+            return credit
+
+        intake._store = counted
+        return intake
+
+    def count(self, data: bytes, answer: bytes) -> bytes:
+        self.nbytes += len(data) + len(answer)
+        return answer
+
+
 class Booth:
     """A receiver, spoken to in bytes, with an engine that keeps what it gets."""
 
@@ -68,7 +95,8 @@ class Booth:
         self.dropped: list[tuple[str, int, str]] = []
         self.damaged: list[tuple[str, int, str]] = []
         self.refusal: Exception | None = None
-        self.receiver = Receiver(
+        self.admit_s = 0.0
+        self.receiver = CountingReceiver(
             make_terms(self.pool, **terms),
             self.pool,
             self.pool.arena,
@@ -82,6 +110,7 @@ class Booth:
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append(admission)
+        self.clock.now += self.admit_s
 
     async def begin(self, prompt: Prompt, rid: str = "r", attempt: int = 0) -> Ticket:
         """Reserve and attach."""
@@ -140,58 +169,54 @@ async def turn() -> None:
 # -- frames of one channel
 
 
-def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_its_bytes_back(prompt):
-    async def scene():
-        booth = Booth()
-        tickets = [await booth.begin(prompt, rid) for rid in ("a", "b")]
-        one, two = (pages(prompt, ticket) for ticket in tickets)
-        sent = [x for pair in zip(one, two[::-1], strict=True) for x in pair] + one[:2]
-        credits = await booth.push(sent)
-        assert [(x.nonce, x.nbytes) for x in credits] == [
-            (tickets[place % 2 if place < 2 * len(one) else 0].nonce, len(data))
-            for place, data in enumerate(sent)
-        ]
-        assert {(x.gen, x.frames, x.error) for x in credits} == {(1, 1, None)}
-        for ticket in tickets:
-            assert isinstance(await booth.commit(ticket, prompt), Ack)
-        for admission in booth.admitted:
-            assert prompt.equals(booth.pool.arena, admission.groups)
-        booth.free()
-        booth.assert_nothing_held()
+async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_its_bytes_back(
+    prompt,
+):
+    booth = Booth()
+    tickets = [await booth.begin(prompt, rid) for rid in ("a", "b")]
+    one, two = (pages(prompt, ticket) for ticket in tickets)
+    sent = [x for pair in zip(one, two[::-1], strict=True) for x in pair] + one[:2]
+    credits = await booth.push(sent)
+    assert [(x.nonce, x.nbytes) for x in credits] == [
+        (tickets[place % 2 if place < 2 * len(one) else 0].nonce, len(data))
+        for place, data in enumerate(sent)
+    ]
+    assert {(x.gen, x.frames, x.error) for x in credits} == {(1, 1, None)}
+    for ticket in tickets:
+        assert isinstance(await booth.commit(ticket, prompt), Ack)
+    for admission in booth.admitted:
+        assert prompt.equals(booth.pool.arena, admission.groups)
+    booth.free()
+    booth.assert_nothing_held()
 
-    asyncio.run(scene())
 
-
-def test_a_refused_frame_is_credited_back_with_its_error_and_the_channel_goes_on(prompt):
-    async def scene():
-        booth = Booth()
-        gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
-        booth.receiver.abort("gone", 0, "client gone")
-        await booth.attach(prompt, replace(old, gen=2))
-        first = prompt.frames(live)[0]
-        wrong = replace(first, layout="0" * 16)
-        frames = {
-            "dead nonce": prompt.frames(gone)[0],
-            "old gen": prompt.frames(old)[0],
-            "unknown nonce": replace(first, ticket=Ticket(1, EPOCH, 1)),
-            "other epoch": replace(first, ticket=replace(live, epoch=EPOCH + 1)),
-            "foreign layout": wrong,
-            "corrupt payload": corrupt(first),
-        }
-        sent = [message(x) for x in frames.values()] + pages(prompt, live)
-        credits = await booth.push(sent)
-        reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
-        assert reasons == dict.fromkeys(frames, "reservation") | {
-            "foreign layout": "layout",
-            "corrupt payload": "corrupt_frame",
-        }
-        assert all(x.error is None for x in credits[len(frames) :])
-        assert [x.nbytes for x in credits] == list(map(len, sent))
-        assert booth.receiver.failures == {"reservation": 4, "layout": 1, "corrupt_frame": 1}
-        assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
-        assert isinstance(await booth.commit(live, prompt), Ack)
-
-    asyncio.run(scene())
+async def test_a_refused_frame_is_credited_back_with_its_error_and_the_channel_goes_on(prompt):
+    booth = Booth()
+    gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
+    booth.receiver.abort("gone", 0, "client gone")
+    await booth.attach(prompt, replace(old, gen=2))
+    first = prompt.frames(live)[0]
+    wrong = replace(first, layout="0" * 16)
+    frames = {
+        "dead nonce": prompt.frames(gone)[0],
+        "old gen": prompt.frames(old)[0],
+        "unknown nonce": replace(first, ticket=Ticket(1, EPOCH, 1)),
+        "other epoch": replace(first, ticket=replace(live, epoch=EPOCH + 1)),
+        "foreign layout": wrong,
+        "corrupt payload": corrupt(first),
+    }
+    sent = [message(x) for x in frames.values()] + pages(prompt, live)
+    credits = await booth.push(sent)
+    reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
+    assert reasons == dict.fromkeys(frames, "reservation") | {
+        "foreign layout": "layout",
+        "corrupt payload": "corrupt_frame",
+    }
+    assert all(x.error is None for x in credits[len(frames) :])
+    assert [x.nbytes for x in credits] == list(map(len, sent))
+    assert booth.receiver.failures == {"reservation": 4, "layout": 1, "corrupt_frame": 1}
+    assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
+    assert isinstance(await booth.commit(live, prompt), Ack)
 
 
 BROKEN = {
@@ -208,95 +233,80 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaking", "error"), BROKEN.values(), ids=BROKEN)
-def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_it(
+async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_it(
     prompt, breaking, error
 ):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.begin(prompt)
-        first, second, *_ = pages(prompt, ticket)
-        with pytest.raises(error):
-            await booth.push([first, breaking(second)])
-        assert booth.receiver.gauges() == {"reservations": 1, "streams": 0, "running": 0}
-        again = replace(ticket, gen=2)
-        assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].layers)
-        await booth.push(pages(prompt, again))
-        assert isinstance(await booth.commit(again, prompt), Ack)
-
-    asyncio.run(scene())
+    booth = Booth()
+    ticket = await booth.begin(prompt)
+    first, second, *_ = pages(prompt, ticket)
+    with pytest.raises(error):
+        await booth.push([first, breaking(second)])
+    assert booth.receiver.gauges() == {"reservations": 1, "streams": 0, "running": 0}
+    again = replace(ticket, gen=2)
+    assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].layers)
+    await booth.push(pages(prompt, again))
+    assert isinstance(await booth.commit(again, prompt), Ack)
 
 
-def test_a_commit_among_pages_ends_the_channel(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.begin(prompt)
-        with pytest.raises(CorruptFrameError, match="CommitFrame"):
-            await booth.push([message(CommitFrame(ticket, prompt.commit()))])
-        with pytest.raises(CorruptFrameError, match="PageFrame"):
-            await booth.receiver.commit(pages(prompt, ticket)[0])
-
-    asyncio.run(scene())
+async def test_a_commit_among_pages_ends_the_channel(prompt):
+    booth = Booth()
+    ticket = await booth.begin(prompt)
+    with pytest.raises(CorruptFrameError, match="CommitFrame"):
+        await booth.push([message(CommitFrame(ticket, prompt.commit()))])
+    with pytest.raises(CorruptFrameError, match="PageFrame"):
+        await booth.receiver.commit(pages(prompt, ticket)[0])
 
 
-def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(prompt, monkeypatch):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.begin(prompt)
-        monkeypatch.setattr(booth.pool.arena, "write", lambda places: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            await booth.push(pages(prompt, ticket))
-        assert booth.receiver.gauges()["streams"] == 0
-        booth.receiver.abort("r", 0, "client gone")
+async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(prompt, monkeypatch):
+    booth = Booth()
+    ticket = await booth.begin(prompt)
+    monkeypatch.setattr(booth.pool.arena, "write", lambda places: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        await booth.push(pages(prompt, ticket))
+    assert booth.receiver.gauges()["streams"] == 0
+    booth.receiver.abort("r", 0, "client gone")
+    booth.assert_nothing_held()
+
+
+async def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
+    booth = Booth(lease_s=0.05)  # as long as a commit waits for a channel that nothing came on
+    size = sum(map(len, pages(prompt, Ticket(0, 0, 1))))
+    for place in range(0, size, 997):
+        ticket = await booth.begin(prompt, f"r{place}")
+        sent, offset = [bytearray(x) for x in pages(prompt, ticket)], place
+        for data in sent:
+            if offset < len(data):
+                data[offset] ^= 0x40
+                break
+            offset -= len(data)
+        with suppress(DisaggError):
+            await booth.push(map(bytes, sent))
+        with suppress(DisaggError):
+            assert isinstance(await booth.commit(ticket, prompt), Nack)
+        assert not booth.admitted
+        booth.receiver.abort(f"r{place}", 0, "corrupt")
         booth.assert_nothing_held()
 
-    asyncio.run(scene())
 
-
-def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
-    async def scene():
-        booth = Booth(lease_s=0.05)  # as long as a commit waits for a channel that nothing came on
-        size = sum(map(len, pages(prompt, Ticket(0, 0, 1))))
-        for place in range(0, size, 997):
-            ticket = await booth.begin(prompt, f"r{place}")
-            sent, offset = [bytearray(x) for x in pages(prompt, ticket)], place
-            for data in sent:
-                if offset < len(data):
-                    data[offset] ^= 0x40
-                    break
-                offset -= len(data)
-            with suppress(DisaggError):
-                await booth.push(map(bytes, sent))
-            with suppress(DisaggError):
-                assert isinstance(await booth.commit(ticket, prompt), Nack)
-            assert not booth.admitted
-            booth.receiver.abort(f"r{place}", 0, "corrupt")
-            booth.assert_nothing_held()
-
-    asyncio.run(scene())
-
-
-def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
+async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     """Every frame of a finished hand-off again, when its pages belong to another prompt."""
 
-    async def scene():
-        booth, other = Booth(), make_prompt(300, seed=7)
-        ticket = await booth.begin(prompt)
-        await booth.push(pages(prompt, ticket))
-        first = await booth.commit(ticket, prompt)
-        booth.free()
-        second = await booth.begin(other, "other")
-        await booth.push(pages(other, second))
-        await booth.commit(second, other)
-        before = bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes))
-        for again in (ticket, replace(ticket, gen=2)):
-            credits = await booth.push(pages(prompt, again))
-            assert {x.error.reason for x in credits} == {"reservation"}
-            assert (await booth.attach(prompt, again)).state is State.ADMITTED
-        assert await booth.commit(ticket, prompt) == first  # the same answer as before
-        assert len(booth.admitted) == 1
-        assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
-
-    asyncio.run(scene())
+    booth, other = Booth(), make_prompt(300, seed=7)
+    ticket = await booth.begin(prompt)
+    await booth.push(pages(prompt, ticket))
+    first = await booth.commit(ticket, prompt)
+    booth.free()
+    second = await booth.begin(other, "other")
+    await booth.push(pages(other, second))
+    await booth.commit(second, other)
+    before = bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes))
+    for again in (ticket, replace(ticket, gen=2)):
+        credits = await booth.push(pages(prompt, again))
+        assert {x.error.reason for x in credits} == {"reservation"}
+        assert (await booth.attach(prompt, again)).state is State.ADMITTED
+    assert await booth.commit(ticket, prompt) == first  # the same answer as before
+    assert len(booth.admitted) == 1
+    assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
 
 
 # -- payloads that are received where they belong
@@ -312,57 +322,50 @@ def receive(intake: Intake, frame: PageFrame, payload: Sequence[bytes]) -> Credi
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_payloads_may_land_in_the_arena_before_they_are_verified(prompt, monkeypatch, on_host):
+async def test_payloads_may_land_in_the_arena_before_they_are_verified(
+    prompt, monkeypatch, on_host
+):
     monkeypatch.setattr(HostArena, "on_host", on_host)
 
-    async def scene():
-        booth = Booth()
-        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-        *frames, last = prompt.frames(ticket)
-        for frame in (*frames, frames[0]):
-            assert receive(intake, frame, frame.payload) == Credit(ticket.nonce, 1, 9000)
-        stale = replace(last, ticket=replace(ticket, nonce=1))
-        assert isinstance(receive(intake, stale, last.payload).error, ReservationError)
-        credit = receive(intake, last, corrupt(last).payload)
-        assert isinstance(credit.error, CorruptFrameError)
-        assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
-        receive(intake, last, last.payload)
-        assert isinstance(await booth.commit(ticket, prompt), Ack)
-        assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
-
-    asyncio.run(scene())
+    booth = Booth()
+    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    *frames, last = prompt.frames(ticket)
+    for frame in (*frames, frames[0]):
+        assert receive(intake, frame, frame.payload) == Credit(ticket.nonce, 1, 9000)
+    stale = replace(last, ticket=replace(ticket, nonce=1))
+    assert isinstance(receive(intake, stale, last.payload).error, ReservationError)
+    credit = receive(intake, last, corrupt(last).payload)
+    assert isinstance(credit.error, CorruptFrameError)
+    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
+    receive(intake, last, last.payload)
+    assert isinstance(await booth.commit(ticket, prompt), Ack)
+    assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
 
 
-def test_an_open_frame_pins_its_pages_until_it_is_given_up_and_renewals_outlast_it(prompt):
-    async def scene():
-        booth = Booth()
-        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-        intake.begin(prompt.frames(ticket)[0], 9000)
-        renewal = kv.RenewRequest(tickets=[ticket_to(ticket)]).SerializeToString()
-        for _ in range(5):
-            booth.clock.now += 9.0
-            assert not kv.RenewResponse.FromString(await booth.receiver.renew(renewal)).over
-        booth.receiver.abort("r", 0, "client gone")
-        assert booth.pool.referenced_pages > 0
-        assert isinstance(intake.end(whole=False).error, PeerLostError)
-        intake.close()
-        booth.assert_nothing_held()
-
-    asyncio.run(scene())
+async def test_an_open_frame_pins_its_pages_until_it_is_given_up_and_renewals_outlast_it(prompt):
+    booth = Booth()
+    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    intake.begin(prompt.frames(ticket)[0], 9000)
+    renewal = fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()
+    for _ in range(5):
+        booth.clock.now += 9.0
+        assert not kv.RenewResponse.FromString(await booth.receiver.renew(renewal)).over
+    booth.receiver.abort("r", 0, "client gone")
+    assert booth.pool.referenced_pages > 0
+    assert isinstance(intake.end(whole=False).error, PeerLostError)
+    intake.close()
+    booth.assert_nothing_held()
 
 
-def test_who_asks_for_a_direct_channel_is_told_where(prompt):
-    async def scene():
-        booth = Booth()
-        ticket = await booth.begin(prompt)
-        again = await booth.attach(prompt, replace(ticket, gen=2), direct=True)
-        assert (again.port, again.key) == (0, b"")
-        booth.receiver.direct = lambda: (4711, b"once")
-        for gen, direct, port in ((3, True, 4711), (4, False, 0)):
-            attached = await booth.attach(prompt, replace(ticket, gen=gen), direct)
-            assert attached.port == port
-
-    asyncio.run(scene())
+async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
+    booth = Booth()
+    ticket = await booth.begin(prompt)
+    again = await booth.attach(prompt, replace(ticket, gen=2), direct=True)
+    assert (again.port, again.key) == (0, b"")
+    booth.receiver.direct = lambda: (4711, b"once")
+    for gen, direct, port in ((3, True, 4711), (4, False, 0)):
+        attached = await booth.attach(prompt, replace(ticket, gen=gen), direct)
+        assert attached.port == port
 
 
 # -- the commit
@@ -372,21 +375,20 @@ def waiting_commit(booth: Booth, ticket: Ticket, prompt: Prompt) -> asyncio.Task
     return asyncio.create_task(booth.commit(ticket, prompt))
 
 
-def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
-    async def scene():
-        booth = Booth()
-        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-        answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
-        for data in pages(prompt, ticket):
-            await turn()
-            assert not any(answer.done() for answer in answers)
-            intake.take(data)
-        first, second = await asyncio.gather(*answers)
-        assert isinstance(first, Ack)
-        assert first == second
-        assert len(booth.admitted) == 1
-
-    asyncio.run(scene())
+async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
+    booth = Booth()
+    booth.admit_s = 7.0
+    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
+    for data in pages(prompt, ticket):
+        await turn()
+        assert not any(answer.done() for answer in answers)
+        intake.take(data)
+    first, second = await asyncio.gather(*answers)
+    assert isinstance(first, Ack)
+    assert first == second == await booth.commit(ticket, prompt)
+    assert first.admit_ms == 7000.0
+    assert len(booth.admitted) == 1
 
 
 ENDINGS = {
@@ -404,113 +406,96 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(("end", "answer"), ENDINGS.values(), ids=ENDINGS)
-def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
-    async def scene():
-        booth = Booth(lease_s=600.0)
-        ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-        *sent, last = prompt.frames(ticket)
-        for frame in sent:
-            intake.take(message(frame))
-        waiting = waiting_commit(booth, ticket, prompt)
-        await turn()
-        end(booth, intake, last)
-        if answer is Nack:
-            assert await waiting == Nack(tuple(last.items()))
-        else:
-            with pytest.raises(answer):
-                await waiting
-
-    asyncio.run(scene())
-
-
-def test_a_waiting_commit_ends_with_the_lease_and_with_a_younger_attachment(prompt):
-    async def scene():
-        booth = Booth(lease_s=0.05)
-        ticket = await booth.begin(prompt)
-        answer = await booth.commit(ticket, prompt)
-        assert isinstance(answer, Nack)
-        assert set(answer.missing) == set(prompt.checklist.items)
-        booth = Booth()
-        ticket = await booth.begin(prompt)
-        waiting = waiting_commit(booth, ticket, prompt)
-        await turn()
-        await booth.attach(prompt, replace(ticket, gen=2))
-        with pytest.raises(ReservationError, match="stream 1"):
+async def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
+    booth = Booth(lease_s=600.0)
+    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    *sent, last = prompt.frames(ticket)
+    for frame in sent:
+        intake.take(message(frame))
+    waiting = waiting_commit(booth, ticket, prompt)
+    await turn()
+    end(booth, intake, last)
+    if answer is Nack:
+        assert await waiting == Nack(tuple(last.items()))
+    else:
+        with pytest.raises(answer):
             await waiting
-        waiting = waiting_commit(booth, replace(ticket, gen=2), prompt)
-        await turn()
-        timers = asyncio.create_task(booth.receiver.run())
-        booth.clock.now += 11.0
-        with pytest.raises(ReservationError, match="expired"):
-            await waiting
-        timers.cancel()
 
-    asyncio.run(scene())
+
+async def test_a_waiting_commit_ends_with_the_lease_and_with_a_younger_attachment(prompt):
+    booth = Booth(lease_s=0.05)
+    ticket = await booth.begin(prompt)
+    answer = await booth.commit(ticket, prompt)
+    assert isinstance(answer, Nack)
+    assert set(answer.missing) == set(prompt.checklist.items)
+    booth = Booth()
+    ticket = await booth.begin(prompt)
+    waiting = waiting_commit(booth, ticket, prompt)
+    await turn()
+    await booth.attach(prompt, replace(ticket, gen=2))
+    with pytest.raises(ReservationError, match="stream 1"):
+        await waiting
+    waiting = waiting_commit(booth, replace(ticket, gen=2), prompt)
+    await turn()
+    timers = asyncio.create_task(booth.receiver.run())
+    booth.clock.now += 11.0
+    with pytest.raises(ReservationError, match="expired"):
+        await waiting
+    timers.cancel()
 
 
 @pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
-def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(prompt, refusal):
-    async def scene():
-        booth = Booth()
-        booth.refusal = refusal
-        ticket = await booth.begin(prompt)
-        await booth.push(pages(prompt, ticket))
-        with pytest.raises(type(refusal)):
-            await booth.commit(ticket, prompt)
-        booth.assert_nothing_held()
-        booth.refusal = None
-        with pytest.raises(ReservationError, match=str(refusal)):
-            await booth.commit(ticket, prompt)
-
-    asyncio.run(scene())
+async def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(prompt, refusal):
+    booth = Booth()
+    booth.refusal = refusal
+    ticket = await booth.begin(prompt)
+    await booth.push(pages(prompt, ticket))
+    with pytest.raises(type(refusal)):
+        await booth.commit(ticket, prompt)
+    booth.assert_nothing_held()
+    booth.refusal = None
+    with pytest.raises(ReservationError, match=str(refusal)):
+        await booth.commit(ticket, prompt)
 
 
 # -- what happens by itself
 
 
-def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt):
-    async def scene():
-        booth = Booth()
-        kept, lost = await booth.begin(prompt, "kept"), await booth.begin(prompt, "lost")
-        timers = asyncio.create_task(booth.receiver.run())
-        booth.clock.now += 6.0
-        request = kv.RenewRequest(tickets=[ticket_to(kept), ticket_to(Ticket(1, EPOCH, 1))])
-        answer = await booth.receiver.renew(request.SerializeToString())
-        assert list(kv.RenewResponse.FromString(answer).over) == [1]
-        booth.clock.now += 6.0
-        booth.receiver.finished("nobody", 0)  # any event: the clock of this test stood still
-        await until(lambda: booth.receiver.gauges()["reservations"] == 1)
-        assert booth.receiver.reservations.counts["expired"] == 1
-        assert (await booth.attach(prompt, replace(lost, gen=2))).state is State.EXPIRED
-        timers.cancel()
-        booth.receiver.abort("kept", 0, "client gone")
-        booth.assert_nothing_held()
-
-    asyncio.run(scene())
+async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt):
+    booth = Booth()
+    kept, lost = await booth.begin(prompt, "kept"), await booth.begin(prompt, "lost")
+    timers = asyncio.create_task(booth.receiver.run())
+    booth.clock.now += 6.0
+    request = fill(kv.RenewRequest, tickets=[kept, Ticket(1, EPOCH, 1)])
+    answer = await booth.receiver.renew(request.SerializeToString())
+    assert list(kv.RenewResponse.FromString(answer).over) == [1]
+    booth.clock.now += 6.0
+    booth.receiver.finished("nobody", 0)  # any event: the clock of this test stood still
+    await until(lambda: booth.receiver.gauges()["reservations"] == 1)
+    assert booth.receiver.reservations.counts["expired"] == 1
+    assert (await booth.attach(prompt, replace(lost, gen=2))).state is State.EXPIRED
+    timers.cancel()
+    booth.receiver.abort("kept", 0, "client gone")
+    booth.assert_nothing_held()
 
 
 @pytest.mark.parametrize("broken", ["expire", "scrub", "drop"])
-def test_what_breaks_a_timer_is_raised_to_the_worker(prompt, monkeypatch, broken):
-    async def scene():
-        booth = Booth()
-        if broken == "expire":
-            monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
-        elif broken == "scrub":
-            monkeypatch.setattr("disagg.transfer.receiver.SCRUB_S", 0.0)
-            monkeypatch.setattr(
-                booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0
-            )
-        else:
-            monkeypatch.setattr(booth.receiver, "_on_drop", lambda *drop: 1 // 0)
-            booth.receiver.reservations._actions.append(Dropped("r", 0, "client gone"))
-        running = asyncio.create_task(booth.receiver.run())
-        await turn()
-        booth.receiver._wake()
-        with pytest.raises(ExceptionGroup) as raised:
-            await asyncio.wait_for(running, 30)
-        assert raised.group_contains(ZeroDivisionError)
-
-    asyncio.run(scene())
+async def test_what_breaks_a_timer_is_raised_to_the_worker(prompt, monkeypatch, broken):
+    booth = Booth()
+    if broken == "expire":
+        monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
+    elif broken == "scrub":
+        monkeypatch.setattr("disagg.transfer.receiver.SCRUB_S", 0.0)
+        monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
+    else:
+        monkeypatch.setattr(booth.receiver, "_on_drop", lambda *drop: 1 // 0)
+        booth.receiver.reservations._actions.append(Dropped("r", 0, "client gone"))
+    running = asyncio.create_task(booth.receiver.run())
+    await turn()
+    booth.receiver._wake()
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(running, 30)
+    assert raised.group_contains(ZeroDivisionError)
 
 
 class Device(HostArena):
@@ -534,31 +519,28 @@ class Device(HostArena):
         return wait
 
 
-def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(monkeypatch):
+async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(monkeypatch):
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
 
-    async def scene():
-        booth = Booth(Pool(Device(1 << 20), 1 << 14))
-        prompt = make_related(500, 1, 400)
-        ticket = await booth.begin(prompt)
-        await booth.push(pages(prompt, ticket))
-        await booth.commit(ticket, prompt)
-        await booth.receiver.scrub()
-        assert not booth.damaged
-        device = booth.pool.arena
-        assert device.threads
-        assert "MainThread" not in device.threads
-        page = booth.admitted[0].groups[1].page_ids()[2]
-        device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
-        await booth.receiver.scrub()
-        assert booth.damaged == [("r", 0, "corrupt_frame")]
-        ((rid, attempt, reason),) = booth.dropped
-        assert (rid, attempt) == ("r", 0)
-        assert str(Item("page", 1, 1, 2)) in reason
-        booth.free()
-        booth.assert_nothing_held()
-
-    asyncio.run(scene())
+    booth = Booth(Pool(Device(1 << 20), 1 << 14))
+    prompt = make_related(500, 1, 400)
+    ticket = await booth.begin(prompt)
+    await booth.push(pages(prompt, ticket))
+    await booth.commit(ticket, prompt)
+    await booth.receiver.scrub()
+    assert not booth.damaged
+    device = booth.pool.arena
+    assert device.threads
+    assert "MainThread" not in device.threads
+    page = booth.admitted[0].groups[1].page_ids()[2]
+    device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
+    await booth.receiver.scrub()
+    assert booth.damaged == [("r", 0, "corrupt_frame")]
+    ((rid, attempt, reason),) = booth.dropped
+    assert (rid, attempt) == ("r", 0)
+    assert str(Item("page", 1, 1, 2)) in reason
+    booth.free()
+    booth.assert_nothing_held()
 
 
 # -- what peers say
@@ -566,103 +548,79 @@ def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(monkeypat
 
 @pytest.mark.parametrize("call", ["attach", "commit", "renew"])
 @pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x7f", b"\x08\x01\x10\x02"])
-def test_control_messages_of_nobody_end_in_a_typed_error_or_name_nobody(call, data):
-    async def scene():
-        booth = Booth()
-        try:
-            answer = await getattr(booth.receiver, call)(data)
-        except DisaggError:
-            return
-        assert call == "renew"
-        assert not any(kv.RenewResponse.FromString(answer).over)
-
-    asyncio.run(scene())
+async def test_control_messages_of_nobody_end_in_a_typed_error_or_name_nobody(call, data):
+    booth = Booth()
+    try:
+        answer = await getattr(booth.receiver, call)(data)
+    except DisaggError:
+        return
+    assert call == "renew"
+    assert not any(kv.RenewResponse.FromString(answer).over)
 
 
 @asynccontextmanager
-async def open_door(direct: bool = False, **terms: object) -> AsyncIterator[tuple[Booth, Channel]]:
-    """A receiver on a free port, and a channel to it; everything is closed and checked."""
-    booth = Booth(**terms)
-    sockets = DirectServer(booth.receiver.open_channel)
-    port = sockets.listen("127.0.0.1")
-    booth.receiver.direct = lambda: (port, sockets.make_key())
-    tasks = [asyncio.create_task(x.run()) for x in (booth.receiver, sockets)]
-    server, address = await start_server([booth.receiver.handlers()], "127.0.0.1")
-    channel = Channel(address, None, replace(QUICK, direct=direct))
-    try:
-        yield booth, channel
-    finally:
-        await channel.close()
-        await server.stop(None)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    booth.free()
-    booth.assert_nothing_held()
+async def open_door(direct: bool = False, **terms: object) -> AsyncIterator[tuple[House, Channel]]:
+    """A receiver on free ports, and a channel to it; everything is closed and checked."""
+    async with open_house(CountingReceiver, **terms) as house:
+        channel = Channel(house.address, None, replace(QUICK, direct=direct))
+        try:
+            yield house, channel
+        finally:
+            await channel.close()
+        house.free()
 
 
-def sender_of(booth: Booth, channel: Channel, prompt: Prompt, rid: str) -> Sender:
-    grant = booth.receiver.reserve(prompt.job(rid), EPOCH)
-    attach = Attach(Ticket(grant.nonce, grant.epoch, 0), MODEL, prompt.plan.fingerprint, 1500)
-    return Sender(channel, attach, prompt.plan, prompt.read, 20.0)
+def sender_of(house: House, channel: Channel, prompt: Prompt, rid: str) -> Sender:
+    return Sender(channel, house.reserve(prompt, rid), prompt.plan, prompt.read, 20.0)
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_the_same_bytes(direct):
+async def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_the_same_bytes(
+    direct,
+):
     prompts = {"one": make_related(1500, 1, 1000), "two": make_related(1500, 2, 1000)}
 
-    async def scene():
-        async with open_door(direct) as (booth, channel):
-            for rid, prompt in prompts.items():
-                sender = sender_of(booth, channel, prompt, rid)
-                offer_all(sender, prompt)
-                stats = await sender.run()
-                admission = booth.admitted[-1]
-                assert prompt.equals(booth.pool.arena, admission.groups)
-                assert admission.job.rid == rid
-                assert admission.commit.first_token == 42
-                lengths = (
-                    stats.wire_bytes - admission.wire_bytes
-                )  # a direct frame has one before it
-                assert 0 < lengths < 400 if direct else not lengths
-                assert stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
-            assert stats.cached_bytes > 0
-
-    asyncio.run(scene())
+    async with open_door(direct) as (house, channel):
+        for rid, prompt in prompts.items():
+            house.receiver.nbytes = 0
+            sender = sender_of(house, channel, prompt, rid)
+            offer_all(sender, prompt)
+            stats = await sender.run()
+            admission = house.admitted[-1]
+            assert prompt.equals(house.pool.arena, admission.groups)
+            assert admission.job.rid == rid
+            assert admission.commit.first_token == 42
+            assert stats.wire_bytes == house.receiver.nbytes
+            assert stats.payload_bytes + stats.cached_bytes == prompt.checklist.total_bytes
+        assert stats.cached_bytes > 0
 
 
-def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_other():
+async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_other():
     prompts = {f"r{seed}": make_prompt(1500, seed) for seed in range(4)}
 
-    async def scene():
-        async with open_door(lease_s=2.0) as (booth, channel):
-            senders = {rid: sender_of(booth, channel, x, rid) for rid, x in prompts.items()}
-            runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
-            await until(lambda: booth.receiver.gauges()["streams"] == 4)
-            booth.receiver.abort("r1", 0, "client gone")
-            for rid, sender in senders.items():
-                offer_all(sender, prompts[rid])
-            done = dict(
-                zip(runs, await asyncio.gather(*runs.values(), return_exceptions=True), strict=True)
-            )
-            assert isinstance(done.pop("r1"), ReservationError)
-            assert {stats.attaches for stats in done.values()} == {1}
-            for admission in booth.admitted:
-                rid = admission.job.rid
-                assert prompts[rid].equals(booth.pool.arena, admission.groups)
-            assert len(booth.admitted) == 3
-
-    asyncio.run(scene())
+    async with open_door(lease_s=2.0) as (house, channel):
+        senders = {rid: sender_of(house, channel, x, rid) for rid, x in prompts.items()}
+        runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
+        await until(lambda: house.receiver.gauges()["streams"] == 4)
+        house.receiver.abort("r1", 0, "client gone")
+        for rid, sender in senders.items():
+            offer_all(sender, prompts[rid])
+        done = dict(
+            zip(runs, await asyncio.gather(*runs.values(), return_exceptions=True), strict=True)
+        )
+        assert isinstance(done.pop("r1"), ReservationError)
+        assert {stats.attaches for stats in done.values()} == {1}
+        for admission in house.admitted:
+            rid = admission.job.rid
+            assert prompts[rid].equals(house.pool.arena, admission.groups)
+        assert len(house.admitted) == 3
 
 
-def test_refusals_and_probes_over_a_server(prompt):
-    async def scene():
-        async with open_door() as (booth, channel):
-            link = connect(channel.address)
-            with pytest.raises(RequestError):
-                await link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
-            assert booth.receiver.failures == {"request": 1}
-            assert (await measure(link)).gbytes_per_s > 0
-            await link.close()
-
-    asyncio.run(scene())
+async def test_refusals_and_probes_over_a_server(prompt):
+    async with open_door() as (house, channel):
+        link = connect(channel.address)
+        with pytest.raises(RequestError):
+            await link.call("/disagg.v1.KvTransferService/Attach", b"\xff", 5.0)
+        assert house.receiver.failures == {"request": 1}
+        assert (await measure(link)).gbytes_per_s > 0
+        await link.close()

@@ -94,17 +94,6 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     assert not desk.ledger.take_actions()
 
 
-def test_what_the_engine_refuses_is_freed_and_not_acknowledged_later(desk, prompt):
-    ticket = desk.begin(prompt)
-    desk.push(prompt, ticket)
-    commit = CommitFrame(ticket, prompt.commit())
-    desk.ledger.commit(commit, 0.0)
-    desk.ledger.reject(desk.admitted(), "out of memory", 0.0)
-    with pytest.raises(ReservationError, match="out of memory"):
-        desk.ledger.commit(commit, 0.0)
-    desk.assert_nothing_held()
-
-
 def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_last_frame(
     desk, prompt
 ):

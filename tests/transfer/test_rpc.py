@@ -137,95 +137,80 @@ def test_every_nameless_failure_is_a_typed_error_that_names_the_peer(code):
 
 
 @pytest.mark.parametrize("method", ["One", "Many", "Both"])
-def test_a_refusal_keeps_its_type_and_message_on_the_way(method):
-    async def scene():
-        async with open_service() as (service, link):
-            with pytest.raises(CapacityError, match="no rööm"):
-                await ask(link, method, b"named")
-            assert [error.reason for error in service.refusals] == ["capacity"]
-
-    asyncio.run(scene())
+async def test_a_refusal_keeps_its_type_and_message_on_the_way(method):
+    async with open_service() as (service, link):
+        with pytest.raises(CapacityError, match="no rööm"):
+            await ask(link, method, b"named")
+        assert [error.reason for error in service.refusals] == ["capacity"]
 
 
 @pytest.mark.parametrize("method", ["One", "Many", "Both"])
-def test_a_bug_is_logged_and_never_answered_with_ok(method, caplog):
-    async def scene():
-        async with open_service() as (service, link):
-            with pytest.raises(DisaggError, match="logged why") as caught:
-                await ask(link, method, b"bug")
-            assert caught.value.__cause__.code() is grpc.StatusCode.INTERNAL
-            assert len(service.refusals) == 1
-            assert "Traceback" in caplog.text
-            assert "oops" in caplog.text
-            assert await ask(link, method, b"y") == b"y"
-
-    asyncio.run(scene())
+async def test_a_bug_is_logged_and_never_answered_with_ok(method, caplog):
+    async with open_service() as (service, link):
+        with pytest.raises(DisaggError, match="logged why") as caught:
+            await ask(link, method, b"bug")
+        assert caught.value.__cause__.code() is grpc.StatusCode.INTERNAL
+        assert len(service.refusals) == 1
+        assert "Traceback" in caplog.text
+        assert "oops" in caplog.text
+        assert await ask(link, method, b"y") == b"y"
 
 
 # -- calls
 
 
 @pytest.mark.parametrize("method", ["Many", "Both"])
-def test_a_stream_whose_caller_leaves_is_over_at_once(method):
-    async def scene():
-        async with open_service() as (service, link):
-            await ask(link, method, b"y")
-            await until(lambda: service.left == 1)
-
-    asyncio.run(scene())
+async def test_a_stream_whose_caller_leaves_is_over_at_once(method):
+    async with open_service() as (service, link):
+        await ask(link, method, b"y")
+        await until(lambda: service.left == 1)
 
 
-def test_one_message_is_received_while_another_is_looked_at():
+async def test_one_message_is_received_while_another_is_looked_at():
     """Over 10 Gb/s the plane would stand still between an answer and the next message."""
 
-    async def scene():
-        seen = []
+    seen = []
 
-        class Messages:
-            asked = 0
+    class Messages:
+        asked = 0
 
-            def __aiter__(self) -> AsyncIterator[bytes]:
-                return self
+        def __aiter__(self) -> AsyncIterator[bytes]:
+            return self
 
-            async def __anext__(self) -> bytes:
-                self.asked += 1
-                if self.asked > 5:
-                    raise StopAsyncIteration
-                return bytes([self.asked])
+        async def __anext__(self) -> bytes:
+            self.asked += 1
+            if self.asked > 5:
+                raise StopAsyncIteration
+            return bytes([self.asked])
 
-        messages = Messages()
+    messages = Messages()
 
-        async def both(coming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-            async for message in coming:
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                seen.append((message[0], messages.asked))
-                yield message
+    async def both(coming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        async for message in coming:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            seen.append((message[0], messages.asked))
+            yield message
 
-        class Context:
-            async def write(self, reply: bytes) -> None:
-                assert reply
+    class Context:
+        async def write(self, reply: bytes) -> None:
+            assert reply
 
-        handler = rpc_handlers("a", {}, both_stream={"B": both})
+    handler = rpc_handlers("a", {}, both_stream={"B": both})
 
-        class Details:
-            method, invocation_metadata = "/a/B", ()
+    class Details:
+        method, invocation_metadata = "/a/B", ()
 
-        await handler.service(Details).stream_stream(messages, Context())
-        assert seen == [(number, number + 1) for number in range(1, 6)]
-
-    asyncio.run(scene())
+    await handler.service(Details).stream_stream(messages, Context())
+    assert seen == [(number, number + 1) for number in range(1, 6)]
 
 
-def test_a_message_above_the_limit_is_refused_and_the_link_goes_on():
-    async def scene():
-        async with open_service() as (service, link):
-            with pytest.raises(WireError):
-                await ask(link, "One", bytes(MAX_FRAME_BYTES + 100))
-            assert await ask(link, "One", bytes(MAX_FRAME_BYTES)) == bytes(MAX_FRAME_BYTES)
-            assert service.seen == [MAX_FRAME_BYTES]
-
-    asyncio.run(scene())
+async def test_a_message_above_the_limit_is_refused_and_the_link_goes_on():
+    async with open_service() as (service, link):
+        with pytest.raises(WireError):
+            await ask(link, "One", bytes(MAX_FRAME_BYTES + 100))
+        assert await ask(link, "One", bytes(MAX_FRAME_BYTES)) == bytes(MAX_FRAME_BYTES)
+        assert service.seen == [MAX_FRAME_BYTES]
 
 
 # -- who may speak
@@ -236,23 +221,17 @@ SECRET = Security(token="a secret")
 
 @pytest.mark.parametrize("method", ["One", "Many", "Both"])
 @pytest.mark.parametrize("client", [None, Security(token="a guess")], ids=["none", "wrong"])
-def test_without_the_shared_token_no_message_of_any_call_is_read(method, client):
-    async def scene():
-        async with open_service(SECRET, client) as (service, link):
-            with pytest.raises(ConfigError, match="token"):
-                await ask(link, method, b"y")
-            assert not service.seen
-
-    asyncio.run(scene())
+async def test_without_the_shared_token_no_message_of_any_call_is_read(method, client):
+    async with open_service(SECRET, client) as (service, link):
+        with pytest.raises(ConfigError, match="token"):
+            await ask(link, method, b"y")
+        assert not service.seen
 
 
-def test_a_shared_token_opens_the_plane():
-    async def scene():
-        async with open_service(SECRET, SECRET) as (_, link):
-            assert await ask(link, "One", b"y") == b"y"
-            assert link.transport == "gRPC over TCP"
-
-    asyncio.run(scene())
+async def test_a_shared_token_opens_the_plane():
+    async with open_service(SECRET, SECRET) as (_, link):
+        assert await ask(link, "One", b"y") == b"y"
+        assert link.transport == "gRPC over TCP"
 
 
 def test_tls_carries_the_plane_and_mutual_tls_with_a_token_too(papers):
@@ -293,16 +272,13 @@ def test_malloc_can_be_tuned_where_there_is_glibc():
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_host_is_an_address_like_any_other(host):
+async def test_an_ipv6_host_is_an_address_like_any_other(host):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
-    async def scene():
-        server, address = await start_server([], host)
-        assert address.startswith("[::1]:")
-        link = connect(address)
-        await asyncio.wait_for(link.channel.channel_ready(), 20.0)
-        await link.close()
-        await server.stop(None)
-
-    asyncio.run(scene())
+    server, address = await start_server([], host)
+    assert address.startswith("[::1]:")
+    link = connect(address)
+    await asyncio.wait_for(link.channel.channel_ready(), 20.0)
+    await link.close()
+    await server.stop(None)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.bench.inputs import shape_of
-from disagg.codecs.planning import parse_plan
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.errors import (
     CapacityError,
@@ -27,7 +26,7 @@ from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import units_of
 from disagg.transfer.sender import Sender
-from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest
+from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
@@ -44,108 +43,85 @@ async def hand_over(sender: Sender, prompt: Prompt) -> HandoffStats:
     return await sender.run()
 
 
-def digests_of(prompt: Prompt, items: Sequence[Item]) -> dict[Item, int]:
-    return {item: digest(prompt.bytes_of(item)) for item in items}
-
-
-def whole(prompt: Prompt) -> dict[Item, int]:
-    return digests_of(prompt, prompt.checklist.items)
-
-
 # -- one hand-off
 
 
-def test_a_prompt_arrives_whole_with_what_only_prefill_knows(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert peer.have[7] == whole(prompt)
-            (frame,) = peer.commits
-            assert frame.ticket == Ticket(7, EPOCH, 1)
-            assert frame.commit.first_token == 42
-            assert frame.commit.extras == {"ids": [1, 2]}
-            assert frame.commit.timings == {"encode": 1.5}
-            assert stats.payload_bytes == prompt.checklist.total_bytes
-            assert (stats.attaches, stats.verify_ms, stats.admit_ms) == (1, 1.0, 2.0)
-            assert stats.exposed_ms > 0
-            assert (
-                0
-                < stats.wire_bytes - stats.payload_bytes
-                < 300 * len(peer.frames) + 40 * len(prompt.checklist.items)
-            )
-
-    asyncio.run(scene())
+async def test_a_prompt_arrives_whole_with_what_only_prefill_knows(prompt):
+    async with open_peer() as (peer, channel):
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        assert peer.have[7] == prompt.digests()
+        (frame,) = peer.commits
+        assert frame.ticket == Ticket(7, EPOCH, 1)
+        assert frame.commit.first_token == 42
+        assert frame.commit.extras == {"ids": [1, 2]}
+        assert frame.commit.timings == {"encode": 1.5}
+        assert stats.payload_bytes == prompt.checklist.total_bytes
+        assert (stats.attaches, stats.verify_ms, stats.admit_ms) == (1, 1.0, 2.0)
+        assert stats.exposed_ms > 0
+        assert (
+            0
+            < stats.wire_bytes - stats.payload_bytes
+            < 300 * len(peer.frames) + 40 * len(prompt.checklist.items)
+        )
 
 
-def test_a_layer_is_there_before_the_next_is_offered(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            sender = peer.sender(prompt, channel)
-            running = asyncio.create_task(sender.run())
-            for layer in range(3):
-                sender.offer(prompt.checklist.layer(layer))
-                items = set(prompt.checklist.layer(layer))
-                await until(lambda x=items: x <= set(peer.have.get(7, ())))
-            assert not peer.commits
-            sender.finish(1)
-            await running
-
-    asyncio.run(scene())
+async def test_a_layer_is_there_before_the_next_is_offered(prompt):
+    async with open_peer() as (peer, channel):
+        sender = peer.sender(prompt, channel)
+        running = asyncio.create_task(sender.run())
+        for layer in range(3):
+            sender.offer(prompt.checklist.layer(layer))
+            items = set(prompt.checklist.layer(layer))
+            await until(lambda x=items: x <= set(peer.have.get(7, ())))
+        assert not peer.commits
+        sender.finish(1)
+        await running
 
 
-def test_what_the_receiver_has_is_not_sent(prompt):
+async def test_what_the_receiver_has_is_not_sent(prompt):
     """Items of units that it found by content keys are as good as ours, whatever their digests."""
 
-    async def scene():
-        (unit, *_), _ = units_of(PLAN, prompt.tokens)
-        found = unit.items(PLAN.groups[0])
-        equal = [item for item in prompt.checklist.items if item not in found][:5]
-        async with open_peer(cached=(1, 0)) as (peer, channel):
-            peer.have[7] = dict.fromkeys(found, 1) | digests_of(prompt, equal)
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            sent = {item for frame in peer.frames for item in frame.items()}
-            assert sent == set(prompt.checklist.items) - {*found, *equal}
-            assert stats.cached_bytes == sum(map(prompt.checklist.nbytes, [*found, *equal]))
-
-    asyncio.run(scene())
+    (unit, *_), _ = units_of(PLAN, prompt.tokens)
+    found = unit.items(PLAN.groups[0])
+    equal = [item for item in prompt.checklist.items if item not in found][:5]
+    async with open_peer(cached=(1, 0)) as (peer, channel):
+        peer.have[7] = dict.fromkeys(found, 1) | prompt.digests(equal)
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        sent = {item for frame in peer.frames for item in frame.items()}
+        assert sent == set(prompt.checklist.items) - {*found, *equal}
+        assert stats.cached_bytes == sum(map(prompt.checklist.nbytes, [*found, *equal]))
 
 
-def test_what_a_commit_misses_is_sent_again(prompt):
-    async def scene():
-        lost = prompt.checklist.items[3]
-        async with open_peer() as (peer, channel):
+async def test_what_a_commit_misses_is_sent_again(prompt):
+    lost = prompt.checklist.items[3]
+    async with open_peer() as (peer, channel):
 
-            def lose(frame):
-                if len(peer.commits) == 1:
-                    del peer.have[7][lost]
-                    return Nack((lost,))
-                return None
+        def lose(frame):
+            if len(peer.commits) == 1:
+                del peer.have[7][lost]
+                return Nack((lost,))
+            return None
 
-            peer.on_commit = lose
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert peer.have[7] == whole(prompt)
-            assert (len(peer.commits), stats.attaches) == (2, 1)
-
-    asyncio.run(scene())
+        peer.on_commit = lose
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        assert peer.have[7] == prompt.digests()
+        assert (len(peer.commits), stats.attaches) == (2, 1)
 
 
-def test_a_lost_acknowledgement_is_asked_for_again(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
+async def test_a_lost_acknowledgement_is_asked_for_again(prompt):
+    async with open_peer() as (peer, channel):
 
-            def swallow(frame):
-                if len(peer.commits) == 1:
-                    raise PeerLostError("the answer was lost")
-                return
+        def swallow(frame):
+            if len(peer.commits) == 1:
+                raise PeerLostError("the answer was lost")
+            return
 
-            peer.on_commit = swallow
-            peer.on_attach = lambda attach: Attached(State.ADMITTED) if peer.commits else None
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            first, second = peer.commits
-            assert first.commit == second.commit
-            assert stats.attaches == second.ticket.gen == 2
-
-    asyncio.run(scene())
+        peer.on_commit = swallow
+        peer.on_attach = lambda attach: Attached(State.ADMITTED) if peer.commits else None
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        first, second = peer.commits
+        assert first.commit == second.commit
+        assert stats.attaches == second.ticket.gen == 2
 
 
 FINAL = {
@@ -157,43 +133,34 @@ FINAL = {
 
 
 @pytest.mark.parametrize(("answer", "error", "words"), FINAL.values(), ids=FINAL)
-def test_an_attachment_that_is_refused_is_final(prompt, answer, error, words):
-    async def scene():
-        def refuse(attach: Attach) -> Attached:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer(attach)
+async def test_an_attachment_that_is_refused_is_final(prompt, answer, error, words):
+    def refuse(attach: Attach) -> Attached:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(attach)
 
-        async with open_peer(on_attach=refuse) as (peer, channel):
-            with pytest.raises(error, match=words) as caught:
-                await hand_over(peer.sender(prompt, channel), prompt)
-            assert type(caught.value) is error
-            assert len(peer.attaches) == 1
-
-    asyncio.run(scene())
+    async with open_peer(on_attach=refuse) as (peer, channel):
+        with pytest.raises(error, match=words) as caught:
+            await hand_over(peer.sender(prompt, channel), prompt)
+        assert type(caught.value) is error
+        assert len(peer.attaches) == 1
 
 
-def test_what_the_engine_refuses_at_the_commit_is_final(prompt):
-    async def scene():
-        def refuse(frame):
-            raise CapacityError("the engine is stopping")
+async def test_what_the_engine_refuses_at_the_commit_is_final(prompt):
+    def refuse(frame):
+        raise CapacityError("the engine is stopping")
 
-        async with open_peer(on_commit=refuse) as (peer, channel):
-            with pytest.raises(CapacityError, match="stopping"):
-                await hand_over(peer.sender(prompt, channel), prompt)
-
-    asyncio.run(scene())
+    async with open_peer(on_commit=refuse) as (peer, channel):
+        with pytest.raises(CapacityError, match="stopping"):
+            await hand_over(peer.sender(prompt, channel), prompt)
 
 
-def test_the_deadline_ends_a_hand_off(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            sender = peer.sender(prompt, channel, deadline_s=0.2)
-            sender.offer(prompt.checklist.layer(0))
-            with pytest.raises(DeadlineError, match=r"longer than 0\.2 s"):
-                await sender.run()
-
-    asyncio.run(scene())
+async def test_the_deadline_ends_a_hand_off(prompt):
+    async with open_peer() as (peer, channel):
+        sender = peer.sender(prompt, channel, deadline_s=0.2)
+        sender.offer(prompt.checklist.layer(0))
+        with pytest.raises(DeadlineError, match=r"longer than 0\.2 s"):
+            await sender.run()
 
 
 def test_frames_that_are_dropped_are_sent_again_and_three_times_at_most(prompt):
@@ -208,7 +175,7 @@ def test_frames_that_are_dropped_are_sent_again_and_three_times_at_most(prompt):
 
             peer.on_frame = drop
             stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert peer.have[7] == whole(prompt)
+            assert peer.have[7] == prompt.digests()
             assert peer.opened == 1  # the stream went on
             return stats.attaches
 
@@ -217,7 +184,7 @@ def test_frames_that_are_dropped_are_sent_again_and_three_times_at_most(prompt):
         asyncio.run(scene(3))
 
 
-def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
+async def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
     """The digest of the first packing goes into the commit; other bytes later do not match it."""
 
     class Changing:
@@ -227,255 +194,239 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
             self.reads += 1
             return [memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x)) for x in items]
 
-    async def scene():
-        async with open_peer() as (_, channel):
-            attach = Attach(Ticket(7, EPOCH, 0), MODEL, PLAN.fingerprint, prompt.tokens)
-            outbox = Sender(channel, attach, PLAN, Changing()).outbox
-            outbox.attached({}, credit=1 << 20)
-            outbox.offer(prompt.checklist.items, 0.0)
-            first = outbox.next_parcel(attach.ticket)
-            outbox.attached({}, credit=1 << 20)
-            second = outbox.next_parcel(attach.ticket)
-            assert first.parts[0] == second.parts[0]
-            assert first.parts[1] != second.parts[1]
-
-    asyncio.run(scene())
+    async with open_peer() as (_, channel):
+        attach = Attach(Ticket(7, EPOCH, 0), MODEL, PLAN.fingerprint, prompt.tokens)
+        outbox = Sender(channel, attach, PLAN, Changing()).outbox
+        outbox.attached({}, credit=1 << 20)
+        outbox.offer(prompt.checklist.items, 0.0)
+        first = outbox.next_parcel(attach.ticket)
+        outbox.attached({}, credit=1 << 20)
+        second = outbox.next_parcel(attach.ticket)
+        assert first.parts[0] == second.parts[0]
+        assert first.parts[1] != second.parts[1]
 
 
-def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
+async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     huge = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (2 << 20,))])
     plan = Plan(groups=(replace(PLAN.groups[1], page=huge, heads=2),), group_of=(0, 0))
     plan = replace(plan, groups=(replace(plan.groups[0], layers=(0, 1)),))
 
-    async def scene():
-        attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
-        with pytest.raises(LayoutError, match="an item of a prompt of 130 tokens takes"):
-            Sender(Channel("127.0.0.1:1"), attach, plan, None)
+    attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
+    with pytest.raises(LayoutError, match="an item of a prompt of 130 tokens takes"):
+        Sender(Channel("127.0.0.1:1"), attach, plan, None)
 
-    asyncio.run(scene())
+
+@pytest.mark.parametrize("when", ["before", "while attaching", "between two attachments"])
+async def test_a_failure_of_the_prefill_side_ends_a_hand_off_whenever_it_comes(prompt, when):
+    """One that came while no attachment was open was lost: the hand-off waited for its deadline."""
+    async with open_peer() as (peer, channel):
+        sender = peer.sender(prompt, channel, deadline_s=3.0)
+
+        def fail(_: object = None) -> None:
+            sender.end(KeyError("a copy failed"))
+
+        def cut(frame: PageFrame) -> None:
+            peer.on_frame = lambda frame: None
+            asyncio.get_running_loop().call_later(0.05, fail)
+            raise ConnectionError("cut")
+
+        if when == "before":
+            fail()
+        elif when == "while attaching":
+            peer.on_attach = fail
+        else:
+            peer.on_frame = cut
+        sender.offer(prompt.checklist.layer(0))
+        with pytest.raises(KeyError, match="a copy failed"):
+            await sender.run()
 
 
 # -- a channel that breaks
 
 
-def test_a_broken_stream_is_resumed_by_all_its_hand_offs_with_what_is_missing(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
+async def test_a_broken_stream_is_resumed_by_all_its_hand_offs_with_what_is_missing(prompt):
+    async with open_peer() as (peer, channel):
 
-            def cut(frame: PageFrame) -> None:
-                if peer.opened == 1 and len(peer.frames) == 4:
-                    raise ConnectionError("cut")
+        def cut(frame: PageFrame) -> None:
+            if peer.opened == 1 and len(peer.frames) == 4:
+                raise ConnectionError("cut")
 
-            peer.on_frame = cut
-            senders = [peer.sender(prompt, channel, nonce) for nonce in (7, 8)]
-            several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
-            assert peer.have == {7: whole(prompt), 8: whole(prompt)}
-            assert [stats.attaches for stats in several] == [2, 2]
-            assert peer.opened == 2
-            sent = sum(stats.payload_bytes for stats in several)
-            assert sent < 2 * prompt.checklist.total_bytes + 5 * QUICK.frame_bytes
-
-    asyncio.run(scene())
+        peer.on_frame = cut
+        senders = [peer.sender(prompt, channel, nonce) for nonce in (7, 8)]
+        several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
+        assert peer.have == {7: prompt.digests(), 8: prompt.digests()}
+        assert [stats.attaches for stats in several] == [2, 2]
+        assert peer.opened == 2
+        sent = sum(stats.payload_bytes for stats in several)
+        assert sent < 2 * prompt.checklist.total_bytes + 5 * QUICK.frame_bytes
 
 
-def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
+async def test_a_receiver_that_breaks_every_stream_is_a_lost_peer(prompt):
     """Control works, and every stream begins well: without a frame that arrives it is hopeless."""
 
-    async def scene():
-        def cut(frame):
-            raise ConnectionError("cut")
+    def cut(frame):
+        raise ConnectionError("cut")
 
-        async with open_peer(replace(QUICK, silence_s=0.4), on_frame=cut) as (peer, channel):
-            async with asyncio.timeout(10.0):
-                with pytest.raises(PeerLostError):
-                    await hand_over(peer.sender(prompt, channel), prompt)
-            assert peer.opened > 2
-
-    asyncio.run(scene())
+    async with open_peer(replace(QUICK, silence_s=0.4), on_frame=cut) as (peer, channel):
+        async with asyncio.timeout(10.0):
+            with pytest.raises(PeerLostError):
+                await hand_over(peer.sender(prompt, channel), prompt)
+        assert peer.opened > 2
 
 
-def test_nobody_at_the_address_is_a_lost_peer_after_its_silence(prompt):
-    async def scene():
-        channel = Channel("127.0.0.1:1", options=replace(QUICK, silence_s=0.3))
-        with pytest.raises(PeerLostError):
-            await hand_over(Peer().sender(prompt, channel), prompt)
-        await channel.close()
-
-    asyncio.run(scene())
+async def test_nobody_at_the_address_is_a_lost_peer_after_its_silence(prompt):
+    channel = Channel("127.0.0.1:1", options=replace(QUICK, silence_s=0.3))
+    with pytest.raises(PeerLostError):
+        await hand_over(Peer().sender(prompt, channel), prompt)
+    await channel.close()
 
 
-def test_a_stream_that_answers_nothing_breaks_for_all(prompt):
+async def test_a_stream_that_answers_nothing_breaks_for_all(prompt):
     """Frames that are taken but never credited: not one hand-off is blamed, the channel is."""
 
-    async def scene():
-        async with open_peer(replace(QUICK, stall_s=0.3)) as (peer, channel):
-            push = peer.take
+    async with open_peer(replace(QUICK, stall_s=0.3)) as (peer, channel):
+        push = peer.take
 
-            async def stall(frame: PageFrame) -> Credit:
-                if peer.opened == 1:
-                    await asyncio.Event().wait()
-                return await push(frame)
+        async def stall(frame: PageFrame) -> Credit:
+            if peer.opened == 1:
+                await asyncio.Event().wait()
+            return await push(frame)
 
-            peer.take = stall
-            senders = [peer.sender(prompt, channel, nonce) for nonce in (7, 8)]
-            several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
-            assert [stats.attaches for stats in several] == [2, 2]
-            assert peer.opened == 2
-
-    asyncio.run(scene())
+        peer.take = stall
+        senders = [peer.sender(prompt, channel, nonce) for nonce in (7, 8)]
+        several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
+        assert [stats.attaches for stats in several] == [2, 2]
+        assert peer.opened == 2
 
 
 # -- many hand-offs on one stream
 
 
-def test_frames_leave_by_deadline_then_by_layer(prompt):
+async def test_frames_leave_by_deadline_then_by_layer(prompt):
     """All that is offered before the stream opens: the most urgent hand-off goes first, whole."""
 
-    async def scene():
-        async with open_peer(credit=1 << 20) as (peer, channel):
-            patient = peer.sender(prompt, channel, 1, deadline_s=30.0)
-            urgent = peer.sender(prompt, channel, 2, deadline_s=20.0)
-            late = peer.sender(prompt, channel, 3, deadline_s=30.0)
-            late.deadline = patient.deadline
-            patient.offer(prompt.checklist.layer(1))
-            late.offer(prompt.checklist.layer(0))
-            urgent.offer(prompt.checklist.layer(2))
-            order = []
-            for sender in (patient, urgent, late):
-                sender.outbox.attached({}, credit=1 << 20)
-                channel._attached[sender.ticket.nonce] = sender
-            while chosen := channel._next():
-                sender, parcel = chosen
-                sender.outbox.grant(parcel.size, 1)
-                order.append(sender.ticket.nonce)
-            channel._attached.clear()
-            assert sorted(order, key=[2, 3, 1].index) == order
-
-    asyncio.run(scene())
+    async with open_peer(credit=1 << 20) as (peer, channel):
+        patient = peer.sender(prompt, channel, 1, deadline_s=30.0)
+        urgent = peer.sender(prompt, channel, 2, deadline_s=20.0)
+        late = peer.sender(prompt, channel, 3, deadline_s=30.0)
+        late.deadline = patient.deadline
+        patient.offer(prompt.checklist.layer(1))
+        late.offer(prompt.checklist.layer(0))
+        urgent.offer(prompt.checklist.layer(2))
+        order = []
+        for sender in (patient, urgent, late):
+            sender.outbox.attached({}, credit=1 << 20)
+            channel._attached[sender.ticket.nonce] = sender
+        while chosen := channel._next():
+            sender, parcel = chosen
+            sender.outbox.grant(parcel.size, 1)
+            order.append(sender.ticket.nonce)
+        channel._attached.clear()
+        assert sorted(order, key=[2, 3, 1].index) == order
 
 
-def test_a_hand_off_without_credit_holds_up_no_other(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            peer.on_attach = lambda attach: (
-                Attached(State.ATTACHED, credit=0, lease_s=10.0)
-                if attach.ticket.nonce == 1
-                else None
-            )
-            poor = peer.sender(prompt, channel, 1, deadline_s=5.0)
-            waiting = asyncio.create_task(hand_over(poor, prompt))
-            await hand_over(peer.sender(prompt, channel, 2), prompt)
-            assert {frame.ticket.nonce for frame in peer.frames} == {2}
-            waiting.cancel()
-
-    asyncio.run(scene())
+async def test_a_hand_off_without_credit_holds_up_no_other(prompt):
+    async with open_peer() as (peer, channel):
+        peer.on_attach = lambda attach: (
+            Attached(State.ATTACHED, credit=0, lease_s=10.0) if attach.ticket.nonce == 1 else None
+        )
+        poor = peer.sender(prompt, channel, 1, deadline_s=5.0)
+        waiting = asyncio.create_task(hand_over(poor, prompt))
+        await hand_over(peer.sender(prompt, channel, 2), prompt)
+        assert {frame.ticket.nonce for frame in peer.frames} == {2}
+        waiting.cancel()
 
 
-def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            held = asyncio.Event()
-            take = peer.take
+async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
+    async with open_peer() as (peer, channel):
+        held = asyncio.Event()
+        take = peer.take
 
-            async def slow(frame: PageFrame) -> Credit:
-                await held.wait()
-                return await take(frame)
+        async def slow(frame: PageFrame) -> Credit:
+            await held.wait()
+            return await take(frame)
 
-            peer.take = slow
-            senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2)]
-            first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
-            await until(lambda: all(sender.frames for sender in senders))
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            left = senders[0].frames
-            held.set()
-            await second
-            assert peer.opened == 1
-            assert senders[0].frames == left  # nothing more of it was sent
-            assert peer.have[2] == whole(prompt)
-
-    asyncio.run(scene())
+        peer.take = slow
+        senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2)]
+        first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
+        await until(lambda: all(sender.frames for sender in senders))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        left = senders[0].frames
+        held.set()
+        await second
+        assert peer.opened == 1
+        assert senders[0].frames == left  # nothing more of it was sent
+        assert peer.have[2] == prompt.digests()
 
 
-def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
+async def test_an_error_of_one_hand_off_ends_that_one(prompt, caplog):
     class Broken:
         def read(self, items: Sequence[Item]) -> list[memoryview]:
             raise KeyError("no such page")
 
-    async def scene():
-        async with open_peer() as (peer, channel):
-            bad = peer.sender(prompt, channel, 1)
-            bad.outbox._source = Broken()
-            good = peer.sender(prompt, channel, 2)
-            failed, fine = await asyncio.gather(
-                hand_over(bad, prompt), hand_over(good, prompt), return_exceptions=True
-            )
-            assert isinstance(failed, KeyError)
-            assert fine.attaches == peer.opened == 1
-            assert "cannot be sent" in caplog.text
-
-    asyncio.run(scene())
+    async with open_peer() as (peer, channel):
+        bad = peer.sender(prompt, channel, 1)
+        bad.outbox._source = Broken()
+        good = peer.sender(prompt, channel, 2)
+        failed, fine = await asyncio.gather(
+            hand_over(bad, prompt), hand_over(good, prompt), return_exceptions=True
+        )
+        assert isinstance(failed, KeyError)
+        assert fine.attaches == peer.opened == 1
+        assert "cannot be sent" in caplog.text
 
 
 # -- leases
 
 
-def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(prompt):
-    async def scene():
-        async with open_peer(lease_s=0.3) as (peer, channel):
-            senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2)]
-            first, second = (asyncio.create_task(sender.run()) for sender in senders)
-            await until(lambda: len(peer.renewals) >= 3)
-            assert {ticket.nonce for ticket in peer.renewals[-1]} == {1, 2}
-            peer.over.add(1)
-            with pytest.raises(ReservationError, match="over at"):
-                await first
-            offer_all(senders[1], prompt)
-            assert (await second).attaches == 1
-
-    asyncio.run(scene())
+async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_are_over(prompt):
+    async with open_peer(lease_s=0.3) as (peer, channel):
+        senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2)]
+        first, second = (asyncio.create_task(sender.run()) for sender in senders)
+        await until(lambda: len(peer.renewals) >= 3)
+        assert {ticket.nonce for ticket in peer.renewals[-1]} == {1, 2}
+        peer.over.add(1)
+        with pytest.raises(ReservationError, match="over at"):
+            await first
+        offer_all(senders[1], prompt)
+        assert (await second).attaches == 1
 
 
-def test_leases_are_renewed_while_a_frame_is_slow(prompt):
+async def test_leases_are_renewed_while_a_frame_is_slow(prompt):
     """One frame that takes longer than a lease."""
 
-    async def scene():
-        async with open_peer(lease_s=0.3) as (peer, channel):
-            take = peer.take
+    async with open_peer(lease_s=0.3) as (peer, channel):
+        take = peer.take
 
-            async def slow(frame: PageFrame) -> Credit:
-                renewed = len(peer.renewals)
-                if len(peer.frames) == 1:
-                    await until(lambda: len(peer.renewals) >= renewed + 4)
-                return await take(frame)
+        async def slow(frame: PageFrame) -> Credit:
+            renewed = len(peer.renewals)
+            if len(peer.frames) == 1:
+                await until(lambda: len(peer.renewals) >= renewed + 4)
+            return await take(frame)
 
-            peer.take = slow
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert stats.attaches == 1
-
-    asyncio.run(scene())
+        peer.take = slow
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        assert stats.attaches == 1
 
 
-def test_a_failure_in_renewing_breaks_the_channel_loudly_and_its_hand_offs_attach_again(
+async def test_a_failure_in_renewing_breaks_the_channel_loudly_and_its_hand_offs_attach_again(
     prompt, monkeypatch, caplog
 ):
-    async def scene():
-        async with open_peer(lease_s=0.3) as (peer, channel):
-            sender = peer.sender(prompt, channel)
-            running = asyncio.create_task(sender.run())
-            await until(lambda: bool(peer.renewals))
-            with monkeypatch.context() as broken:
-                broken.setattr("disagg.transfer.channel.KvClient.renew", None)
-                await until(lambda: len(peer.attaches) >= 2)
-            renewed = len(peer.renewals)
-            await until(lambda: len(peer.renewals) > renewed)
-            assert "failed" in caplog.text
-            assert "Traceback" in caplog.text
-            offer_all(sender, prompt)
-            await running
-
-    asyncio.run(scene())
+    async with open_peer(lease_s=0.3) as (peer, channel):
+        sender = peer.sender(prompt, channel)
+        running = asyncio.create_task(sender.run())
+        await until(lambda: bool(peer.renewals))
+        with monkeypatch.context() as broken:
+            broken.setattr("disagg.transfer.channel.KvClient.renew", None)
+            await until(lambda: len(peer.attaches) >= 2)
+        renewed = len(peer.renewals)
+        await until(lambda: len(peer.renewals) > renewed)
+        assert "failed" in caplog.text
+        assert "Traceback" in caplog.text
+        offer_all(sender, prompt)
+        await running
 
 
 # -- links
@@ -485,37 +436,31 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_links_close_when_idle_or_when_their_worker_is_gone_and_leak_nothing(prompt):
-    async def scene():
-        async with open_peer() as (peer, channel):
-            await hand_over(peer.sender(prompt, channel), prompt)  # what gRPC keeps, it has now
-            peers = Peers(None, TransferConfig())
-            await peers.close_all()
-            before = open_files()
-            peers.options = replace(QUICK, idle_s=0.0)
-            idle = peers.get(peer.address)
-            await hand_over(peer.sender(prompt, idle, 8), prompt)
-            await until(lambda: idle._link is None)
-            peers.options = QUICK
-            for number in range(3):
-                await peers.close(peer.address)
-                used = peers.get(peer.address)
-                await hand_over(peer.sender(prompt, used, 9 + number), prompt)
-                assert used._link is not None
+async def test_links_close_when_idle_or_when_their_worker_is_gone_and_leak_nothing(prompt):
+    async with open_peer() as (peer, channel):
+        await hand_over(peer.sender(prompt, channel), prompt)  # what gRPC keeps, it has now
+        peers = Peers(None, TransferConfig())
+        await peers.close_all()
+        before = open_files()
+        peers.options = replace(QUICK, idle_s=0.0)
+        idle = peers.get(peer.address)
+        await hand_over(peer.sender(prompt, idle, 8), prompt)
+        await until(lambda: idle._link is None)
+        peers.options = QUICK
+        for number in range(3):
             await peers.close(peer.address)
-            await until(lambda: open_files() <= before)
+            used = peers.get(peer.address)
+            await hand_over(peer.sender(prompt, used, 9 + number), prompt)
+            assert used._link is not None
+        await peers.close(peer.address)
+        await until(lambda: open_files() <= before)
 
-    asyncio.run(scene())
 
-
-def test_a_paced_channel_takes_the_time_of_the_link(prompt):
-    async def scene():
-        pace = Pace(400_000.0, burst_bytes=4000)
-        async with open_peer(replace(QUICK, pace=pace)) as (peer, channel):
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
-            assert stats.wire_ms >= 1000 * (stats.payload_bytes - 8000) / 400_000.0
-
-    asyncio.run(scene())
+async def test_a_paced_channel_takes_the_time_of_the_link(prompt):
+    pace = Pace(400_000.0, burst_bytes=4000)
+    async with open_peer(replace(QUICK, pace=pace)) as (peer, channel):
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
+        assert stats.wire_ms >= 1000 * (stats.payload_bytes - 8000) / 400_000.0
 
 
 def test_a_slow_link_of_the_configuration_paces_every_channel_in_frames_of_its_burst():
@@ -528,26 +473,20 @@ def test_a_slow_link_of_the_configuration_paces_every_channel_in_frames_of_its_b
 # -- other clients
 
 
-def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_path):
+async def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_path):
     stubs = generate_stubs(tmp_path)
 
-    async def scene():
-        async with open_house() as house:
-            nonce = house.reserve(prompt).ticket.nonce
-            await asyncio.to_thread(push_one, stubs, house.address, prompt, nonce, EPOCH)
-            assert prompt.equals(house.pool.arena, house.admitted[0].groups)
-            house.free()
-
-    asyncio.run(scene())
+    async with open_house() as house:
+        nonce = house.reserve(prompt).ticket.nonce
+        await asyncio.to_thread(push_one, stubs, house.address, prompt, nonce, EPOCH)
+        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+        house.free()
 
 
 @pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
-def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
+async def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
     """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
-    plan = parse_plan(codec, shape_of(layers=80))
+    plan = parse_plan(codec, KVShape(80, 8, 128, "float16", (None,) * 80))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
 
-    async def scene():
-        assert Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes == FRAME_BYTES
-
-    asyncio.run(scene())
+    assert Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes == FRAME_BYTES

@@ -1,10 +1,8 @@
 """Who has no token costs little: many connections with large messages, beside a hand-off."""
 
 import asyncio
-import multiprocessing
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +15,7 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
+from tests.transfer.house import process
 from tests.transfer.peer import Peer, offer_all, open_peer
 from tests.transfer.prompts import OTHER_PLAN, make_prompt
 
@@ -66,22 +65,6 @@ def attack(address: str, answer: Connection) -> None:
     asyncio.run(scene())
 
 
-@contextmanager
-def process(target: object, *arguments: object) -> Iterator[tuple[int, Connection]]:
-    """Another process, killed at the end: its id, and where it answers."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield child.pid, ours
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
-
-
 def peak_bytes(pid: int) -> int:
     """The most memory that a process ever had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -105,12 +88,12 @@ async def bytes_per_s(address: str) -> float:
 
 @pytest.mark.slow
 def test_connections_without_a_token_take_little_memory_and_leave_half_of_the_rate():
-    with process(serve) as (pid, answer):
+    with process(serve) as (child, answer):
         address = answer.recv()
         alone = asyncio.run(bytes_per_s(address))
-        before = peak_bytes(pid)
+        before = peak_bytes(child.pid)
         with process(attack, address) as (_, strangers):
             strangers.recv()  # all of them are there
             beside = asyncio.run(bytes_per_s(address))
-        assert peak_bytes(pid) - before < 256 << 20
+        assert peak_bytes(child.pid) - before < 256 << 20
         assert beside > alone / 2

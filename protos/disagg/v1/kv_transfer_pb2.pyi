@@ -94,20 +94,20 @@ class PushRequest(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("nonce", "gen", "credit", "frames", "error_reason", "error_message")
+    __slots__ = ("nonce", "gen", "nbytes", "frames", "error_reason", "error_message")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     GEN_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     gen: int
-    credit: int
+    nbytes: int
     frames: int
     error_reason: str
     error_message: str
-    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., credit: _Optional[int] = ..., frames: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., nbytes: _Optional[int] = ..., frames: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("tickets",)
