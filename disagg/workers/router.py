@@ -26,8 +26,6 @@ from disagg.workers.dispatch import (
     Action,
     Deliver,
     Dispatch,
-    Fail,
-    Finish,
     Forget,
     Reserve,
     Start,
@@ -233,24 +231,12 @@ class Router:
         unheard, watch.unheard = watch.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
-            self._take(name, event, now)
-        self._act(self.dispatch.load(name, step.load, now))
-
-    def _take(self, name: str, event: TokenEvent, now: float) -> None:
-        """One event."""
-        dispatch, rid, attempt = self.dispatch, event.rid, event.attempt
-        if event.stats is not None:
-            if client := self._clients.get(rid):
+            client = self._clients.get(event.rid)
+            if client is not None and event.stats is not None:
                 client.kv = event.stats
                 client.receipt.set()
-            self._act(dispatch.measured(name, rid, attempt, event.stats, now))
-        if event.error is not None:
-            self._act(dispatch.refused(name, rid, attempt, event.error, now))
-        if event.token is not None:
-            self._act(dispatch.token(name, rid, attempt, event.index, event.token, now))
-        if event.finish_reason:
-            count, reason = event.index + 1, event.finish_reason
-            self._act(dispatch.finished(name, rid, attempt, count, reason, now))
+            self._act(self.dispatch.hear(name, event, now))
+        self._act(self.dispatch.load(name, step.load, now))
 
     def _leave(self, name: str, watch: Watch) -> None:
         """A worker does not take part: its work goes to others."""
@@ -296,17 +282,17 @@ class Router:
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))
-                case Finish():
-                    self._spawn(self._finish(action))
-                case Deliver():
-                    self._say(action.rid, token=action.token)
-                case Fail():
-                    if client := self._clients.get(action.rid):
-                        client.inbox.put_nowait(action.error)
+                case Deliver(rid, what):
+                    if client := self._clients.get(rid):
+                        self._deliver(client, what)
 
-    def _say(self, rid: str, token: int | None = None, finish_reason: str | None = None) -> None:
-        if client := self._clients.get(rid):
-            client.inbox.put_nowait(Output(token, finish_reason, client.kv))
+    def _deliver(self, client: Client, what: int | str | DisaggError) -> None:
+        if isinstance(what, str):
+            self._spawn(self._finish(client, what))
+        elif isinstance(what, int):
+            client.inbox.put_nowait(Output(what, None, client.kv))
+        else:
+            client.inbox.put_nowait(what)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -322,8 +308,8 @@ class Router:
                 await call
             except Exception as failure:
                 error = as_error(failure, f"starting {job.name} at {worker}")
-                told = self.dispatch.refused(worker, job.rid, job.attempt, error, self._clock())
-                self._act(told)
+                event = TokenEvent(job.rid, job.attempt, 0, error=error)
+                self._act(self.dispatch.hear(worker, event, self._clock()))
             finally:
                 if self._calls.get((worker, job.rid)) is asyncio.current_task():
                     del self._calls[worker, job.rid]
@@ -341,13 +327,12 @@ class Router:
         address, grant = self.peers[start.decode].started.address, start.grant
         return replace(submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce)
 
-    async def _finish(self, finish: Finish) -> None:
+    async def _finish(self, client: Client, reason: str) -> None:
         """The prefill worker's figures come by another way than the last token: wait for them."""
-        if client := self._clients.get(finish.rid):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RECEIPT_S):
-                    await client.receipt.wait()
-        self._say(finish.rid, finish_reason=finish.reason)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECEIPT_S):
+                await client.receipt.wait()
+        client.inbox.put_nowait(Output(None, reason, client.kv))
 
     async def _forget(self, action: Forget | Acknowledge) -> None:
         """A worker that cannot be told to abort is told when it speaks again, or dies with it."""
