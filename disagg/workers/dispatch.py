@@ -15,12 +15,10 @@ is delivered once; what was delivered is kept here, so that the next attempt rep
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heapify, heappop
-from itertools import count
-from typing import Any
 
 from disagg.config import RouterConfig
 from disagg.errors import (
@@ -41,6 +39,7 @@ PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before sma
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
+ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
 
@@ -83,19 +82,20 @@ class Entry:
     """One request.
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
-    prefill, decode: its workers, one for local work · avoid: the pair that refused it last
+    prefill, decode: its workers, one for local work
+    avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
     deaths:   workers that died while they computed nothing else · alone: the next one is the last
     """
 
     job: Job
-    order: int
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
     prefill: str | None = None
     decode: str | None = None
     avoid: frozenset[str] = frozenset()
+    blamed: set[str] = field(default_factory=set)
     computed: bool = False
     emitted: list[int] = field(default_factory=list)
     deaths: int = 0
@@ -139,7 +139,7 @@ class Member:
     """
 
     started: Started
-    load: Load | None = None
+    load: Load = ROOMY
     bound: tuple[float, float] = (math.inf, 0.0)
     failures: int = 0
     failed_at: float = -math.inf
@@ -150,20 +150,15 @@ class Member:
     def name(self) -> str:
         return self.started.name
 
-    @property
-    def free_bytes(self) -> float:
-        return math.inf if self.load is None else self.load.free_bytes
-
     def takes(self, tokens: int, nbytes: float, now: float) -> bool:
         """Whether a prompt of at least so many bytes may find room, as far as it said."""
-        if now < self.bound[1] and tokens >= self.bound[0]:
-            return False
-        load = self.load
-        return load is None or (load.slots > 0 and not load.waiting and load.free_bytes >= nbytes)
+        refused = now < self.bound[1] and tokens >= self.bound[0]
+        room = self.load.slots > 0 and not self.load.waiting and self.load.free_bytes >= nbytes
+        return room and not refused
 
     def says(self, load: Load) -> bool:
         """Take its load in; whether it may have room that it did not have before."""
-        old, self.load = self.load or Load(waiting=1), load
+        old, self.load = self.load, load
         more = load.free_bytes > old.free_bytes or load.slots > old.slots
         if roomier := more or load.waiting < old.waiting:
             self.bound = (math.inf, 0.0)
@@ -241,7 +236,6 @@ class Dispatch:
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = 0
         self._config = config or RouterConfig()
-        self._orders = count()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
         self._stuck_since = math.inf  # nothing could be placed since, though something waited
@@ -253,7 +247,7 @@ class Dispatch:
         if job.rid in self.entries:
             raise RequestError(f"request {job.rid!r} exists already")
         deadline = now + self._config.deadline_s
-        self.entries[job.rid] = Entry(job, next(self._orders), now, deadline)
+        self.entries[job.rid] = Entry(job, now, deadline)
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
@@ -309,7 +303,9 @@ class Dispatch:
     def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
         """A worker says something about an attempt: figures, an error, a token, the end."""
         rid, token, index = event.rid, event.token, event.index
-        self._learn(event.stats or {})
+        if event.stats and (tokens := event.stats.get("tokens")):
+            seen = event.stats.get("resident_bytes", 0) / tokens
+            self._token_bytes = min(seen, self._token_bytes or seen)
         entry = self._current(rid, event.attempt)
         if entry is None:  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
@@ -356,7 +352,8 @@ class Dispatch:
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
-        heap = [(not x.alone, x.urgency(now), x.order, x) for x in queued if now >= x.not_before]
+        ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
+        heap = [each for each in ranked if now >= each[-1].not_before]
         board = Board(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
         heapify(heap)
@@ -388,11 +385,6 @@ class Dispatch:
         entry = self.entries.get(rid)
         stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
         return None if stale else entry
-
-    def _learn(self, stats: Mapping[str, Any]) -> None:
-        if tokens := stats.get("tokens"):
-            seen = stats.get("resident_bytes", 0) / tokens
-            self._token_bytes = min(seen, self._token_bytes or seen)
 
     def _progress(self, entry: Entry, worker: str, now: float) -> list[Action]:
         """A worker did its part of an attempt: the next prompt may have its place."""
@@ -426,8 +418,10 @@ class Dispatch:
         if hopeless or isinstance(error, PERMANENT):
             return self._fail(entry, error, now) + self._place(now)
         both = worker == entry.prefill and isinstance(error, TransferError)
-        for name in () if full else entry.workers if both else [worker]:
+        blamed = set() if full else set(entry.workers if both else [worker]) - entry.blamed
+        for name in blamed:
             self.members[name].fails(entry.began, now)
+        entry.blamed |= blamed  # whatever is wrong with a request is no more failures of a worker
         entry.avoid = frozenset(entry.workers)
         entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
         return self._requeue(entry, now) + self._place(now)
@@ -445,11 +439,9 @@ class Dispatch:
 
     def _forget(self, entry: Entry, now: float) -> list[Action]:
         """Every living worker of the attempt forgets it."""
-        actions: list[Action] = []
-        for name in entry.workers:
-            self._told.pop((name, entry.job.rid), None)
-            actions += self._tell(name, entry.job.rid, entry.job.attempt, now)
-        return actions
+        rid, names = entry.job.rid, [name for name in entry.workers if name in self.members]
+        self._told |= {(name, rid): now for name in names}
+        return [Forget(name, rid, entry.job.attempt) for name in names]
 
     def _tell(self, worker: str, rid: str, attempt: int, now: float) -> list[Action]:
         """An abort, unless the worker is gone or heard one a moment ago."""
@@ -511,7 +503,8 @@ class Board:
             prefills, key=lambda x: (x.name in avoid, busy[x.name], left[x.name] + x.recent)
         )
         if first not in decodes:
-            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -x.free_bytes))
+            room = {x.name: x.load.free_bytes for x in decodes}
+            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -room[x.name]))
         if entry.alone:
             self._kept |= {first.name, second.name}
         return None if busy[first.name] or busy[second.name] else (first, second)
@@ -524,5 +517,5 @@ class Board:
         tokens, now = len(entry.job.prompt), self._now
         found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
         if members and not found and now - entry.arrived >= PATIENCE_S:
-            self._kept.add(max(members, key=lambda x: x.free_bytes).name)
+            self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
         return found

@@ -35,7 +35,6 @@ from disagg.workers.dispatch import (
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
-GIVEN_UP = "the router gave it up"
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +115,7 @@ class Router:
             raise PeerLostError("the service is shutting down")
         rid = f"{self.id}-{uuid.uuid4().hex}"
         client = self._clients[rid] = Client()
-        self._begin()
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
             self._act(self.dispatch.submit(job, self._clock()))
@@ -145,7 +144,7 @@ class Router:
 
     def add(self, peer: Peer) -> None:
         """A worker is there: follow its events, give it work."""
-        self._begin()
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
         self.peers[peer.name] = peer
         watch = self._watches[peer.name] = Watch(self._clock())
         watch.task = asyncio.create_task(self._follow(peer.name, watch))
@@ -167,9 +166,8 @@ class Router:
             except DisaggError as error:
                 return error
 
-        names = list(self.peers)
-        answers = await asyncio.gather(*(ask(self.peers[name]) for name in names))
-        return dict(zip(names, answers, strict=True))
+        names, asked = list(self.peers), map(ask, self.peers.values())
+        return dict(zip(names, await asyncio.gather(*asked), strict=True))
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Take nothing new, let requests end within the grace; then cancel them by name."""
@@ -243,10 +241,6 @@ class Router:
         watch.up = False
         self._act(self.dispatch.worker_down(name, self._clock()))
 
-    def _begin(self) -> None:
-        if self._ticker is None:
-            self._ticker = asyncio.create_task(self._tick())
-
     async def _tick(self) -> None:
         """Time passes. What this loop was late is no silence of a worker."""
         last = self._clock()
@@ -282,17 +276,12 @@ class Router:
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))
-                case Deliver(rid, what):
-                    if client := self._clients.get(rid):
-                        self._deliver(client, what)
-
-    def _deliver(self, client: Client, what: int | str | DisaggError) -> None:
-        if isinstance(what, str):
-            self._spawn(self._finish(client, what))
-        elif isinstance(what, int):
-            client.inbox.put_nowait(Output(what, None, client.kv))
-        else:
-            client.inbox.put_nowait(what)
+                case Deliver(rid, str() as reason):
+                    self._spawn(self._finish(rid, reason))
+                case Deliver(rid, int() as token) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(Output(token, None, client.kv))
+                case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -327,12 +316,12 @@ class Router:
         address, grant = self.peers[start.decode].started.address, start.grant
         return replace(submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce)
 
-    async def _finish(self, client: Client, reason: str) -> None:
+    async def _finish(self, rid: str, reason: str) -> None:
         """The prefill worker's figures come by another way than the last token: wait for them."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECEIPT_S):
-                await client.receipt.wait()
-        client.inbox.put_nowait(Output(None, reason, client.kv))
+        if client := self._clients.get(rid):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(client.receipt.wait(), RECEIPT_S)
+            client.inbox.put_nowait(Output(None, reason, client.kv))
 
     async def _forget(self, action: Forget | Acknowledge) -> None:
         """A worker that cannot be told to abort is told when it speaks again, or dies with it."""
@@ -342,7 +331,7 @@ class Router:
             return
         try:
             if isinstance(action, Forget):
-                await peer.client.abort(action.rid, action.attempt, GIVEN_UP)
+                await peer.client.abort(action.rid, action.attempt, "the router gave it up")
             else:
                 await peer.client.acknowledge({action.rid: action.count})
         except DisaggError:

@@ -138,7 +138,7 @@ class Worker:
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
-        self.decode.abort(rid, attempt)
+        self.decode.drop(rid, attempt, reason)
         await self.prefill.abort(rid, attempt)
         self._events.forget(rid, attempt)
         self._events.say([])  # there may be room
@@ -243,9 +243,7 @@ class Worker:
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
         self._peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(
-            engine, pool.arena, model, transfer, self._peers, tasks, events.say
-        )
+        self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
         self.decode = decode = DecodeSide(
             engine, events.say, lambda rid, attempt: self.receiver.finished(rid, attempt)
         )

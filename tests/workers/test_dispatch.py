@@ -350,6 +350,18 @@ def test_failures_of_attempts_that_were_on_their_way_together_count_once() -> No
     assert dispatch.members["d"].failures == 1
 
 
+def test_a_request_that_fails_wherever_it_is_opens_no_breaker() -> None:
+    dispatch, now = house("p", "d"), 0.0
+    dispatch.submit(job(), now)
+    while "r" in dispatch.entries:
+        attempt = dispatch.entries["r"].job.attempt
+        dispatch.granted("r", attempt, GRANT)
+        dispatch.refused("p", "r", attempt, DisaggError("half a character"), now)
+        now += 1.0
+        dispatch.tick(now)
+    assert dispatch.members["p"].failures == 1
+
+
 def test_health_says_when_requests_wait_and_none_gets_on() -> None:
     dispatch = house("p", "d", silence_s=5.0)
     dispatch.load("d", Load(100, slots=0), 0.0)
