@@ -34,6 +34,7 @@ CHECK_S = 0.5
 KNOCK_S = 1.0
 RETRY_S = 5.0
 MEET_S = 10.0
+TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,10 @@ class Shell:
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
     def start(self, host: str | None, config: Config) -> Started | tuple[str, str]:
-        """Load and serve; again: how it can be reached now. An error comes as (reason, message)."""
+        """Load and serve; again: how it can be reached now, unless another service has it.
+
+        An error comes as (reason, message).
+        """
         if config != self._config:
             until = f"until {self._config.cluster.orphan_s:g} s after its last router"
             return ConfigError.reason, f"{self._name} runs with other settings, {until}"
@@ -69,9 +73,13 @@ class Shell:
                 self._worker.start()
                 settle_memory()
             except DisaggError as error:
+                threading.Timer(RETRY_S, os._exit, [1]).start()  # detached, it would stay
                 return error.reason, str(error)
             self._loaded = True
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
+        if not self._worker.wait_alone(TAKEOVER_S):
+            other = "works for another service; stop that one, or use another cluster"
+            return ConfigError.reason, f"{self._name} {other}"
         return self._worker.started
 
     def meet(self, addresses: list[str]) -> list[str]:
@@ -236,13 +244,14 @@ class Cluster:
         return [actor for actor in self._actors if actor.call in done]
 
     def _stop(self) -> None:
+        """Those of a cluster that are ours end by themselves, if they can."""
         serving = [actor for actor in self._actors if actor.started and not self._private]
         for actor in serving:
             actor.handle.stop.remote()
         if ends := [actor.call for actor in serving]:
             patience_s = self._config.cluster.grace_s + RETRY_S
             ray.wait(ends, num_returns=len(ends), timeout=patience_s)
-        for actor in self._actors:
+        for actor in self._actors if self._private else serving:
             ray.kill(actor.handle)
 
     def _start_anew(self, on_down: Callable[[str], None]) -> None:

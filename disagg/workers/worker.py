@@ -89,6 +89,13 @@ class Worker:
         """Take nothing new, finish what is here within the grace, then end."""
         self._on_loop(self._begin_stop, self.config.cluster.grace_s if grace_s is None else grace_s)
 
+    def wait_alone(self, timeout_s: float) -> bool:
+        """Whether no router follows, soon."""
+        until = time.monotonic() + timeout_s
+        while (followed := self._events.followed) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return not followed
+
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
         meeting = self._peers.meet(addresses)
