@@ -38,7 +38,7 @@ from disagg.wire import FRAME_BYTES, Buffer, CommitFrame, frame_message
 
 log = logging.getLogger(__name__)
 
-RENEWALS_PER_LEASE = 3
+RENEWALS_PER_LEASE, LEAST_PAUSE_S = 3, 0.01
 
 
 class FrameStream(Protocol):
@@ -96,6 +96,7 @@ class Channel:
         self._link: Link | None = None
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Future[None] | None = None  # held until it is done
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -174,10 +175,9 @@ class Channel:
             stream = await self._open(attached)
             try:
                 async with asyncio.TaskGroup() as group:
-                    for run in (self._feed(stream), self._listen(stream)):
-                        group.create_task(run)
-                    group.create_task(self._renew())
-                    group.create_task(self._watch())
+                    parts = self._feed(stream), self._listen(stream), self._renew(), self._watch()
+                    for part in parts:
+                        group.create_task(part)
             finally:
                 stream.close()
         except Exception as failure:
@@ -234,7 +234,7 @@ class Channel:
     async def _renew(self) -> None:
         """Keep all leases alive; a call that fails is repeated while they last."""
         while True:
-            pause_s = self._lease_s / RENEWALS_PER_LEASE
+            pause_s = max(LEAST_PAUSE_S, self._lease_s / RENEWALS_PER_LEASE)
             await asyncio.sleep(pause_s)
             if not self._attached:
                 continue

@@ -31,7 +31,7 @@ from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
-from disagg.transfer.records import Checklist, items_in_frame, units_of
+from disagg.transfer.records import Checklist, items_in_frame, message_bytes, units_of
 from disagg.wire import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
@@ -338,7 +338,7 @@ class Sender:
             except _Dropped as dropped:
                 refusals = 1 if self._advanced_at >= attached_at else refusals + 1
                 if refusals == MAX_REFUSALS:
-                    raise dropped.error from dropped
+                    raise dropped.args[0] from dropped
             except PeerLostError:
                 now = self._clock()
                 if self._advanced_at >= broken_at or now - attached_at > silence_s:
@@ -460,13 +460,12 @@ class Sender:
         self.wire_bytes += nbytes
         if credit.gen != self.ticket.gen:
             return
-        if credit.error is not None:
-            self.end(_Dropped(credit.error))
-            return
-        self._advanced_at = self._clock()
         try:
+            if credit.error is not None:
+                raise credit.error
             self.outbox.grant(credit.nbytes, credit.frames)
-        except CorruptFrameError as error:
+            self._advanced_at = self._clock()
+        except DisaggError as error:
             self.end(_Dropped(error))
 
     def end(self, error: Exception) -> None:
@@ -476,16 +475,12 @@ class Sender:
 
 
 class _Dropped(Exception):
-    """The receiver dropped frames; attaching again tells whether that is final."""
-
-    def __init__(self, error: DisaggError):
-        super().__init__(str(error))
-        self.error = error
+    """The receiver dropped frames, for the error that this holds; attaching again may mend it."""
 
 
 def _check_sizes(checklist: Checklist) -> None:
     """LayoutError for a prompt whose items or commit no message can carry."""
-    commit_bytes = 8 * checklist.num_items
+    commit_bytes = message_bytes(8 * checklist.num_items, 0)
     for what, nbytes in (("an item", checklist.frame_bytes), ("the commit", commit_bytes)):
         if nbytes > MAX_FRAME_BYTES:
             raise LayoutError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.bench.shape import Shape
 from disagg.config import TransferConfig
 from disagg.errors import (
     CapacityError,
@@ -25,7 +26,7 @@ from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach, Attached, Credit, Nack, State
 from disagg.transfer.records import units_of
 from disagg.transfer.sender import Sender
-from disagg.wire import Item, PageFrame, Ticket, digest
+from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket, digest
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
@@ -526,18 +527,6 @@ def test_a_slow_link_of_the_configuration_paces_every_channel_in_frames_of_its_b
 # -- other clients
 
 
-def test_a_client_generated_from_the_proto_hands_a_prompt_over(prompt, tmp_path):
-    stubs = generate_stubs(tmp_path)
-
-    async def scene():
-        async with open_peer() as (peer, _):
-            ack = await asyncio.to_thread(push_one, stubs, peer.address, prompt, 7, EPOCH)
-            assert ack.verify_ms == 1.0
-            assert peer.have[7] == whole(prompt)
-
-    asyncio.run(scene())
-
-
 def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_path):
     stubs = generate_stubs(tmp_path)
 
@@ -547,5 +536,17 @@ def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_path):
             await asyncio.to_thread(push_one, stubs, house.address, prompt, nonce, EPOCH)
             assert prompt.equals(house.pool.arena, house.admitted[0].groups)
             house.free()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
+def test_prompts_of_models_with_eight_heads_fit_into_frames(codec):
+    """Llama 3.1 70B, 32K tokens: no item and no commit is too large."""
+    plan = Shape(layers=80, heads=8, head_dim=128).plan(codec)
+    attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 32768)
+
+    async def scene():
+        assert Sender(Channel("127.0.0.1:1"), attach, plan, None).outbox.frame_bytes == FRAME_BYTES
 
     asyncio.run(scene())
