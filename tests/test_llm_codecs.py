@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from disagg.codecs import codec_names
-from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
 from disagg.llm import LLM, SamplingParams
 from disagg.model.runner import Runner
+from disagg.transfer.records import Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.tiny import random_prompt, save_tiny
 
@@ -35,8 +35,8 @@ def test_a_hand_off_changes_no_token(llm: LLM, runner: Runner, codec: str) -> No
     prompt = random_prompt(250)
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
     assert_same(answer.tokens, serve_watched(runner, prompt, codec, 12))
-    said, meant = (parse_plan(spec, runner.shape) for spec in (answer.kv.codec, codec))
-    assert said.fingerprint == meant.fingerprint
-    kv = answer.kv
-    assert kv.wire_bytes > kv.payload_bytes + kv.cached_bytes > 0.9 * kv.resident_bytes
+    kv, plan = answer.kv, llm._decode.plan(codec)
+    assert kv.codec == plan.spec
+    assert kv.payload_bytes + kv.cached_bytes == Checklist(plan, len(prompt)).total_bytes
+    assert kv.wire_bytes > kv.payload_bytes
     assert not llm._decode.pool.referenced_pages

@@ -15,12 +15,10 @@ is delivered once; what was delivered is kept here, so that the next attempt rep
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heapify, heappop
-from itertools import count
-from typing import Any
 
 from disagg.config import RouterConfig
 from disagg.errors import (
@@ -32,7 +30,7 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.transfer.messages import Grant, Job, Load, Work
+from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
 
 AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
 RETRY_S = 0.1  # pause after a refusal; doubles with each, up to a second
@@ -41,6 +39,7 @@ PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before sma
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
+ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
 
@@ -75,13 +74,7 @@ class Started:
     model: str = ""
 
 
-class Phase(StrEnum):
-    """Where a request is; the drawing above has the arrows."""
-
-    QUEUED = "queued"
-    RESERVE = "reserve"
-    PREFILL = "prefill"
-    DECODE = "decode"
+Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE"])
 
 
 @dataclass
@@ -89,19 +82,20 @@ class Entry:
     """One request.
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
-    prefill, decode: its workers, one for local work · avoid: the pair that refused it last
+    prefill, decode: its workers, one for local work
+    avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
     deaths:   workers that died while they computed nothing else · alone: the next one is the last
     """
 
     job: Job
-    order: int
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
     prefill: str | None = None
     decode: str | None = None
-    avoid: frozenset[str | None] = frozenset()
+    avoid: frozenset[str] = frozenset()
+    blamed: set[str] = field(default_factory=set)
     computed: bool = False
     emitted: list[int] = field(default_factory=list)
     deaths: int = 0
@@ -117,9 +111,9 @@ class Entry:
     @property
     def computed_by(self) -> str | None:
         """Whose engine works on it now."""
-        if self.phase is Phase.DECODE:
-            return self.decode
-        return self.prefill if self.phase is Phase.PREFILL and not self.computed else None
+        if self.phase is Phase.PREFILL and not self.computed:
+            return self.prefill
+        return self.decode if self.phase is Phase.DECODE else None
 
     @property
     def single(self) -> bool:
@@ -145,7 +139,7 @@ class Member:
     """
 
     started: Started
-    load: Load | None = None
+    load: Load = ROOMY
     bound: tuple[float, float] = (math.inf, 0.0)
     failures: int = 0
     failed_at: float = -math.inf
@@ -156,23 +150,15 @@ class Member:
     def name(self) -> str:
         return self.started.name
 
-    @property
-    def free_bytes(self) -> float:
-        return math.inf if self.load is None else self.load.free_bytes
-
-    def takes(self, tokens: int, nbytes: float, idle: bool, now: float) -> bool:
-        """Whether a prompt of at least so many bytes may find room, as far as it said.
-
-        One that is idle is asked: it alone can say that a prompt is too long for it.
-        """
-        load, refused = self.load, now < self.bound[1] and tokens >= self.bound[0]
-        if refused or load is None:
-            return not refused
-        return load.slots > 0 and not load.waiting and (idle or load.free_bytes >= nbytes)
+    def takes(self, tokens: int, nbytes: float, now: float) -> bool:
+        """Whether a prompt of at least so many bytes may find room, as far as it said."""
+        refused = now < self.bound[1] and tokens >= self.bound[0]
+        room = self.load.slots > 0 and not self.load.waiting and self.load.free_bytes >= nbytes
+        return room and not refused
 
     def says(self, load: Load) -> bool:
         """Take its load in; whether it may have room that it did not have before."""
-        old, self.load = self.load or Load(waiting=1), load
+        old, self.load = self.load, load
         more = load.free_bytes > old.free_bytes or load.slots > old.slots
         if roomier := more or load.waiting < old.waiting:
             self.bound = (math.inf, 0.0)
@@ -232,29 +218,13 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Action: the client gets its next token."""
+    """Action: the client gets its next token, or the end: "stop", "length" or an error."""
 
     rid: str
-    token: int
+    what: int | str | DisaggError
 
 
-@dataclass(frozen=True)
-class Finish:
-    """Action: the request is done; reason "stop" or "length"."""
-
-    rid: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Fail:
-    """Action: the request ends with an error."""
-
-    rid: str
-    error: DisaggError
-
-
-Action = Reserve | Start | Forget | Acknowledge | Deliver | Finish | Fail
+Action = Reserve | Start | Forget | Acknowledge | Deliver
 
 
 class Dispatch:
@@ -266,7 +236,6 @@ class Dispatch:
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = 0
         self._config = config or RouterConfig()
-        self._orders = count()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
         self._stuck_since = math.inf  # nothing could be placed since, though something waited
@@ -278,7 +247,7 @@ class Dispatch:
         if job.rid in self.entries:
             raise RequestError(f"request {job.rid!r} exists already")
         deadline = now + self._config.deadline_s
-        self.entries[job.rid] = Entry(job, next(self._orders), now, deadline)
+        self.entries[job.rid] = Entry(job, now, deadline)
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
@@ -304,9 +273,9 @@ class Dispatch:
         if self.members.pop(name, None) is None:
             return actions
         computed = [entry for entry in self.entries.values() if entry.computed_by == name]
-        if len(computed) == 1:
-            computed[0].deaths += 1
-            computed[0].alone = computed[0].deaths >= self._config.max_attempts - 1
+        for entry in computed if len(computed) == 1 else ():
+            entry.deaths += 1
+            entry.alone = entry.deaths >= self._config.max_attempts - 1
         for entry in list(self.entries.values()):
             lives = entry.phase is Phase.DECODE and name != entry.decode
             if lives or name not in entry.workers:
@@ -331,73 +300,29 @@ class Dispatch:
         entry.phase = Phase.PREFILL
         return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
 
-    def token(
-        self, worker: str, rid: str, attempt: int, index: int, token: int, now: float
-    ) -> list[Action]:
-        """A worker says token `index` of an attempt."""
-        entry = self._current(rid, attempt)
-        if entry is None:  # what told the worker to stop was lost
-            return self._tell(worker, rid, attempt, now)
-        if index > len(entry.emitted):
-            return self._lost_tokens(entry, worker, index, now)
-        actions = self._progress(entry, worker, now)
-        if index < len(entry.emitted):
-            self.unequal_tokens += entry.emitted[index] != token
-            return actions
-        entry.emitted.append(token)
-        entry.deadline = now + self._config.deadline_s
-        return [Deliver(rid, token), *actions]
-
-    def measured(
-        self, worker: str, rid: str, attempt: int, stats: Mapping[str, Any], now: float
-    ) -> list[Action]:
-        """A hand-off was acknowledged, with figures; its prefill worker is done."""
-        if tokens := stats.get("tokens"):
-            seen = stats.get("resident_bytes", 0) / tokens
+    def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        """A worker says something about an attempt: figures, an error, a token, the end."""
+        rid, token, index = event.rid, event.token, event.index
+        if event.stats and (tokens := event.stats.get("tokens")):
+            seen = event.stats.get("resident_bytes", 0) / tokens
             self._token_bytes = min(seen, self._token_bytes or seen)
-        entry = self._current(rid, attempt)
-        return self._progress(entry, worker, now) if entry else []
-
-    def finished(
-        self, worker: str, rid: str, attempt: int, count: int, reason: str, now: float
-    ) -> list[Action]:
-        """A worker said the last of `count` tokens."""
-        entry = self._current(rid, attempt)
-        if entry is None:
-            return self._tell(worker, rid, attempt, now)
-        if count != len(entry.emitted):
-            return self._lost_tokens(entry, worker, count, now)
-        del self.entries[rid]
-        actions: list[Action] = [Finish(rid, reason)]
-        for name in filter(self.members.__contains__, entry.workers):
-            if worker in (name, entry.decode):
-                actions.append(Acknowledge(name, rid, count))
-            else:  # ended by its first token: the decode worker waits for pages that never come
-                actions += self._tell(name, rid, attempt, now)
-        return actions + self._place(now)
-
-    def refused(
-        self, worker: str, rid: str, attempt: int, error: DisaggError, now: float
-    ) -> list[Action]:
-        """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
-        entry = self._current(rid, attempt)
-        if entry is None:
-            return self._tell(worker, rid, attempt, now)
-        full = isinstance(error, CapacityError)
-        if full and entry.phase is Phase.RESERVE:
-            self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
-            entry.leave()
-            return self._place(now)
-        entry.refusals += 1
-        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
-        if hopeless or isinstance(error, PERMANENT):
-            return self._fail(entry, error, now) + self._place(now)
-        both = worker == entry.prefill and isinstance(error, TransferError)
-        for name in () if full else entry.workers if both else [worker]:
-            self.members[name].fails(entry.began, now)
-        entry.avoid = frozenset(entry.workers)
-        entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
-        return self._requeue(entry, now) + self._place(now)
+        entry = self._current(rid, event.attempt)
+        if entry is None:  # where it is more than figures, what told it to stop was lost
+            more = token is not None or event.error or event.finish_reason
+            return self._tell(worker, rid, event.attempt, now) if more else []
+        if event.error is not None:
+            return self._refuse(entry, worker, event.error, now)
+        known, actions = len(entry.emitted), self._progress(entry, worker, now)
+        if token is not None and index < known:
+            self.unequal_tokens += entry.emitted[index] != token
+        elif token is not None and index == known:
+            entry.emitted.append(token)
+            entry.deadline = now + self._config.deadline_s
+            actions.insert(0, Deliver(rid, token))
+        if index > known or (event.finish_reason and index + 1 != len(entry.emitted)):
+            gap = TransferError(f"token {index} came when {known} were known")
+            return actions + self._refuse(entry, worker, gap, now)
+        return actions + (self._finish(entry, worker, event, now) if event.finish_reason else [])
 
     # -- time
 
@@ -427,7 +352,8 @@ class Dispatch:
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
-        heap = [(not x.alone, x.urgency(now), x.order, x) for x in queued if now >= x.not_before]
+        ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
+        heap = [each for each in ranked if now >= each[-1].not_before]
         board = Board(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
         heapify(heap)
@@ -470,9 +396,35 @@ class Dispatch:
                 self.members[name].failures, self.members[name].open_until = 0, -math.inf
         return self._place(now) if before != (entry.phase, entry.computed) else []
 
-    def _lost_tokens(self, entry: Entry, worker: str, index: int, now: float) -> list[Action]:
-        gap = f"token {index} came when {len(entry.emitted)} were known"
-        return self.refused(worker, entry.job.rid, entry.job.attempt, TransferError(gap), now)
+    def _finish(self, entry: Entry, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        del self.entries[event.rid]
+        actions: list[Action] = [Deliver(event.rid, event.finish_reason)]
+        for name in filter(self.members.__contains__, entry.workers):
+            if worker in (name, entry.decode):
+                actions.append(Acknowledge(name, event.rid, event.index + 1))
+            else:  # ended by its first token: the decode worker waits for pages that never come
+                actions += self._tell(name, event.rid, event.attempt, now)
+        return actions + self._place(now)
+
+    def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
+        """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
+        full = isinstance(error, CapacityError)
+        if full and entry.phase is Phase.RESERVE:
+            self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
+            entry.leave()
+            return self._place(now)
+        entry.refusals += 1
+        hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
+        if hopeless or isinstance(error, PERMANENT):
+            return self._fail(entry, error, now) + self._place(now)
+        both = worker == entry.prefill and isinstance(error, TransferError)
+        blamed = set() if full else set(entry.workers if both else [worker]) - entry.blamed
+        for name in blamed:
+            self.members[name].fails(entry.began, now)
+        entry.blamed |= blamed  # whatever is wrong with a request is no more failures of a worker
+        entry.avoid = frozenset(entry.workers)
+        entry.not_before = now + min(1.0, RETRY_S * 2 ** min(10, entry.refusals - 1))
+        return self._requeue(entry, now) + self._place(now)
 
     def _requeue(self, entry: Entry, now: float) -> list[Action]:
         """Back to the queue; whoever lives forgets the attempt."""
@@ -483,15 +435,13 @@ class Dispatch:
 
     def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:
         del self.entries[entry.job.rid]
-        return [*self._forget(entry, now), Fail(entry.job.rid, error)]
+        return [*self._forget(entry, now), Deliver(entry.job.rid, error)]
 
     def _forget(self, entry: Entry, now: float) -> list[Action]:
         """Every living worker of the attempt forgets it."""
-        actions: list[Action] = []
-        for name in entry.workers:
-            self._told.pop((name, entry.job.rid), None)
-            actions += self._tell(name, entry.job.rid, entry.job.attempt, now)
-        return actions
+        rid, names = entry.job.rid, [name for name in entry.workers if name in self.members]
+        self._told |= {(name, rid): now for name in names}
+        return [Forget(name, rid, entry.job.attempt) for name in names]
 
     def _tell(self, worker: str, rid: str, attempt: int, now: float) -> list[Action]:
         """An abort, unless the worker is gone or heard one a moment ago."""
@@ -548,21 +498,24 @@ class Board:
         if not prefills or not decodes:
             return None
         avoid, lives, left = entry.avoid, self._lives, self._left
-        empty = lives if entry.alone else Counter[str]()
+        busy = lives if entry.alone else Counter[str]()
         first = second = min(
-            prefills, key=lambda x: (x.name in avoid, empty[x.name], left[x.name] + x.recent)
+            prefills, key=lambda x: (x.name in avoid, busy[x.name], left[x.name] + x.recent)
         )
         if first not in decodes:
-            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -x.free_bytes))
+            room = {x.name: x.load.free_bytes for x in decodes}
+            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -room[x.name]))
         if entry.alone:
             self._kept |= {first.name, second.name}
-        waits = empty[first.name] or empty[second.name]
-        return None if waits else (first, second)
+        return None if busy[first.name] or busy[second.name] else (first, second)
 
     def _fitting(self, entry: Entry, nbytes: float, members: list[Member]) -> list[Member]:
-        """Those that may have room. Where none has, one gets nothing new after some patience."""
+        """Those that may have room. Where none has, one gets nothing new after some patience.
+
+        One that is idle is asked: it alone can say that a prompt is too long for it.
+        """
         tokens, now = len(entry.job.prompt), self._now
-        found = [x for x in members if x.takes(tokens, nbytes, not self._lives[x.name], now)]
+        found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
         if members and not found and now - entry.arrived >= PATIENCE_S:
-            self._kept.add(max(members, key=lambda x: x.free_bytes).name)
+            self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
         return found

@@ -34,6 +34,7 @@ CHECK_S = 0.5
 KNOCK_S = 1.0
 RETRY_S = 5.0
 MEET_S = 10.0
+TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,10 @@ class Shell:
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
     def start(self, host: str | None, config: Config) -> Started | tuple[str, str]:
-        """Load and serve; again: how it can be reached now. An error comes as (reason, message)."""
+        """Load and serve; again: how it can be reached now, unless another service has it.
+
+        An error comes as (reason, message).
+        """
         if config != self._config:
             until = f"until {self._config.cluster.orphan_s:g} s after its last router"
             return ConfigError.reason, f"{self._name} runs with other settings, {until}"
@@ -69,9 +73,13 @@ class Shell:
                 self._worker.start()
                 settle_memory()
             except DisaggError as error:
+                threading.Timer(RETRY_S, os._exit, [1]).start()  # detached, it would stay
                 return error.reason, str(error)
             self._loaded = True
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
+        if not self._worker.wait_alone(TAKEOVER_S):
+            other = "works for another service; stop that one, or use another cluster"
+            return ConfigError.reason, f"{self._name} {other}"
         return self._worker.started
 
     def meet(self, addresses: list[str]) -> list[str]:
@@ -104,23 +112,15 @@ class DecodeWorker(Shell):
     """By this name in Ray's lists."""
 
 
-@dataclass
-class Starting:
-    """An actor that loads, and the call that ends when it serves."""
+@dataclass(eq=False)
+class Actor:
+    """A worker that loads, then serves. `call`: ends when it serves, then when it has ended."""
 
     role: Role
     name: str
     handle: ray.actor.ActorHandle
-    ready: ray.ObjectRef
-
-
-@dataclass
-class Watched:
-    """An actor that serves, and the call that ends when it does."""
-
-    started: Started
-    handle: ray.actor.ActorHandle
-    end: ray.ObjectRef
+    call: ray.ObjectRef
+    started: Started | None = None
 
 
 class Cluster:
@@ -134,8 +134,7 @@ class Cluster:
         self._config = config
         self._token = token
         self._folder = folder
-        self._starting: list[Starting] = []
-        self._watched: list[Watched] = []
+        self._actors: list[Actor] = []
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
@@ -170,8 +169,8 @@ class Cluster:
 
     def start(self) -> list[Started]:
         """All workers, loaded side by side. ModelError and others as the workers had them."""
-        self._starting = [self._load(role, name) for role, name in self._names()]
-        started = [self._enter(each) for each in list(self._starting)]
+        self._actors = [self._load(role, name) for role, name in self._names()]
+        started = [self._enter(actor) for actor in self._actors]
         self.links = self._introduce()
         return started
 
@@ -207,18 +206,17 @@ class Cluster:
         """
         if not all(knock(*door) for door in self._doors):
             self._start_anew(on_down)
-        ended, ready = self._wait()
-        for dead in ended:
-            self._watched.remove(dead)
-            on_down(dead.started.name)
-            self._replace(dead.started.role, dead.started.name)
-        for each in ready:
+        for actor in self._wait():
             try:
-                on_up(self._enter(each))
+                if actor.started is None:
+                    on_up(self._enter(actor))
+                    continue
+                on_down(actor.name)
             except DisaggError as error:
-                log.error("%s did not start: %s; trying again", each.name, error)
+                log.error("%s did not start: %s; trying again", actor.name, error)
                 self._closing.wait(RETRY_S)
-                self._replace(each.role, each.name)
+            self._actors.remove(actor)
+            self._replace(actor.role, actor.name)
 
     def close(self) -> None:
         """Stop the workers, those of a cluster within their grace, and leave Ray."""
@@ -239,33 +237,29 @@ class Cluster:
         names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
         return names + [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
 
-    def _wait(self) -> tuple[list[Watched], list[Starting]]:
-        """Those that ended and those whose start did, one way or the other, within CHECK_S."""
-        calls = [each.end for each in self._watched] + [each.ready for each in self._starting]
-        if not calls:
-            return [], []
-        done = set(ray.wait(calls, timeout=CHECK_S)[0])
-        ended = [each for each in self._watched if each.end in done]
-        return ended, [each for each in self._starting if each.ready in done]
+    def _wait(self) -> list[Actor]:
+        """Those whose call is over, one way or the other, within CHECK_S."""
+        calls = [actor.call for actor in self._actors]
+        done = set(ray.wait(calls, timeout=CHECK_S)[0] if calls else ())
+        return [actor for actor in self._actors if actor.call in done]
 
     def _stop(self) -> None:
-        if not self._private and self._watched:
-            for each in self._watched:
-                each.handle.stop.remote()
-            ends, patience_s = (
-                [x.end for x in self._watched],
-                self._config.cluster.grace_s + RETRY_S,
-            )
+        """Those of a cluster that are ours end by themselves, if they can."""
+        serving = [actor for actor in self._actors if actor.started and not self._private]
+        for actor in serving:
+            actor.handle.stop.remote()
+        if ends := [actor.call for actor in serving]:
+            patience_s = self._config.cluster.grace_s + RETRY_S
             ray.wait(ends, num_returns=len(ends), timeout=patience_s)
-        for handle in [x.handle for x in self._watched] + [x.handle for x in self._starting]:
-            ray.kill(handle)
+        for actor in self._actors if self._private else serving:
+            ray.kill(actor.handle)
 
     def _start_anew(self, on_down: Callable[[str], None]) -> None:
         """Ray is gone, and its workers with it: another one, with all workers."""
         self._restarts += 1
-        for each in self._watched:
-            on_down(each.started.name)
-        self._watched, self._starting = [], []
+        for actor in self._actors:
+            on_down(actor.name)
+        self._actors = []
         ray.shutdown()
         if self._restarts > RESTARTS:
             raise PeerLostError(f"the private Ray was lost {self._restarts} times; given up")
@@ -282,9 +276,9 @@ class Cluster:
     def _replace(self, role: Role, name: str) -> None:
         if not self._closing.is_set():
             self._replaced += 1
-            self._starting.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
+            self._actors.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
 
-    def _load(self, role: Role, name: str) -> Starting:
+    def _load(self, role: Role, name: str) -> Actor:
         gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)
         options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         options["num_gpus"] = gpus
@@ -296,26 +290,23 @@ class Cluster:
         actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
         ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
-        return Starting(role, name, handle, ready)
+        return Actor(role, name, handle, ready)
 
-    def _enter(self, each: Starting) -> Started:
-        self._starting.remove(each)
+    def _enter(self, actor: Actor) -> Started:
         try:
-            started = ray.get(each.ready)
+            started = ray.get(actor.call)
         except RayError as error:
-            raise PeerLostError(f"worker {each.name} broke while it started: {error}") from error
+            raise PeerLostError(f"worker {actor.name} broke while it started: {error}") from error
         if isinstance(started, tuple):
             raise error_from(*started)
-        self._watched.append(Watched(started, each.handle, each.handle.watch.remote()))
+        actor.started, actor.call = started, actor.handle.watch.remote()
         return started
 
     def _introduce(self) -> list[str]:
         """Let prefill workers measure their links to decode workers: "prefill-0: link to ..."."""
-        there = self._watched
-        decode = [x.started.address for x in there if x.started.role.decodes]
-        asked = {
-            x.started.name: x.handle.meet.remote(decode) for x in there if x.started.role.prefills
-        }
+        there = [(actor, actor.started) for actor in self._actors if actor.started]
+        decode = [x.address for _, x in there if x.role.decodes]
+        asked = {x.name: actor.handle.meet.remote(decode) for actor, x in there if x.role.prefills}
         try:
             found = ray.get(list(asked.values()), timeout=MEET_S)
         except RayError:

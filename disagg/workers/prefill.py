@@ -12,12 +12,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
 
 from disagg.config import TransferConfig
-from disagg.engine.engine import named
-from disagg.engine.messages import Abort, Failed, Message, Prefill, Prefilled
+from disagg.engine.engine import Engine, named
+from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import DeadlineError, RequestError
 from disagg.metrics import HandoffStats
@@ -33,17 +32,6 @@ from disagg.wire import Item, Ticket
 OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms")
 
 Say = Callable[[Iterable[TokenEvent]], None]
-
-
-class EngineDoor(Protocol):
-    """What the sides of a worker need of an engine."""
-
-    @property
-    def plan(self) -> Callable[[str], Plan]:
-        """The plan of a codec spec."""
-
-    def submit(self, message: Message) -> None:
-        """Put a message into its inbox."""
 
 
 def request_of(job: Job, side: str) -> Request:
@@ -63,57 +51,43 @@ def check_job(job: Job) -> None:
     request_of(job, "d")
 
 
+@dataclass(eq=False)
 class PrefillSide:
-    """The hand-offs that leave this worker."""
+    """The hand-offs that leave this worker. `failures`: those that ended in an error, by reason."""
 
-    def __init__(
-        self,
-        engine: EngineDoor,
-        arena: Arena,
-        model: str,
-        config: TransferConfig,
-        peers: Peers,
-        tasks: asyncio.TaskGroup,
-        say: Say,
-    ):
-        self._engine = engine
-        self._arena = arena
-        self._model = model
-        self._config = config
-        self._peers = peers
-        self._group = tasks
-        self._say = say
-        self.failures: Counter[str] = Counter()  # hand-offs that ended in an error, by reason
-        self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
-        self._computed: dict[str, asyncio.Future[Prefilled]] = {}
-        self._copies = ThreadPoolExecutor(1, "copies")  # in order; idle if pages are on the host
+    engine: Engine
+    model: str
+    config: TransferConfig
+    peers: Peers
+    tasks: asyncio.TaskGroup
+    say: Say
+    failures: Counter[str] = field(default_factory=Counter)
+    _running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
+    _computed: dict[str, asyncio.Future[Prefilled]] = field(default_factory=dict)
+    # in order; idle if pages are on the host
+    _copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
         """(rid, attempt) of the hand-offs that are not over."""
-        return {(rid, attempt) for rid, (attempt, _) in self._tasks.items()}
+        return {(rid, attempt) for rid, (attempt, _) in self._running.items()}
 
     async def start(self, submit: Submit) -> None:
         """Begin a hand-off; a higher attempt replaces a lower one of the same request."""
         job = submit.job
         await self.abort(job.rid, job.attempt - 1)
-        if job.rid in self._tasks:
+        if job.rid in self._running:
             return  # this attempt or a later one is on its way already
-        task = self._group.create_task(self._run(submit))
-        self._tasks[job.rid] = (job.attempt, task)
-        task.add_done_callback(lambda _: self._tasks.pop(job.rid))
+        task = self.tasks.create_task(self._run(submit))
+        self._running[job.rid] = (job.attempt, task)
+        task.add_done_callback(lambda _: self._running.pop(job.rid))
 
     async def abort(self, rid: str, attempt: int) -> None:
         """Give up an attempt and all before it; returns when everything of it is freed."""
-        known, task = self._tasks.get(rid, (0, None))
+        known, task = self._running.get(rid, (0, None))
         if task is not None and known <= attempt:
             task.cancel()
             await asyncio.wait([task])
-
-    async def abort_all(self) -> None:
-        """Give up everything."""
-        for rid, attempt in self.attempts:
-            await self.abort(rid, attempt)
 
     def step(self, outputs: Iterable[Prefilled | Failed]) -> None:
         """What an engine step brought; entries that are not of this side are left alone."""
@@ -137,17 +111,17 @@ class PrefillSide:
             if isinstance(failure, TimeoutError):
                 error = DeadlineError(f"{job.name} was not handed over in {job.deadline_s:.0f} s")
             self.failures[error.reason] += 1
-            self._say([TokenEvent(job.rid, job.attempt, 0, error=error)])
+            self.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
-        plan, tokens = self._engine.plan(job.codec), len(job.prompt)
+        plan, tokens = self.engine.plan(job.codec), len(job.prompt)
         offering = Offering(
-            self._arena, Checklist(plan, tokens), self._config.overlap, self._copies
+            self.engine.pool.arena, Checklist(plan, tokens), self.config.overlap, self._copies
         )
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
-        attach = Attach(ticket, self._model, plan.fingerprint, tokens)
-        channel = self._peers.get(submit.decode_address)
+        attach = Attach(ticket, self.model, plan.fingerprint, tokens)
+        channel = self.peers.get(submit.decode_address)
         sender = offering.sender = Sender(channel, attach, plan, offering, job.deadline_s)
         sending = asyncio.create_task(sender.run())
         try:
@@ -156,20 +130,20 @@ class PrefillSide:
             first = TokenEvent(job.rid, job.attempt, 0, done.first_token)
             if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
                 figures = asdict(replace(stats, wire_bytes=sender.wire_bytes))
-                self._say([replace(first, finish_reason=done.finish_reason, stats=figures)])
+                self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
                 return
-            self._say([] if job.emitted else [first])
+            self.say([] if job.emitted else [first])
             sender.finish(done.first_token)
             sent = await sending
             kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
             figures = asdict(replace(sent, **kept))
-            self._say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])
+            self.say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])
         finally:
             sending.cancel()
             try:
                 await asyncio.gather(sending, return_exceptions=True)
             finally:
-                self._engine.submit(Abort(request.rid))  # only now: nobody reads its records
+                self.engine.submit(Abort(request.rid))  # only now: nobody reads its records
 
     async def _compute(
         self, request: Request, offering: "Offering", sending: asyncio.Task[HandoffStats]
@@ -178,7 +152,7 @@ class PrefillSide:
         computed: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         self._computed[request.rid] = computed
         try:
-            self._engine.submit(Prefill(request, offering))
+            self.engine.submit(Prefill(request, offering))
             both: list[asyncio.Future] = [computed, sending]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():

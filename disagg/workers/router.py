@@ -26,8 +26,6 @@ from disagg.workers.dispatch import (
     Action,
     Deliver,
     Dispatch,
-    Fail,
-    Finish,
     Forget,
     Reserve,
     Start,
@@ -37,7 +35,6 @@ from disagg.workers.dispatch import (
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
 RECEIPT_S = 1.0  # how long a finished request waits for the figures of its hand-off
-GIVEN_UP = "the router gave it up"
 log = logging.getLogger(__name__)
 
 
@@ -118,7 +115,7 @@ class Router:
             raise PeerLostError("the service is shutting down")
         rid = f"{self.id}-{uuid.uuid4().hex}"
         client = self._clients[rid] = Client()
-        self._begin()
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
             self._act(self.dispatch.submit(job, self._clock()))
@@ -147,7 +144,7 @@ class Router:
 
     def add(self, peer: Peer) -> None:
         """A worker is there: follow its events, give it work."""
-        self._begin()
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
         self.peers[peer.name] = peer
         watch = self._watches[peer.name] = Watch(self._clock())
         watch.task = asyncio.create_task(self._follow(peer.name, watch))
@@ -169,9 +166,8 @@ class Router:
             except DisaggError as error:
                 return error
 
-        names = list(self.peers)
-        answers = await asyncio.gather(*(ask(self.peers[name]) for name in names))
-        return dict(zip(names, answers, strict=True))
+        names, asked = list(self.peers), map(ask, self.peers.values())
+        return dict(zip(names, await asyncio.gather(*asked), strict=True))
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Take nothing new, let requests end within the grace; then cancel them by name."""
@@ -233,33 +229,17 @@ class Router:
         unheard, watch.unheard = watch.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
-            self._take(name, event, now)
-        self._act(self.dispatch.load(name, step.load, now))
-
-    def _take(self, name: str, event: TokenEvent, now: float) -> None:
-        """One event."""
-        dispatch, rid, attempt = self.dispatch, event.rid, event.attempt
-        if event.stats is not None:
-            if client := self._clients.get(rid):
+            client = self._clients.get(event.rid)
+            if client is not None and event.stats is not None:
                 client.kv = event.stats
                 client.receipt.set()
-            self._act(dispatch.measured(name, rid, attempt, event.stats, now))
-        if event.error is not None:
-            self._act(dispatch.refused(name, rid, attempt, event.error, now))
-        if event.token is not None:
-            self._act(dispatch.token(name, rid, attempt, event.index, event.token, now))
-        if event.finish_reason:
-            count, reason = event.index + 1, event.finish_reason
-            self._act(dispatch.finished(name, rid, attempt, count, reason, now))
+            self._act(self.dispatch.hear(name, event, now))
+        self._act(self.dispatch.load(name, step.load, now))
 
     def _leave(self, name: str, watch: Watch) -> None:
         """A worker does not take part: its work goes to others."""
         watch.up = False
         self._act(self.dispatch.worker_down(name, self._clock()))
-
-    def _begin(self) -> None:
-        if self._ticker is None:
-            self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
         """Time passes. What this loop was late is no silence of a worker."""
@@ -296,17 +276,12 @@ class Router:
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))
-                case Finish():
-                    self._spawn(self._finish(action))
-                case Deliver():
-                    self._say(action.rid, token=action.token)
-                case Fail():
-                    if client := self._clients.get(action.rid):
-                        client.inbox.put_nowait(action.error)
-
-    def _say(self, rid: str, token: int | None = None, finish_reason: str | None = None) -> None:
-        if client := self._clients.get(rid):
-            client.inbox.put_nowait(Output(token, finish_reason, client.kv))
+                case Deliver(rid, str() as reason):
+                    self._spawn(self._finish(rid, reason))
+                case Deliver(rid, int() as token) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(Output(token, None, client.kv))
+                case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
+                    client.inbox.put_nowait(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -322,8 +297,8 @@ class Router:
                 await call
             except Exception as failure:
                 error = as_error(failure, f"starting {job.name} at {worker}")
-                told = self.dispatch.refused(worker, job.rid, job.attempt, error, self._clock())
-                self._act(told)
+                event = TokenEvent(job.rid, job.attempt, 0, error=error)
+                self._act(self.dispatch.hear(worker, event, self._clock()))
             finally:
                 if self._calls.get((worker, job.rid)) is asyncio.current_task():
                     del self._calls[worker, job.rid]
@@ -341,13 +316,12 @@ class Router:
         address, grant = self.peers[start.decode].started.address, start.grant
         return replace(submit, decode_address=address, decode_epoch=grant.epoch, nonce=grant.nonce)
 
-    async def _finish(self, finish: Finish) -> None:
+    async def _finish(self, rid: str, reason: str) -> None:
         """The prefill worker's figures come by another way than the last token: wait for them."""
-        if client := self._clients.get(finish.rid):
+        if client := self._clients.get(rid):
             with suppress(TimeoutError):
-                async with asyncio.timeout(RECEIPT_S):
-                    await client.receipt.wait()
-        self._say(finish.rid, finish_reason=finish.reason)
+                await asyncio.wait_for(client.receipt.wait(), RECEIPT_S)
+            client.inbox.put_nowait(Output(None, reason, client.kv))
 
     async def _forget(self, action: Forget | Acknowledge) -> None:
         """A worker that cannot be told to abort is told when it speaks again, or dies with it."""
@@ -357,7 +331,7 @@ class Router:
             return
         try:
             if isinstance(action, Forget):
-                await peer.client.abort(action.rid, action.attempt, GIVEN_UP)
+                await peer.client.abort(action.rid, action.attempt, "the router gave it up")
             else:
                 await peer.client.acknowledge({action.rid: action.count})
         except DisaggError:

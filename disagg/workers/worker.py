@@ -89,6 +89,13 @@ class Worker:
         """Take nothing new, finish what is here within the grace, then end."""
         self._on_loop(self._begin_stop, self.config.cluster.grace_s if grace_s is None else grace_s)
 
+    def wait_alone(self, timeout_s: float) -> bool:
+        """Whether no router follows, soon."""
+        until = time.monotonic() + timeout_s
+        while (followed := self._events.followed) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return not followed
+
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
         meeting = self._peers.meet(addresses)
@@ -138,7 +145,7 @@ class Worker:
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
-        self.decode.abort(rid, attempt)
+        self.decode.drop(rid, attempt, reason)
         await self.prefill.abort(rid, attempt)
         self._events.forget(rid, attempt)
         self._events.say([])  # there may be room
@@ -243,9 +250,7 @@ class Worker:
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
         self._peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(
-            engine, pool.arena, model, transfer, self._peers, tasks, events.say
-        )
+        self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
         self.decode = decode = DecodeSide(
             engine, events.say, lambda rid, attempt: self.receiver.finished(rid, attempt)
         )

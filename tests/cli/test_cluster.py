@@ -103,6 +103,12 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
     assert pids(state) == workers
     said = complete(state.url, ASKED, lambda piece: None)
     assert said.completion_tokens == 8
+    (tmp_path / "other").mkdir()
+    intruder = serve(tmp_path / "other", address, *secret)
+    _, error = intruder.communicate(timeout=60)
+    assert intruder.returncode == 2
+    assert "works for another service" in error
+    assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 8
     stop(second)
     assert not alive(workers)
 

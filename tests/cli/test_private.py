@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disagg.cli.state import State, read_state
 
 from disagg.cli.client import complete, get
-from disagg.cli.state import State, read_state
 from tests.cli.conftest import take_ctrl_c
 from tests.papers import make_papers
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from disagg.errors import CapacityError, PeerLostError, ReservationError
+from disagg.errors import CapacityError, DisaggError, PeerLostError, ReservationError
 from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Action, Dispatch, Role, Started
 from disagg.workers.events import Events
 from disagg.workers.router import Peer
 
@@ -16,6 +16,25 @@ STATS = {"codec": "raw", "wire_bytes": 7}
 
 def answer(index: int) -> int:
     return 100 + index
+
+
+class Rules(Dispatch):
+    """Events of workers, one thing at a time."""
+
+    def token(
+        self, worker: str, rid: str, attempt: int, index: int, token: int, now: float
+    ) -> list[Action]:
+        return self.hear(worker, TokenEvent(rid, attempt, index, token), now)
+
+    def finished(
+        self, worker: str, rid: str, attempt: int, count: int, reason: str, now: float
+    ) -> list[Action]:
+        return self.hear(worker, TokenEvent(rid, attempt, count - 1, None, reason), now)
+
+    def refused(
+        self, worker: str, rid: str, attempt: int, error: DisaggError, now: float
+    ) -> list[Action]:
+        return self.hear(worker, TokenEvent(rid, attempt, 0, error=error), now)
 
 
 @dataclass

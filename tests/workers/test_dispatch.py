@@ -15,14 +15,11 @@ from disagg.errors import (
     PeerLostError,
     RequestError,
 )
-from disagg.transfer.messages import Grant, Job, Load, Work
+from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
 from disagg.workers.dispatch import (
     Acknowledge,
     Action,
     Deliver,
-    Dispatch,
-    Fail,
-    Finish,
     Forget,
     Phase,
     Reserve,
@@ -30,6 +27,7 @@ from disagg.workers.dispatch import (
     Start,
     Started,
 )
+from tests.workers.fakes import Rules
 
 GRANT = Grant(7, 1, 10.0)
 ROOM = Load(1 << 30, 10)
@@ -43,20 +41,20 @@ def at(job: Job, attempt: int, *emitted: int, left_s: float = 100.0) -> Job:
     return replace(job, attempt=attempt, emitted=emitted, deadline_s=left_s)
 
 
-def house(*names: str, **config: float) -> Dispatch:
+def house(*names: str, **config: float) -> Rules:
     """Workers by name: p.. prefills, d.. decodes, b.. does both."""
-    dispatch = Dispatch(RouterConfig(**({"deadline_s": 100.0} | config)))  # type: ignore[arg-type]
+    dispatch = Rules(RouterConfig(**({"deadline_s": 100.0} | config)))  # type: ignore[arg-type]
     for name in names:
         join(dispatch, name, 0.0)
     return dispatch
 
 
-def join(dispatch: Dispatch, name: str, now: float) -> list[Action]:
+def join(dispatch: Rules, name: str, now: float) -> list[Action]:
     role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
     return dispatch.worker_up(Started(name, role, name, 1), now)
 
 
-def started(*names: str, **config: float) -> Dispatch:
+def started(*names: str, **config: float) -> Rules:
     """Request "r" on its way from p to d."""
     dispatch = house(*(names or ("p", "d")), **config)
     assert dispatch.submit(job(), 0.0) == [Reserve("d", at(job(), 1))]
@@ -64,7 +62,7 @@ def started(*names: str, **config: float) -> Dispatch:
     return dispatch
 
 
-def pairs(dispatch: Dispatch, *rids: str) -> list[tuple[str | None, str | None]]:
+def pairs(dispatch: Rules, *rids: str) -> list[tuple[str | None, str | None]]:
     return [(dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids]
 
 
@@ -95,14 +93,14 @@ def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)
-    assert not only(Finish, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
+    assert not only(Deliver, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
     assert dispatch.entries["r"].phase is Phase.QUEUED
 
 
 def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
     dispatch = started()
     dispatch.token("p", "r", 1, 0, 7, 0.0)
-    ended = [Finish("r", "stop"), Acknowledge("p", "r", 1), Forget("d", "r", 1)]
+    ended = [Deliver("r", "stop"), Acknowledge("p", "r", 1), Forget("d", "r", 1)]
     assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
 
 
@@ -131,7 +129,7 @@ def test_a_single_token_is_computed_where_its_prompt_is_and_reserves_nothing() -
     assert dispatch.submit(single, 0.0) == [Start("p", at(single, 1), Work.LOCAL)]
     dispatch.token("p", "r", 1, 0, 7, 0.0)
     ended = dispatch.finished("p", "r", 1, 1, "length", 0.0)
-    assert ended == [Finish("r", "length"), Acknowledge("p", "r", 1)]
+    assert ended == [Deliver("r", "length"), Acknowledge("p", "r", 1)]
 
 
 def test_one_worker_of_both_roles_hands_nothing_over() -> None:
@@ -247,7 +245,7 @@ def test_a_large_prompt_gets_in_though_small_ones_keep_coming() -> None:
 
 def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
     dispatch = started("p", "d", "d2")
-    dispatch.measured("p", "r", 1, {"tokens": 10, "resident_bytes": 1000}, 0.0)
+    dispatch.hear("p", TokenEvent("r", 1, 0, stats={"tokens": 10, "resident_bytes": 1000}), 0.0)
     dispatch.load("d", Load(3000, 5), 0.0)
     dispatch.load("d2", Load(1999, 5), 0.0)
     dispatch.submit(job("other", 1), 0.0)  # keeps d2 from being idle
@@ -261,7 +259,7 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
 
 @pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
 def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
-    assert Fail("r", error) in started().refused("p", "r", 1, error, 0.0)
+    assert Deliver("r", error) in started().refused("p", "r", 1, error, 0.0)
 
 
 def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
@@ -270,7 +268,7 @@ def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
         dispatch.refused("p", "r", attempt, error, now)
         now += 1.0
         assert only(Reserve, dispatch.tick(now))
-    assert Fail("r", error) in dispatch.refused("d", "r", 3, error, now)
+    assert Deliver("r", error) in dispatch.refused("d", "r", 3, error, now)
 
 
 @pytest.mark.parametrize("error", [PeerLostError("x"), CapacityError("x")], ids=lambda e: e.reason)
@@ -283,8 +281,8 @@ def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
         dispatch.refused("p", "r", entry.job.attempt, error, now)
         now += 0.5
         failed = dispatch.tick(now)
-    assert isinstance(failed[-1], Fail)
-    assert isinstance(failed[-1].error, DeadlineError)
+    assert isinstance(failed[-1], Deliver)
+    assert isinstance(failed[-1].what, DeadlineError)
     assert dispatch.retries > 5
 
 
@@ -352,6 +350,18 @@ def test_failures_of_attempts_that_were_on_their_way_together_count_once() -> No
     assert dispatch.members["d"].failures == 1
 
 
+def test_a_request_that_fails_wherever_it_is_opens_no_breaker() -> None:
+    dispatch, now = house("p", "d"), 0.0
+    dispatch.submit(job(), now)
+    while "r" in dispatch.entries:
+        attempt = dispatch.entries["r"].job.attempt
+        dispatch.granted("r", attempt, GRANT)
+        dispatch.refused("p", "r", attempt, DisaggError("half a character"), now)
+        now += 1.0
+        dispatch.tick(now)
+    assert dispatch.members["p"].failures == 1
+
+
 def test_health_says_when_requests_wait_and_none_gets_on() -> None:
     dispatch = house("p", "d", silence_s=5.0)
     dispatch.load("d", Load(100, slots=0), 0.0)
@@ -414,8 +424,8 @@ def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_thir
     dispatch.token("d3", "r", 3, 0, 7, 0.0)
     assert dispatch.tick(1.0) == []
     actions = dispatch.worker_down("d3", 1.0)
-    assert isinstance(actions[1], Fail)
-    assert isinstance(actions[1].error, PeerLostError)
+    assert isinstance(actions[1], Deliver)
+    assert isinstance(actions[1].what, PeerLostError)
     assert only(Reserve, join(dispatch, "d4", 1.0))  # and the other one goes on
 
 
@@ -438,7 +448,7 @@ def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None
 def test_the_deadline_aborts_both_sides() -> None:
     actions = started().tick(100.0)
     assert actions[:2] == [Forget("p", "r", 1), Forget("d", "r", 1)]
-    assert isinstance(actions[2], Fail)
+    assert isinstance(actions[2], Deliver)
 
 
 def test_a_stream_that_gets_tokens_never_ends_by_its_deadline() -> None:
@@ -447,7 +457,7 @@ def test_a_stream_that_gets_tokens_never_ends_by_its_deadline() -> None:
         now = 60.0 * i
         assert dispatch.token("d", "r", 1, i, i, now) == [Deliver("r", i)]
         assert dispatch.tick(now + 59.0) == []
-    assert isinstance(dispatch.tick(60.0 * 49 + 100.0)[-1], Fail)
+    assert isinstance(dispatch.tick(60.0 * 49 + 100.0)[-1], Deliver)
 
 
 def test_a_name_in_use_is_refused() -> None:

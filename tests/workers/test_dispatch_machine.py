@@ -19,10 +19,6 @@ from disagg.transfer.messages import Grant, Job, Load, Work
 from disagg.workers.dispatch import (
     Acknowledge,
     Action,
-    Deliver,
-    Dispatch,
-    Fail,
-    Finish,
     Forget,
     Phase,
     Reserve,
@@ -30,6 +26,7 @@ from disagg.workers.dispatch import (
     Start,
     Started,
 )
+from tests.workers.fakes import Rules
 
 NAMES = st.data()
 
@@ -67,7 +64,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(deaths=st.sampled_from([2, 3, 1000]))
     def begin(self, deaths: int) -> None:
-        self.dispatch = Dispatch(RouterConfig(max_attempts=deaths, deadline_s=1e9))
+        self.dispatch = Rules(RouterConfig(max_attempts=deaths, deadline_s=1e9))
         self.now = 0.0
         self.workers: dict[str, FakeWorker] = {}
         self.delivered: dict[str, list[int]] = {}
@@ -85,14 +82,13 @@ class Interleavings(RuleBasedStateMachine):
                 assert list(action.job.emitted) == self.delivered[action.job.rid]
             elif isinstance(action, Start):
                 self.start(action)
-            elif isinstance(action, Deliver):
-                self.delivered[action.rid].append(action.token)
             elif isinstance(action, Forget | Acknowledge):
                 self.forget(action)
+            elif isinstance(action.what, int):
+                self.delivered[action.rid].append(action.what)
             else:
-                assert isinstance(action, Finish | Fail)
                 assert action.rid not in self.ended, "a request ends once"
-                self.ended[action.rid] = type(action).__name__
+                self.ended[action.rid] = str(action.what)
 
     def start(self, start: Start) -> None:
         rid, attempt = start.job.rid, start.job.attempt
@@ -232,7 +228,7 @@ class Interleavings(RuleBasedStateMachine):
     def tokens_are_delivered_in_order_and_once(self) -> None:
         for rid, tokens in self.delivered.items():
             assert tokens == [answer(rid, i) for i in range(len(tokens))]
-            if self.ended.get(rid) == "Finish":
+            if self.ended.get(rid) == "length":
                 assert len(tokens) == self.lengths[rid]
         assert self.dispatch.unequal_tokens == 0
 

@@ -12,7 +12,7 @@ from disagg.config import Config, load_config
 from disagg.errors import ModelError, PeerLostError
 from disagg.workers import launch
 from disagg.workers.dispatch import Role, Started
-from disagg.workers.launch import Cluster, Starting, gpu_share, torch_threads
+from disagg.workers.launch import Actor, Cluster, gpu_share, torch_threads
 
 
 @dataclass(eq=False)
@@ -45,11 +45,11 @@ class FakeCluster(Cluster):
         self._doors = [("ray", 1)]
         self.told: list[str] = []
 
-    def _load(self, role: Role, name: str) -> Starting:
+    def _load(self, role: Role, name: str) -> Actor:
         self.handles[name] = Handle()
         started = Started(name, role, "127.0.0.1:1", epoch=1)
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        return Starting(role, name, self.handles[name], Call(True, outcome or started))
+        return Actor(role, name, self.handles[name], Call(True, outcome or started))
 
     def connect(self) -> None:
         self.connected += 1
@@ -111,7 +111,7 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
     cluster.start()
     cluster.kill("prefill-0")
     cluster.step()
-    cluster._starting[0].ready.done = False
+    cluster._actors[-1].call.done = False
     cluster.kill("decode-0")
     assert cluster.step() == ["-decode-0"]
     assert cluster.step() == ["+decode-0.2"]
