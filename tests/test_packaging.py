@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def where(path: Path, cwd: Path) -> str:
     """The folder that `disagg` is imported from when `path` comes first."""
     code = (
-        "import disagg.protos.v1.kv_transfer_pb2 as p, disagg.kernels.reference as r, disagg; "
+        "import disagg, disagg.protos.v1.kv_transfer_pb2, disagg.kernels.reference.codes; "
         "print(disagg.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(path)}
@@ -38,7 +38,7 @@ def where(path: Path, cwd: Path) -> str:
 
 
 def test_the_wheel_holds_real_files_and_the_default_model(wheel: Path) -> None:
-    for name in ("kernels/reference.py", "protos/v1/kv_transfer_pb2.py", "py.typed"):
+    for name in ("kernels/reference/codes.py", "protos/v1/kv_transfer_pb2.py", "py.typed"):
         assert (wheel / "disagg" / name).is_file()
     for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         assert (wheel / "disagg/model/default" / name).is_file()

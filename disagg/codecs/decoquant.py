@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 from disagg.page import FinalAt
 
 
 @dataclass(frozen=True)
-class DecoQuant(PagedCodec):
+class DecoQuant(QuantizedCodec):
     """K = T_L T_S for every block of channels; T_L symmetric in `bits`, T_S in 16 bits.
 
     T_S comes from the singular value decomposition of a segment of 2,048 tokens, for each KV head,

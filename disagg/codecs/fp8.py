@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec
 
 
 @dataclass(frozen=True)
-class Fp8(PagedCodec):
+class Fp8(QuantizedCodec):
     """float8_e4m3fn of x / s, saturated at +-448; s = max|x| / 448 of a page, in fp32.
 
     A scale for each page rather than for the sequence, so that a page depends on nothing but its

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 from disagg.page import FinalAt, Layout
 
 
 @dataclass(frozen=True)
-class Kcvt(PagedCodec):
+class Kcvt(QuantizedCodec):
     """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
 
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.

@@ -75,7 +75,7 @@ def test_a_row_of_the_cpu_says_what_it_was_compared_with():
 
 
 def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
-    failed = NotCompiled("quantized-2bit-4heads", "sm_90", "no compiler")
+    failed = NotCompiled("kivi-2-4heads", "sm_90", "no compiler")
     monkeypatch.setattr(kernels, "compile_all", lambda **options: [failed])
     monkeypatch.setattr(kernels, "compile_others", lambda **options: [failed])
     result = kernels.run(kernels.KernelOptions(machine_code=True))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from disagg.codecs import codec_names, get_codec
-from disagg.codecs.base import Encoded
 from disagg.codecs.cache import CompressedKV
+from disagg.codecs.contract import Encoded
 from tests.synthetic import exact_attention, realistic, relative_error
 
 

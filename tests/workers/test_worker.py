@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.codecs import kivi
+from disagg.codecs.kivi import Kivi
 from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena, SharedPool
 from disagg.engine.sequence import SamplingParams
-from disagg.kernels import ops
+from disagg.kernels.reference import encode as encoders
+from disagg.kernels.view import View
 from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
@@ -179,20 +180,20 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, attend, admit = ops.encode_quantized, kivi.attend_quantized, DecodeSide.admit
+    encode, views, admit = encoders.encode, Kivi.views, DecodeSide.admit
 
-    def encoding(*args: Any) -> Tensor:
-        blocks = encode(*args)
+    def encoding(*args: Any) -> tuple[Tensor, None]:
+        blocks, _ = encode(*args)
         encoded.update(digest(page.numpy().tobytes()) for page in blocks)
-        return blocks
+        return blocks, None
 
-    def attending(q: Tensor, arena: Tensor, pages: Tensor, *rest: Any) -> Any:
-        fmt, base, heads = rest[2:5]
-        for page in pages.flatten().tolist():
-            start = page * ARENA_UNIT + base
-            block = arena[start : start + heads * fmt.block_bytes]
+    def attending(*args: Any) -> list[View]:
+        (view,) = views(*args)
+        for page in view.pages.flatten().tolist():
+            start = page * ARENA_UNIT + view.base
+            block = view.arena[start : start + view.heads * view.fmt.block_bytes]
             attended.add(digest(block.numpy().tobytes()))
-        return attend(q, arena, pages, *rest)
+        return [view]
 
     async def scene() -> None:
         async with house() as home:
@@ -211,8 +212,8 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
-    monkeypatch.setattr(ops, "encode_quantized", encoding)
-    monkeypatch.setattr(kivi, "attend_quantized", attending)
+    monkeypatch.setattr(encoders, "encode", encoding)
+    monkeypatch.setattr(Kivi, "views", attending)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored
