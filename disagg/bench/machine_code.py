@@ -6,8 +6,8 @@
 The figure that decides decode speed is instructions per element of K and V in the loop over pages:
 an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bit. It is counted in
 the disassembly, so it can be held by a test on any machine. Of all other kernels it is asked
-whether they compile and spill. Pages are those of the codecs that are served, of 128 channels; queries 32
-sequences of 8 KV heads. Some configurations abort the compiler and the process with it.
+whether they compile and spill. Pages are those of the codecs that are served, of 128 channels;
+queries 32 sequences of 8 KV heads. Some configurations abort the compiler, and the process too.
 """
 
 import json
