@@ -1,7 +1,7 @@
 """The kernels as the other rooms call them: arguments checked here, run by device.
 
-A tensor on a GPU goes to the Triton kernel, one on a CPU to torch: attention of fp32 queries to its
-fast form (cpu_*.py), the rest to the reference; all of one name and signature. Shapes and
+A tensor on a GPU goes to the Triton kernel; one on a CPU to the C library (cpu/), and where that is
+not built or does not know a format to the reference; all of one name and signature. Shapes and
 units are stated in reference.py and reference_encode.py. A wrong dtype raises TypeError, a wrong
 shape, device or memory order ValueError. No silent copies.
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import (
-    cpu_paged,
-    cpu_raw,
     reference,
     reference_append,
     reference_encode,
     reference_pages,
 )
+from disagg.kernels.cpu.attend import Waiting, is_served
+from disagg.kernels.cpu.attend import attend as attend_waiting
 from disagg.kernels.formats import QuantFormat, RawFormat
 from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.parts import Part, UnitPartials
@@ -45,8 +45,9 @@ def attend_raw(
     _check_attend(q, arena, pages, lo, hi, fmt, heads)
     if q.is_cuda:
         return _triton("paged_exact").attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
-    run = reference.attend_raw if q.dtype == torch.float64 else cpu_raw.attend_raw
-    return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    if is_served(fmt, q):
+        return Waiting(q, arena, pages, lo, hi, fmt, base, heads, scale)
+    return reference.attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
 def attend_quantized(
@@ -66,9 +67,9 @@ def attend_quantized(
         return _triton("paged_attention").attend_quantized(
             q, arena, pages, lo, hi, fmt, base, heads, scale
         )
-    if q.dtype == torch.float64:
-        return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
-    return cpu_paged.attend_paged(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
+    if is_served(as_paged(fmt), q):
+        return Waiting(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
+    return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
 
 
 def merge(parts: list[Part], dtype: torch.dtype | None = None) -> Tensor:
@@ -78,9 +79,12 @@ def merge(parts: list[Part], dtype: torch.dtype | None = None) -> Tensor:
     """
     if not parts:
         raise ValueError("nothing to merge; at least one part is wanted")
-    pairs = [part for part in parts if not isinstance(part, UnitPartials)]
-    if len(pairs) < len(parts) or pairs[0][0].is_cuda:
+    waiting = [part for part in parts if isinstance(part, Waiting)]
+    pairs = [part for part in parts if not isinstance(part, UnitPartials | Waiting)]
+    if len(waiting) + len(pairs) < len(parts) or (pairs and pairs[0][0].is_cuda):
         return _triton("reduce").merge(parts, dtype or torch.float32)
+    if waiting:
+        pairs.append(attend_waiting(waiting))
     o = pairs[0][0] if len(pairs) == 1 else reference.merge(pairs)
     return o if dtype is None else o.to(dtype)
 

@@ -10,7 +10,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from disagg.kernels import cpu_paged, reference_aligned, reference_encode_paged, reference_paged
+from disagg.kernels import reference_aligned, reference_encode_paged, reference_paged
+from disagg.kernels.cpu.attend import Waiting, is_served
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat, is_encodable
 from disagg.kernels.parts import Part
@@ -41,8 +42,8 @@ def attend_paged(
     run = reference_paged.attend_paged
     if q.dtype == torch.float32 and runs_on_gpu(fmt, q.device):
         run = import_module("disagg.kernels.paged_pieces").attend_paged
-    elif q.dtype == torch.float32 and cpu_paged.is_supported(fmt, q.device):
-        run = cpu_paged.attend_paged
+    elif is_served(fmt, q):
+        run = Waiting
     return run(q, arena, pages, lo, hi, fmt, base, heads, scale, segments, owner, segment_base)
 
 

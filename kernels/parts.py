@@ -5,15 +5,17 @@
     tail                 attend_raw ──────── part ──┘
 
 Every `attend_*` gives a part, over tokens that are in no other part; `ops.merge` makes the answer
-of all of them. What a part holds is between these two. On a CPU it is one (o, log-sum-exp). On a
-GPU, where attention is cut into units of work, it is one (o, log-sum-exp) for each unit, so that a
-single launch reduces the units of all parts: an answer of three parts takes four launches.
+of all of them. What a part holds is between these two. On a CPU it is a table that waits: `merge`
+attends to all of them in one call; or one (o, log-sum-exp) of the torch reference. On a GPU, where
+attention is cut into units of work, it is one (o, log-sum-exp) for each unit, so that a single
+launch reduces the units of all parts: an answer of three parts takes four launches.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from disagg.kernels.cpu.attend import Waiting
 from disagg.kernels.reference import Partial
 
 
@@ -37,4 +39,4 @@ class UnitPartials:
     tile: int = 1
 
 
-Part = Partial | UnitPartials
+Part = Partial | UnitPartials | Waiting
