@@ -5,13 +5,13 @@
  * its answer: a page that it does not see leaves its state as it was, to the bit. */
 #include "simd.h"
 
-typedef struct { /* vectors of four queries as int16: [groups][4][columns], and what belongs to it */
-    int16_t x[OPERANDS + 32];
+typedef struct { /* four vectors as int16, for each group as simd.h wants them */
+    ALIGNED int16_t x[OPERANDS + 32];
     float step[MAX_GROUPS][TILE], bias[MAX_GROUPS][TILE], sum[MAX_GROUPS][TILE];
 } Operand;
 
 typedef struct {
-    float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
+    ALIGNED float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
     float turned[TILE][LINE], done[TILE][LINE];
     float total[TILE][16], top[TILE];
     float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
@@ -23,10 +23,10 @@ typedef struct {
 typedef float Four __attribute__((vector_size(16)));
 
 typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
-    float s[TILE][LINE], out[TILE][LINE], part[TILE][LINE];
-    float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
+    ALIGNED float s[TILE][LINE], out[TILE][LINE], part[TILE][LINE];
+    ALIGNED float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
     Four sparse[MAX_DIM];
-    float rows[TILE][LINE];
+    ALIGNED float rows[TILE][LINE];
     Operand v;
 } Room;
 
@@ -48,21 +48,55 @@ static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
 static int halves_of(const Side *s) { return s->bits == 2 ? 2 : 1; }
 static float middle_of(const Side *s) { return s->zero < 0 ? 0.0f : (float)((1 << s->bits) - 1) / 2; }
 
-/* x[h] (first to end) rounded to int16, in place of group g of an operand; 0 elsewhere.
- * x is stored to `rows` after it was multiplied by scales; the zeros of columns are applied here. */
-static void round_group(const Side *s, float (*x)[LINE], const V *largest, const V *zeros,
-                        const V *sums, int64_t g, int64_t columns, int64_t first, int64_t end,
+/* Columns of words first .. first+width of some pages, as an operand has them */
+typedef struct {
+    int64_t first, width;
+    int pages;
+} Span;
+
+static int64_t span_size(const Side *s, const Span *span) {
+    return span->pages * ((span->width + 31) / 32) * halves_of(s) * TILE * 32;
+}
+
+/* x, columns first .. end, times `by` and rounded, to where an operand has query h; their sum */
+static V put_rounded(const Side *s, const Span *span, const float *x, V by, int64_t first, int64_t end,
+                     int h, int16_t *to) {
+    const int64_t halves = halves_of(s), words = s->columns / halves;
+    const int64_t chunks = (span->width + 31) / 32;
+    V sum = v_set(0); /* below 2**24, so exact */
+    to += 32 * h;
+    for (int page = 0; page < span->pages; page++, x += s->columns, to += chunks * halves * TILE * 32) {
+        for (int64_t half = 0; half < halves && words % 16 == 0; half++)
+            for (int64_t w = 0; w < span->width; w += 16) {
+                const int64_t c = half * words + span->first + w;
+                if (c < first || c >= end) continue;
+                V r = v_round(v_mul(v_load(x + c), by));
+                sum = v_add(sum, r);
+                v_store_int16(to + (w / 32 * halves + half) * TILE * 32 + w % 32, r);
+            }
+        for (int64_t c = first; c < end && words % 16; c += 16) { /* eight may be of another half */
+            int16_t numbers[16];
+            V r = v_round(v_mul(v_load(x + c), by));
+            sum = v_add(sum, r);
+            v_store_int16(numbers, r);
+            for (int64_t i = 0; i < 16; i += 8) {
+                const int64_t half = (c + i) / words, w = (c + i) % words - span->first;
+                memcpy(to + (w / 32 * halves + half) * TILE * 32 + w % 32, numbers + i, 16);
+            }
+        }
+    }
+    return sum;
+}
+
+/* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand */
+static void round_group(const Side *s, const Span *span, float (*x)[LINE], const V *largest,
+                        const V *zeros, const V *sums, int64_t g, int64_t first, int64_t end,
                         Operand *op) {
     const float middle = middle_of(s), center = s->zero < 0 ? (float)s->center : 0.0f;
+    int16_t *to = op->x + g * span_size(s, span);
     for (int h = 0; h < TILE; h++) {
         float most = v_most(largest[h]) + 1e-30f, step = most * (1 / 32767.0f);
-        V inverse = v_set(32767.0f / most), whole = v_set(0);
-        int16_t *to = op->x + (g * TILE + h) * columns;
-        for (int64_t c = first; c < end; c += 16) {
-            V r = v_round(v_mul(v_load(x[h] + c), inverse));
-            whole = v_add(whole, r); /* below 2**24, so exact */
-            v_store_int16(to + c, r);
-        }
+        V whole = put_rounded(s, span, x[h], v_set(32767.0f / most), first, end, h, to);
         float sum = v_sum(sums[h]), rounded = step * v_sum(whole);
         op->step[g][h] = step;
         op->sum[g][h] = sum;
@@ -74,6 +108,7 @@ static void round_group(const Side *s, float (*x)[LINE], const V *largest, const
 /* The operand of columns of some pages, each with a scale for groups of rows; x [4][LINE] */
 static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages, const float *x,
                          Room *room, Operand *op) {
+    const Span span = {0, s->columns / halves_of(s), pages};
     for (int64_t g = 0; g < s->rows / s->group; g++) {
         V most[TILE], zeros[TILE], sums[TILE];
         for (int h = 0; h < TILE; h++) most[h] = zeros[h] = sums[h] = v_set(0);
@@ -94,16 +129,23 @@ static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages,
                 }
             }
         }
-        const int64_t all = pages * s->columns;
-        round_group(s, room->rows, most, zeros, sums, g, all, 0, all, op);
+        round_group(s, &span, room->rows, most, zeros, sums, g, 0, s->columns, op);
     }
+}
+
+/* The words of group g of columns, where each row has a scale: its own, or all */
+static Span span_of_group(const Side *s, int64_t g) {
+    const int64_t words = s->columns / halves_of(s);
+    if (words % s->group) return (Span){0, words, 1};
+    return (Span){g * s->group % words, s->group, 1};
 }
 
 /* The operand where each row has a scale, for groups of columns: a vector for each, 0 elsewhere */
 static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
     int64_t groups = s->columns / s->group;
-    if (groups > 1) memset(op->x, 0, 2 * groups * TILE * s->columns);
     for (int64_t g = 0; g < groups; g++) {
+        const Span span = span_of_group(s, g);
+        const int64_t size = span_size(s, &span);
         V most[TILE], sums[TILE], none[TILE];
         for (int h = 0; h < TILE; h++) {
             most[h] = sums[h] = none[h] = v_set(0);
@@ -114,7 +156,8 @@ static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
                 sums[h] = v_add(sums[h], t);
             }
         }
-        round_group(s, room->rows, most, none, sums, g, s->columns, g * s->group, (g + 1) * s->group, op);
+        if (groups > 1) memset(op->x + g * size, 0, 2 * size);
+        round_group(s, &span, room->rows, most, none, sums, g, g * s->group, (g + 1) * s->group, op);
     }
 }
 
@@ -124,40 +167,40 @@ typedef struct {
     int count;
 } Strip;
 
-/* Word rows r .. r+rows, columns of words first .. first+width; group[f] is that of field f */
-static void multiply(const Side *s, const Strip *strip, const Operand *op, const int64_t *group,
-                     int64_t r, int64_t rows, int64_t first, int64_t width, float *out) {
+/* Word rows r .. r+rows and a span of words; group[f] is that of field f */
+static void multiply(const Side *s, const Strip *strip, const Span *span, const Operand *op,
+                     const int64_t *group, int64_t r, int64_t rows, float *out) {
     static const float down[8] = {1, 0, 1 / 4.0f, 0, 1 / 16.0f, 0, 1 / 64.0f, 0};
     int64_t halves = halves_of(s), words = s->columns / halves, part = PART / halves;
     int planes = planes_of(s);
-    for (int64_t c = first; c < first + width; c += part) {
-        const int64_t at = s->codes + 2 * (r * words + c), all = strip->count * s->columns;
+    for (int64_t c = 0; c < span->width; c += part) {
+        const int64_t at = s->codes + 2 * (r * words + span->first + c);
         Products p = {.stride = 2 * words,
-                      .width = first + width - c < part ? first + width - c : part,
-                      .query = all,
-                      .page = s->columns,
-                      .half = words,
+                      .width = span->width - c < part ? span->width - c : part,
+                      .page = span_size(s, span) / span->pages,
                       .ld = LINE,
                       .plane = s->rows / planes,
                       .pages = strip->count,
                       .rows = (int)rows,
-                      .more = c > first,
+                      .more = c > 0,
                       .out = out + r};
         for (int i = 0; i < strip->count; i++) {
             p.words[i] = strip->blocks[i] + at;
             p.next[i] = strip->next[i] + at;
         }
-        for (int f = 0; f < planes; f++) p.x[f] = op->x + group[f] * TILE * all + c;
+        for (int f = 0; f < planes; f++)
+            p.x[f] = op->x + group[f] * span_size(s, span) + c * halves * TILE;
         for (int i = 0; i < 16; i++) {
             int f = i / 4 % planes;
             p.times[i] = op->step[group[f]][i & 3] * down[f * s->bits & 7];
-            p.add[i] = c > first ? 0.0f : op->bias[group[f]][i & 3];
+            p.add[i] = c ? 0.0f : op->bias[group[f]][i & 3];
         }
         products(&p, s->bits);
     }
 }
 
 static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out) {
+    const Span span = {0, s->columns / halves_of(s), strip->count};
     int planes = planes_of(s);
     int64_t plane = s->rows / planes, end, group[4];
     for (int64_t r = 0; r < plane; r = end) { /* as far as every field stays in its group */
@@ -167,18 +210,17 @@ static void contract_columns(const Side *s, const Strip *strip, const Operand *o
             int64_t last = (group[f] + 1) * s->group - f * plane;
             if (last < end) end = last;
         }
-        multiply(s, strip, op, group, r, end - r, 0, s->columns / halves_of(s), out);
+        multiply(s, strip, &span, op, group, r, end - r, out);
     }
 }
 
 static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room,
                           float *out) {
     const uint8_t *block = strip->blocks[0];
-    int64_t words = s->columns / halves_of(s);
     for (int64_t g = 0; g < s->columns / s->group; g++) {
-        int64_t group[4] = {g, g, g, g}, first = 0, width = words;
-        if (words % s->group == 0) first = g * s->group % words, width = s->group;
-        multiply(s, strip, op, group, 0, s->rows / planes_of(s), first, width, room->part[0]);
+        const int64_t group[4] = {g, g, g, g};
+        const Span span = span_of_group(s, g);
+        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0]);
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
         if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
         for (int h = 0; h < TILE; h++)

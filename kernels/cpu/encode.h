@@ -7,7 +7,7 @@ typedef struct { /* of one group of each column: code = clamp(round(shift + x * 
 } Group;
 
 typedef struct {
-    float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
+    ALIGNED float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
     Group group;
 } Desk;
 

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64))) /* a load that crosses lines of a cache takes twice as long */
 
 #if defined(USE_AVX512)
 typedef __m512 V;
@@ -282,15 +283,15 @@ INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* sixteen numbers from
  *
  * words: of each page [rows][words per row] at `stride` bytes, of which `width` are contracted
  * next:  what is read after them, for the cache
- * x[f]:  what the codes of field f are multiplied by: int16 [4 queries] at `query` numbers, each
- *        [pages] at `page` numbers, each [halves] at `half` numbers
+ * x[f]:  what the codes of field f are multiplied by: int16 [pages] at `page` numbers, each
+ *        [chunks of 32 words][halves][4 queries][32]
  * at, add: lane i of a sum is times[i] * sum + add[i]; lane (f * 4 + h) is field f, query h; of
  *        8 bits, which have two fields, lanes 8 to 15 say the same again
  * out:   [4 queries] at `ld` numbers: [fields][plane rows]; more: add to what is there
  */
 typedef struct {
     const uint8_t *words[STRIP], *next[STRIP];
-    int64_t stride, width, query, page, half, ld, plane;
+    int64_t stride, width, page, ld, plane;
     int pages, rows, more;
     const int16_t *x[4];
     float times[16], add[16];
@@ -299,56 +300,55 @@ typedef struct {
 
 #if defined(USE_AVX512)
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
-#define DOT(i, z, q) \
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "m"(*(const __m512i_u *)(q)))
-#define DOTS(i, z, q)           \
-    DOT(i, z, (q));             \
-    DOT(i + 1, z, (q) + ld);    \
-    DOT(i + 2, z, (q) + 2 * ld); \
-    DOT(i + 3, z, (q) + 3 * ld)
-INLINE void chunk_of_codes(__m512i *a, __m512i x, int bits, int i, const int16_t *const *q,
-                           int64_t c, int64_t ld, int64_t half) {
-    __m512i y = _mm512_srli_epi16(x, 8);
+#define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
+#define DOT_AT(i, z, q) \
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "m"(*(const __m512i *)(q)))
+
+/* fields of z0 and z1, sums from the i-th on; q1 is q0 where both are of one group */
+INLINE void two_fields(__m512i *a, int i, __m512i z0, __m512i z1, const int16_t *q0,
+                       const int16_t *q1, int paired) {
+#pragma GCC unroll 4
+    for (int h = 0; h < TILE; h++)
+        if (paired) {
+            __m512i y = _mm512_load_si512(q0 + 32 * h);
+            DOT(i + h, z0, y);
+            DOT(i + 4 + h, z1, y);
+        } else {
+            DOT_AT(i + h, z0, q0 + 32 * h);
+            DOT_AT(i + 4 + h, z1, q1 + 32 * h);
+        }
+}
+
+INLINE void chunk_of_codes(__m512i *a, __m512i x, int bits, int i, const int16_t *const *q, int64_t at,
+                           int paired) {
+    const __m512i y = _mm512_srli_epi16(x, 8);
+#define FIELD(z, bit) _mm512_and_si512(z, _mm512_set1_epi16(((1 << bits) - 1) << bit))
     if (bits == 8) {
-        DOTS(i, _mm512_and_si512(x, _mm512_set1_epi16(0xff)), q[0] + c);
-        DOTS(i + 4, y, q[1] + c);
-        return;
+        two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at, paired);
+    } else if (bits == 4) {
+        two_fields(a, 0, FIELD(x, 0), FIELD(x, 4), q[0] + at, q[1] + at, paired);
+        two_fields(a, 8, FIELD(y, 0), FIELD(y, 4), q[2] + at, q[3] + at, paired);
+    } else {
+        two_fields(a, 0, FIELD(x, 0), FIELD(x, 2), q[0] + at, q[1] + at, paired);
+        two_fields(a, 8, FIELD(x, 4), FIELD(x, 6), q[2] + at, q[3] + at, paired);
+        at += 32 * TILE;
+        two_fields(a, 0, FIELD(y, 0), FIELD(y, 2), q[0] + at, q[1] + at, paired);
+        two_fields(a, 8, FIELD(y, 4), FIELD(y, 6), q[2] + at, q[3] + at, paired);
     }
-    const __m512i m0 = _mm512_set1_epi16(bits == 4 ? 0xf : 3);
-    const __m512i m1 = _mm512_set1_epi16(bits == 4 ? 0xf0 : 0xc);
-    if (bits == 4) {
-        DOTS(0, _mm512_and_si512(x, m0), q[0] + c);
-        DOTS(4, _mm512_and_si512(x, m1), q[1] + c);
-        DOTS(8, _mm512_and_si512(y, m0), q[2] + c);
-        DOTS(12, _mm512_and_si512(y, m1), q[3] + c);
-        return;
-    }
-    const __m512i m2 = _mm512_set1_epi16(0x30), m3 = _mm512_set1_epi16(0xc0);
-    DOTS(0, _mm512_and_si512(x, m0), q[0] + c);
-    DOTS(4, _mm512_and_si512(x, m1), q[1] + c);
-    DOTS(8, _mm512_and_si512(x, m2), q[2] + c);
-    DOTS(12, _mm512_and_si512(x, m3), q[3] + c);
-    c += half;
-    DOTS(0, _mm512_and_si512(y, m0), q[0] + c);
-    DOTS(4, _mm512_and_si512(y, m1), q[1] + c);
-    DOTS(8, _mm512_and_si512(y, m2), q[2] + c);
-    DOTS(12, _mm512_and_si512(y, m3), q[3] + c);
 }
 
 INLINE void row_of_codes(__m512i *a, const uint8_t *w, const uint8_t *next, int bits, int i,
-                         const int16_t *const *q, int64_t x, const Products *p) {
-    const int64_t whole = p->width & ~31, ld = p->query, half = p->half;
-    for (int64_t c = 0; c < whole; c += 32) {
-        _mm_prefetch((const char *)next + 2 * c, _MM_HINT_T0);
-        chunk_of_codes(a, _mm512_loadu_si512(w + 2 * c), bits, i, q, x + c, ld, half);
+                         const int16_t *const *q, int64_t x, int64_t width, int paired) {
+    const int64_t chunk = (bits == 2 ? 2 : 1) * 32 * TILE;
+    for (; width >= 32; width -= 32, w += 64, next += 64, x += chunk) {
+        _mm_prefetch((const char *)next, _MM_HINT_T0);
+        chunk_of_codes(a, _mm512_loadu_si512(w), bits, i, q, x, paired);
     }
-    if (p->width & 31) {
-        __mmask32 rest = (1u << (p->width & 31)) - 1;
-        chunk_of_codes(a, _mm512_maskz_loadu_epi16(rest, w + 2 * whole), bits, i, q, x + whole, ld, half);
-    }
+    if (width)
+        chunk_of_codes(a, _mm512_maskz_loadu_epi16((1u << width) - 1, w), bits, i, q, x, paired);
 }
 
-INLINE void products_of(const Products *p, int bits) {
+INLINE void products_in(const Products *p, int bits, int paired) {
     const int span = bits == 8 ? 32 : 16, fields = bits == 8 ? 2 : 4;
     const int16_t *const q[4] = {p->x[0], p->x[1], p->x[2], p->x[3]};
     const __m512 times = v_load(p->times), add = v_load(p->add);
@@ -360,11 +360,11 @@ INLINE void products_of(const Products *p, int bits) {
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) a[i] = _mm512_setzero_si512();
             for (int page = 0; page < p->pages; page++) {
-                const int64_t at = (first + r) * p->stride, x = page * p->page;
-                row_of_codes(a, p->words[page] + at, p->next[page] + at, bits, 0, q, x, p);
-                if (bits != 8 || r + 16 >= count) continue;
-                row_of_codes(a, p->words[page] + at + 16 * p->stride,
-                             p->next[page] + at + 16 * p->stride, bits, 8, q, x, p);
+                const int64_t at = (first + r) * p->stride, more = 16 * p->stride;
+                const uint8_t *w = p->words[page] + at, *next = p->next[page] + at;
+                row_of_codes(a, w, next, bits, 0, q, page * p->page, p->width, paired);
+                if (bits == 8 && r + 16 < count)
+                    row_of_codes(a, w + more, next + more, bits, 8, q, page * p->page, p->width, paired);
             }
             sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(tree_int(a)), times, add);
         }
@@ -379,6 +379,13 @@ INLINE void products_of(const Products *p, int bits) {
             _mm512_mask_storeu_ps(to, there, s);
         }
     }
+}
+
+INLINE void products_of(const Products *p, int bits) {
+    if (p->x[0] == p->x[1] && p->x[2] == p->x[3])
+        products_in(p, bits, 1);
+    else
+        products_in(p, bits, 0);
 }
 
 #else
@@ -411,9 +418,10 @@ INLINE void products_of(const Products *p, int bits) {
                         const int f = i % fields, half = i / fields, bit = f * bits + 8 * half;
                         __m256i z = bit >= 8 ? _mm256_srli_epi16(x, 8) : x;
                         z = _mm256_and_si256(z, _mm256_set1_epi16(((1 << bits) - 1) << (bit & 7)));
-                        const int16_t *q = p->x[f] + 2 * pair * p->query + page * p->page + half * p->half + c;
+                        const int64_t chunk = (c / 32 * halves + half) * TILE + 2 * pair;
+                        const int16_t *q = p->x[f] + page * p->page + chunk * 32 + c % 32;
                         __m256i y0 = _mm256_loadu_si256((const void *)q);
-                        __m256i y1 = _mm256_loadu_si256((const void *)(q + p->query));
+                        __m256i y1 = _mm256_loadu_si256((const void *)(q + 32));
                         a[2 * f] = _mm256_add_epi32(a[2 * f], _mm256_madd_epi16(z, y0));
                         a[2 * f + 1] = _mm256_add_epi32(a[2 * f + 1], _mm256_madd_epi16(z, y1));
                     }
@@ -440,11 +448,11 @@ INLINE void products_of(const Products *p, int bits) {
             const int bit = f * bits + 8 * half, shift = bit & 8, mask = ((1 << bits) - 1) << (bit & 7);
             memcpy(words, p->words[page] + r * p->stride, 2 * p->width);
             for (int64_t c = 0; c < p->width; c++) codes[c] = (uint16_t)words[c] >> shift & mask;
-            for (int h = 0; h < TILE; h++) {
-                const int16_t *q = p->x[f] + h * p->query + page * p->page + half * p->half;
-                int32_t sum = 0;
-                for (int64_t c = 0; c < p->width; c++) sum += codes[c] * q[c];
-                sums[4 * f + h] += sum;
+            for (int64_t c = 0; c < p->width; c += 32) {
+                const int16_t *q = p->x[f] + page * p->page + (c / 32 * halves + half) * TILE * 32;
+                const int64_t count = p->width - c < 32 ? p->width - c : 32;
+                for (int h = 0; h < TILE; h++)
+                    for (int64_t j = 0; j < count; j++) sums[4 * f + h] += codes[c + j] * q[32 * h + j];
             }
         }
         put_sums(p, sums, r, fields);
