@@ -18,15 +18,17 @@ from torch import Tensor
 
 from disagg.kernels import (
     reference,
-    reference_append,
     reference_encode,
     reference_pages,
 )
+from disagg.kernels.cpu.append import append as append_on_cpu
 from disagg.kernels.cpu.attend import Waiting, is_served
 from disagg.kernels.cpu.attend import attend as attend_waiting
+from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.formats import QuantFormat, RawFormat
 from disagg.kernels.formats_paged import as_paged
 from disagg.kernels.parts import Part, UnitPartials
+from disagg.kernels.places import in_order
 from disagg.kernels.sealing import Sealing, is_sealable
 
 
@@ -101,7 +103,12 @@ def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
         raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
     if k.is_cuda:
         return _triton("encode").encode_quantized(k, v, fmt)
-    return reference_encode.encode_quantized(k, v, fmt)
+    if not is_encoded(as_paged(fmt), k):
+        return reference_encode.encode_quantized(k, v, fmt)
+    count = k.shape[1] // fmt.tokens
+    blocks = torch.empty(count, k.shape[0], fmt.block_bytes, dtype=torch.uint8)
+    seal_pages(k, v, in_order(blocks), as_paged(fmt), fmt.tokens)
+    return blocks
 
 
 def decode_quantized(
@@ -143,8 +150,8 @@ def append(
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {raw.head_dim}] is wanted"
         )
-    run = _triton("append") if arena.is_cuda else reference_append
-    run.append(arena, k, v, pages, slots, raw, raw_base, sealing)
+    run = _triton("append").append if arena.is_cuda else append_on_cpu
+    run(arena, k, v, pages, slots, raw, raw_base, sealing)
 
 
 def gather_raw(

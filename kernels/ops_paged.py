@@ -12,9 +12,11 @@ from torch import Tensor
 
 from disagg.kernels import reference_aligned, reference_encode_paged, reference_paged
 from disagg.kernels.cpu.attend import Waiting, is_served
+from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat, is_encodable
 from disagg.kernels.parts import Part
+from disagg.kernels.places import in_order
 from disagg.kernels.reference_aligned import Bits
 
 
@@ -101,6 +103,11 @@ def encode_segments(
     run = reference_encode_paged.encode_segments
     if k.is_cuda and is_encodable(fmt):
         run = import_module("disagg.kernels.encode").encode_segments
+    elif is_encoded(fmt, k) and absent is None:
+        blocks = k.new_empty(
+            k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes, dtype=torch.uint8
+        )
+        return blocks, seal_pages(k, v, in_order(blocks), fmt, tokens)
     return run(k, v, fmt, seeds, tokens, frozen, absent)
 
 

@@ -1,7 +1,7 @@
 """Sealing pages where they belong: encoders whose blocks go straight to addresses in an arena.
 
-The arguments and the bytes are those of encode_* in ops.py and ops_paged.py. On a GPU the kernels
-write to the addresses; elsewhere blocks are made first and then stored.
+The arguments and the bytes are those of encode_* in ops.py and ops_paged.py. Kernels and the C library
+write to the addresses; blocks of the torch reference are made first and then stored.
 """
 
 from importlib import import_module
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import ops, ops_paged
+from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.formats import QuantFormat
 from disagg.kernels.formats_aligned import AlignedFormat
 from disagg.kernels.formats_paged import PagedFormat, as_paged, is_encodable
@@ -24,6 +25,8 @@ def seal_quantized(k: Tensor, v: Tensor, places: Places, fmt: QuantFormat) -> No
         import_module("disagg.kernels.encode").seal_segments(
             k, v, places, as_paged(fmt), [0], tokens
         )
+    elif is_encoded(as_paged(fmt), k):
+        seal_pages(k, v, places, as_paged(fmt), fmt.tokens)
     else:
         _store(places, ops.encode_quantized(k, v, fmt))
 
@@ -47,6 +50,8 @@ def seal_segments(
             k, v, places, fmt, seeds, tokens, absent=absent
         )
         return found
+    if is_encoded(fmt, k) and absent is None:
+        return seal_pages(k, v, places, fmt, tokens)
     blocks, segments = ops_paged.encode_segments(k, v, fmt, seeds, tokens, absent=absent)
     _store(places, blocks)
     return segments

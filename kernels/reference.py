@@ -1,6 +1,6 @@
 """What every attention kernel computes, in plain torch: read this first.
 
-On a CPU it computes in fp64; fp32 takes the faster cpu_*.py, which say the same less plainly.
+On a CPU it computes in fp64; fp32 takes the C library in cpu/, which says the same less plainly.
 
 Attention works on the compressed form. With x = scale * (code + zero) per group,
 

@@ -1,4 +1,4 @@
-"""Attention on pages made of pieces, in plain torch: the spec of the kernels and of cpu_paged.py.
+"""Attention on pages made of pieces, in plain torch: the spec of the kernels and of cpu/attend.h.
 
 K and V are never built. Everything that a query or a segment can absorb is absorbed once:
 

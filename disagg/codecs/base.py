@@ -14,6 +14,7 @@ prefill to a token calls `decode`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from disagg.errors import ConfigError
+from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.parts import Part
 from disagg.kernels.places import Places
@@ -60,21 +62,27 @@ class Encoded:
 class Codec(ABC):
     """One method with its options. A subclass's fields are its options.
 
-    final_at:     when the bytes of its pages are final
-    attend_error: relative, of `attend` against exact attention on what `decode` gives, in fp32;
-                  in fp64 it is 1e-12, unless attention approximates by design
+    final_at:      when the bytes of its pages are final
+    attend_errors: of each backend of a CPU: relative, of `attend` against exact attention on what
+                   `decode` gives, in fp32; in fp64 it is 1e-12, unless attention approximates by
+                   design
     """
 
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = 64
-    attend_error: ClassVar[float] = 1e-5
+    attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
 
     @property
     def spec(self) -> str:
         """The canonical spec: every option, in declaration order."""
         options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def attend_error(self) -> float:
+        """The bound of `attend` by what computes it on this machine."""
+        return self.attend_errors[backend()]
 
     @property
     def tail_tokens(self) -> int:

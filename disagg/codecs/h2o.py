@@ -1,5 +1,6 @@
 """H2O: tokens that got little attention are dropped, the baseline (arXiv:2306.14048)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -11,6 +12,7 @@ from disagg.codecs.base import Codec, Encoded, require
 from disagg.codecs.paged import Planes
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
+from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.ops_kept import attend_dropped
 from disagg.kernels.parts import Part
 from disagg.kernels.reference_aligned import to_fp16
@@ -43,6 +45,7 @@ class H2O(Codec):
     name: ClassVar[str] = "h2o"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5
 

@@ -1,5 +1,6 @@
 """Exact K and V in raw pages: the baseline, and the shape of every codec's tail."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from disagg.codecs.base import Codec, Encoded, require
 from disagg.codecs.tables import PageTable
+from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import RawFormat
 from disagg.kernels.ops import attend_raw
 from disagg.kernels.parts import Part
@@ -27,6 +29,7 @@ class Raw(Codec):
 
     name: ClassVar[str] = "raw"
     page_tokens: ClassVar[int] = RAW_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     dtype: str = "model"
 

@@ -99,6 +99,17 @@ const char *disagg_path(int64_t path) {
     return found ? found->name : NULL;
 }
 
+void disagg_append(int64_t path, const Append *x, int64_t threads) {
+    (void)path, (void)threads; /* a few kilobytes */
+    for (int64_t i = 0; i < x->rows; i++)
+        for (int64_t h = 0; x->pages[i] >= 0 && h < x->heads; h++) {
+            uint8_t *block = x->arena + (int64_t)x->pages[i] * UNIT + h * x->block_bytes +
+                             x->slots[i] * x->token_bytes;
+            memcpy(block + x->k_base, x->k + i * x->k_row + h * x->k_head, x->token_bytes);
+            memcpy(block + x->v_base, x->v + i * x->v_row + h * x->v_head, x->token_bytes);
+        }
+}
+
 void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
     int64_t chunks = (a->m * a->width + ROWS - 1) / ROWS;
     share((Work)find_path(path)->attend, a, a->batch * a->heads * chunks, threads);

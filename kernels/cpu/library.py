@@ -18,9 +18,10 @@ from disagg.kernels.formats_paged import PagedFormat, Side
 
 PATHS = ("cpu-c", "cpu-avx2", "cpu-avx512vnni")  # from the plainest to the fastest
 TORCH = "torch"
-# relative, of attention on codes against exact attention on what they stand for: the library rounds
-# queries and weights to int16, torch computes in fp32
-CODE_ERRORS = {TORCH: 1e-5, **dict.fromkeys(PATHS, 5e-4)}
+# relative, of attention against exact attention on what pages stand for: over codes the library
+# rounds queries and weights to int16, all else is fp32
+EXACT_ERRORS = dict.fromkeys((TORCH, *PATHS), 1e-5)
+CODE_ERRORS = {**EXACT_ERRORS, **dict.fromkeys(PATHS, 5e-4)}
 BY = {"column": 0, "row": 1, "block": 2}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
@@ -63,6 +64,13 @@ EncodingC = _structure(
 )
 
 
+AppendC = _structure(
+    "AppendC",
+    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head token_bytes block_bytes k_base "
+    "v_base",
+)
+
+
 class AttentionC(ctypes.Structure):
     """Attention of pages.h."""
 
@@ -83,7 +91,7 @@ def load() -> ctypes.CDLL | None:
             continue
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
-        for name in ("disagg_attend", "disagg_encode"):
+        for name in ("disagg_attend", "disagg_encode", "disagg_append"):
             call = getattr(library, name)
             call.restype, call.argtypes = None, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         return library

@@ -62,6 +62,14 @@ typedef struct { /* tokens of one layer, and where their blocks go */
     int64_t base, unit, segment_tokens;
 } Encoding;
 
+typedef struct { /* one token per row, [rows][heads][D], into raw pages; a page below 0 is none */
+    uint8_t *arena;
+    const uint8_t *k, *v;
+    const int32_t *pages, *slots;
+    int64_t rows, heads, k_row, k_head, v_row, v_head; /* strides, in bytes */
+    int64_t token_bytes, block_bytes, k_base, v_base;
+} Append;
+
 typedef struct { /* one instruction set */
     const char *name;
     void (*attend)(const Attention *, int64_t unit);
