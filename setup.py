@@ -13,7 +13,7 @@ PAGES = Extension(
     "disagg.kernels.cpu._pages",
     sources=[str(path) for path in sorted(HERE.glob("*.c"))],
     depends=[str(path) for path in sorted(HERE.glob("*.h"))],
-    # encoders promise the reference's bytes: no a * b + c may be rounded once instead of twice
+    # encoders promise the reference's bytes: a * b + c is rounded as often as they say
     extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-Wno-psabi", "-pthread"],
     extra_link_args=["-pthread", "-lm"],
     optional=True,

@@ -1,5 +1,6 @@
 /* Encoders: the bytes of reference_encode.py and reference_quantize.py, bit for bit. Every step is
- * one rounded operation in the order of the reference; nothing is contracted. A side is a matrix
+ * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
+ * x * inverse + shift once, so this does; nothing else is contracted. A side is a matrix
  * whose groups run down its columns, so that sixteen columns are quantised together. */
 
 typedef struct { /* of one group of each column: code = clamp(round(shift + x * inverse)) + after */
@@ -91,7 +92,7 @@ static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, 
         V shift = v_load(g->shift + c), inverse = v_load(g->inverse + c);
         for (int64_t r = 0; r < rows; r++) {
             float *at = x + r * columns + c;
-            V y = v_round(v_add(shift, v_mul(v_load(at), inverse)));
+            V y = v_round(v_fused(v_load(at), inverse, shift));
             v_store(at, v_add(v_min(v_max(y, low), high), after));
         }
     }

@@ -199,6 +199,10 @@ INLINE V v_set(float x) {
     return r;
 }
 INLINE V v_fma(V a, V b, V c) { return v_add(v_mul(a, b), c); }
+INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
+    LANES c.x[i] = __builtin_fmaf(a.x[i], b.x[i], c.x[i]);
+    return c;
+}
 INLINE V v_zero_below(V a, V x, float limit) {
     LANES a.x[i] = x.x[i] >= limit ? a.x[i] : 0.0f;
     return a;
@@ -254,6 +258,9 @@ INLINE float v_most(V a) {
 }
 #endif
 
+#if defined(USE_AVX512) || defined(USE_AVX2)
+INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
+#endif
 #if !defined(USE_AVX512)
 INLINE V v_tree(const V *a) {
     float sums[16];
