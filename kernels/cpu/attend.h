@@ -62,22 +62,23 @@ static int64_t span_size(const Side *s, const Span *span) {
 static V put_rounded(const Side *s, const Span *span, const float *x, V by, int64_t first, int64_t end,
                      int h, int16_t *to) {
     const int64_t halves = halves_of(s), words = s->columns / halves;
-    const int64_t chunks = (span->width + 31) / 32;
-    V sum = v_set(0); /* below 2**24, so exact */
+    const int64_t chunks = (span->width + 31) / 32, whole = words % 32 || span->width % 32;
+    Sum sum = sum_of_none();
+    V others = v_set(0);
     to += 32 * h;
     for (int page = 0; page < span->pages; page++, x += s->columns, to += chunks * halves * TILE * 32) {
-        for (int64_t half = 0; half < halves && words % 16 == 0; half++)
-            for (int64_t w = 0; w < span->width; w += 16) {
-                const int64_t c = half * words + span->first + w;
-                if (c < first || c >= end) continue;
-                V r = v_round(v_mul(v_load(x + c), by));
-                sum = v_add(sum, r);
-                v_store_int16(to + (w / 32 * halves + half) * TILE * 32 + w % 32, r);
-            }
-        for (int64_t c = first; c < end && words % 16; c += 16) { /* eight may be of another half */
+        for (int64_t half = 0; half < halves && !whole; half++) {
+            const int64_t c = half * words + span->first;
+            int16_t *at = to + half * TILE * 32;
+            if (c < first || c >= end) continue;
+            for (int64_t w = 0; w < span->width; w += 32, at += halves * TILE * 32)
+                sum = v_store_rounded(at, v_mul(v_load(x + c + w), by),
+                                      v_mul(v_load(x + c + w + 16), by), sum);
+        }
+        for (int64_t c = first; c < end && whole; c += 16) { /* eight may be of another half */
             int16_t numbers[16];
             V r = v_round(v_mul(v_load(x + c), by));
-            sum = v_add(sum, r);
+            others = v_add(others, r);
             v_store_int16(numbers, r);
             for (int64_t i = 0; i < 16; i += 8) {
                 const int64_t half = (c + i) / words, w = (c + i) % words - span->first;
@@ -85,23 +86,31 @@ static V put_rounded(const Side *s, const Span *span, const float *x, V by, int6
             }
         }
     }
-    return sum;
+    return v_add(v_of_sum(sum), others);
 }
 
-/* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand */
+/* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand.
+ * biases: x times the zeros and the middle of the codes; sums: x. A code is then taken from the
+ * middle of its range, which halves the error of a rounded x. */
 static void round_group(const Side *s, const Span *span, float (*x)[LINE], const V *largest,
-                        const V *zeros, const V *sums, int64_t g, int64_t first, int64_t end,
+                        const V *biases, const V *sums, int64_t g, int64_t first, int64_t end,
                         Operand *op) {
-    const float middle = middle_of(s), center = s->zero < 0 ? (float)s->center : 0.0f;
+    const float middle = s->zero < 0 ? -(float)s->center : middle_of(s);
     int16_t *to = op->x + g * span_size(s, span);
+    float most[TILE], found[16];
+    V all[16];
+    most_of_four(largest, most);
     for (int h = 0; h < TILE; h++) {
-        float most = v_most(largest[h]) + 1e-30f, step = most * (1 / 32767.0f);
-        V whole = put_rounded(s, span, x[h], v_set(32767.0f / most), first, end, h, to);
-        float sum = v_sum(sums[h]), rounded = step * v_sum(whole);
-        op->step[g][h] = step;
-        op->sum[g][h] = sum;
-        /* a code is taken from the middle of its range: half the error of the rounded vector */
-        op->bias[g][h] = v_sum(zeros[h]) + (middle * (sum - rounded) + center * rounded);
+        V by = v_set(32767.0f / (most[h] + 1e-30f));
+        all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
+        all[4 + h] = all[12 + h] = biases[h];
+        all[8 + h] = sums[h];
+    }
+    v_store(found, v_tree(all));
+    for (int h = 0; h < TILE; h++) {
+        op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
+        op->sum[g][h] = found[8 + h];
+        op->bias[g][h] = found[4 + h] - middle * (op->step[g][h] * found[h]);
     }
 }
 
@@ -109,27 +118,28 @@ static void round_group(const Side *s, const Span *span, float (*x)[LINE], const
 static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages, const float *x,
                          Room *room, Operand *op) {
     const Span span = {0, s->columns / halves_of(s), pages};
+    const V middle = v_set(middle_of(s));
     for (int64_t g = 0; g < s->rows / s->group; g++) {
-        V most[TILE], zeros[TILE], sums[TILE];
-        for (int h = 0; h < TILE; h++) most[h] = zeros[h] = sums[h] = v_set(0);
+        V most[TILE], biases[TILE];
+        for (int h = 0; h < TILE; h++) most[h] = biases[h] = v_set(0);
         for (int page = 0; page < pages; page++) {
             const uint8_t *scale = blocks[page] + s->scale + 2 * g * s->columns;
             const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
             const float *from = x + page * s->columns;
             float *to = room->rows[0] + page * s->columns;
             for (int64_t c = 0; c < s->columns; c += 16) {
-                V by = v_half(scale + 2 * c), z = s->zero < 0 ? v_set(0) : v_half(zero + 2 * c);
+                V by = v_half(scale + 2 * c), z = v_set(0);
+                if (s->zero >= 0) z = v_add(v_half(zero + 2 * c), middle);
 #pragma GCC unroll 4
                 for (int h = 0; h < TILE; h++) {
                     V t = v_mul(v_load(from + h * LINE + c), by);
                     v_store(to + h * LINE + c, t);
                     most[h] = v_max(v_abs(t), most[h]);
-                    sums[h] = v_add(sums[h], t);
-                    zeros[h] = v_fma(t, z, zeros[h]);
+                    biases[h] = v_fma(t, z, biases[h]);
                 }
             }
         }
-        round_group(s, &span, room->rows, most, zeros, sums, g, 0, s->columns, op);
+        round_group(s, &span, room->rows, most, biases, biases, g, 0, s->columns, op);
     }
 }
 
@@ -146,18 +156,19 @@ static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
     for (int64_t g = 0; g < groups; g++) {
         const Span span = span_of_group(s, g);
         const int64_t size = span_size(s, &span);
-        V most[TILE], sums[TILE], none[TILE];
+        V most[TILE], sums[TILE], biases[TILE], middle = v_set(middle_of(s));
         for (int h = 0; h < TILE; h++) {
-            most[h] = sums[h] = none[h] = v_set(0);
+            most[h] = sums[h] = v_set(0);
             for (int64_t c = g * s->group; c < (g + 1) * s->group; c += 16) {
                 V t = v_load(x + h * LINE + c);
                 v_store(room->rows[h] + c, t);
                 most[h] = v_max(v_abs(t), most[h]);
                 sums[h] = v_add(sums[h], t);
             }
+            biases[h] = v_mul(sums[h], middle);
         }
         if (groups > 1) memset(op->x + g * size, 0, 2 * size);
-        round_group(s, &span, room->rows, most, none, sums, g, g * s->group, (g + 1) * s->group, op);
+        round_group(s, &span, room->rows, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
     }
 }
 
@@ -364,24 +375,28 @@ static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
 /* Scores s [4][LINE] of tokens from `first` on become weights; what was gathered is scaled down */
 static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, int64_t tokens,
                    float *down) {
+    V most[TILE];
+    float top[16] = {0}, change[16] = {0};
     for (int h = 0; h < TILE; h++) {
         int64_t lo = t->lo[h] - first, hi = t->hi[h] - first;
         for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
         for (int64_t i = hi < 0 ? 0 : hi; i < tokens; i++) s[h][i] = -__builtin_inff();
-        V most = v_set(t->top[h]), sum = v_load(t->total[h]);
-        for (int64_t i = 0; i < tokens; i += 16) most = v_max(most, v_load(s[h] + i));
-        float top = v_most(most), same[16];
-        V by = v_exp2(v_set(t->top[h] - top));
-        t->top[h] = top;
-        sum = v_mul(sum, by);
+        most[h] = v_set(t->top[h]);
+        for (int64_t i = 0; i < tokens; i += 16) most[h] = v_max(most[h], v_load(s[h] + i));
+    }
+    most_of_four(most, top);
+    for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
+    v_store(change, v_exp2(v_load(change)));
+    for (int h = 0; h < TILE; h++) {
+        V sum = v_mul(v_load(t->total[h]), v_set(change[h])), from = v_set(top[h]);
         for (int64_t i = 0; i < tokens; i += 16) {
-            V p = v_exp2(v_sub(v_load(s[h] + i), v_set(top)));
+            V p = v_exp2(v_sub(v_load(s[h] + i), from));
             v_store(s[h] + i, p);
             sum = v_add(sum, p);
         }
         v_store(t->total[h], sum);
-        v_store(same, by);
-        down[h] = same[0];
+        t->top[h] = top[h];
+        down[h] = change[h];
         if (f->v.turn && down[h] != 1.0f)
             for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] *= down[h];
     }

@@ -43,6 +43,15 @@ INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers that fit, or of
 }
 INLINE float v_sum(V a) { return _mm512_reduce_add_ps(a); }
 INLINE float v_most(V a) { return _mm512_reduce_max_ps(a); }
+typedef __m512i Sum; /* of numbers that were rounded, exact */
+INLINE Sum sum_of_none(void) { return _mm512_setzero_si512(); }
+INLINE V v_of_sum(Sum s) { return _mm512_cvtepi32_ps(s); }
+INLINE Sum v_store_rounded(int16_t *p, V a, V b, Sum s) { /* 32 numbers, as int16 */
+    __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
+    _mm512_storeu_si512(p, x);
+    return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
+}
 
 INLINE void transpose16(__m512 *a) {
     __m512 t[16], u[16];
@@ -89,6 +98,9 @@ INLINE void transpose16(__m512 *a) {
 #define SAME(x) (x)
 TREE(tree_int, __m512i, _mm512_add_epi32, _mm512_unpacklo_epi32, _mm512_unpackhi_epi32,
      _mm512_unpacklo_epi64, _mm512_unpackhi_epi64, SAME, SAME, _mm512_shuffle_i32x4)
+TREE(v_tree_most, __m512, _mm512_max_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps,
+     _mm512_unpacklo_pd, _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps,
+     _mm512_shuffle_f32x4)
 TREE(v_tree, __m512, _mm512_add_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
      _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps, _mm512_shuffle_f32x4)
 
@@ -267,7 +279,25 @@ INLINE V v_tree(const V *a) {
     for (int i = 0; i < 16; i++) sums[i] = v_sum(a[i]);
     return v_load(sums);
 }
+typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
+INLINE Sum sum_of_none(void) { return v_set(0); }
+INLINE V v_of_sum(Sum s) { return s; }
+INLINE Sum v_store_rounded(int16_t *p, V a, V b, Sum s) {
+    a = v_round(a), b = v_round(b);
+    v_store_int16(p, a);
+    v_store_int16(p + 16, b);
+    return v_add(s, v_add(a, b));
+}
 #endif
+INLINE void most_of_four(const V *a, float *to) { /* the largest number of each of four */
+#if defined(USE_AVX512)
+    const V all[16] = {a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3],
+                       a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3]};
+    _mm_storeu_ps(to, _mm512_castps512_ps128(v_tree_most(all)));
+#else
+    for (int i = 0; i < 4; i++) to[i] = v_most(a[i]);
+#endif
+}
 
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
     V y = v_max(x, v_set(-126.0f)), r = v_round(y), f = v_sub(y, r), p = v_set(0x1.4258ep-13f);
