@@ -1,8 +1,8 @@
 """The kernels as the other rooms call them: arguments checked here, run by device.
 
-What is on a GPU goes to Triton (gpu/) where that knows the format; all else to the torch reference,
-which is the spec of everything. A wrong dtype raises TypeError, a wrong shape, device or memory
-order ValueError. No silent copies.
+What is on a GPU goes to Triton (gpu/), what is on a CPU to the C library (cpu/), where these know
+the format and the library was built; all else to the torch reference, the spec of everything. A
+wrong dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
 
 Triton is imported on the first call that needs it: a machine without a GPU starts faster, and runs
 where there is no Triton at all.
@@ -16,12 +16,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu import append as cpu_append
+from disagg.kernels.cpu import attend as cpu_attend
+from disagg.kernels.cpu import encode as cpu_encode
 from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
 from disagg.kernels.reference import aligned, codes, exact, kept, pages, softmax
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
-from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target
+from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
 from disagg.kernels.view import Partial, View
 
 
@@ -33,8 +36,9 @@ def attend(
     q:     [B, M, Hq, D] fp32, or fp64 on a CPU - query head i reads KV head i // (Hq / heads)
     scale: multiplies q.k
     dtype: of the answer; that of q unless given. A query that sees nothing gets 0
-    error: 1e-5 relative by the reference in fp32, 1e-12 in fp64, about 5e-4 on a GPU, where q and p
-           are rounded to fp16; against exact attention on what `decode` gives
+    error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
+           and on a GPU, where q and p are rounded to 16 bits; against attention on what `decode`
+           gives
     """
     if not views:
         raise ValueError("no views; at least one is wanted")
@@ -43,7 +47,11 @@ def attend(
     dtype = dtype or q.dtype
     if on_gpu(q):
         return _gpu("reduce").merge([_attend_on_gpu(q, view, scale) for view in views], dtype)
-    partials = [_attend_by_reference(q, view, scale) for view in views]
+    served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
+    rest = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
+    partials = [_attend_by_reference(q, view, scale) for view in rest]
+    if served:
+        partials.append(cpu_attend.attend(q, served, scale))
     o = partials[0][0] if len(partials) == 1 else softmax.merge(partials)
     return o.to(dtype)
 
@@ -85,6 +93,10 @@ def encode(
     elif on_gpu(k) and fmt.is_encodable:
         found: tuple[Tensor, Tensor | None] = _gpu("encode").encode(k, v, fmt, cut, absent, target)
         return found
+    elif absent is None and cpu_encode.is_encoded(fmt, k):
+        shape = (0 if target else k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes)
+        blocks = k.new_empty(shape, dtype=torch.uint8)
+        return blocks, cpu_encode.seal_pages(k, v, target or in_order(blocks), fmt, cut.tokens)
     else:
         blocks, segments = encoders.encode(k, v, fmt, cut, absent)
     if target is None:
@@ -125,7 +137,7 @@ def append(
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {rows.fmt.head_dim}] is wanted"
         )
-    run = _gpu("append").append if on_gpu(arena) else encoders.append
+    run = _gpu("append").append if on_gpu(arena) else cpu_append.append
     run(arena, k, v, rows, sealing)
 
 

@@ -12,6 +12,7 @@ graph can repeat them. The last token of a page may be the row's own; it is neve
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, ExactFormat, PageFormat
@@ -35,6 +36,13 @@ class Target:
     pages: Tensor
     base: int = 0
     unit: int = ARENA_UNIT
+
+
+def in_order(blocks: Tensor) -> Target:
+    """Blocks [P, H, block_bytes] u8, one page after another."""
+    count, heads, block_bytes = blocks.shape
+    pages = torch.arange(count, dtype=torch.int32, device=blocks.device)
+    return Target(blocks.view(-1), pages, unit=heads * block_bytes)
 
 
 @dataclass(frozen=True)

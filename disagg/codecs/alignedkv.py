@@ -1,5 +1,6 @@
 """AlignedKV: fp16 in bit planes, of which attention reads what it needs (arXiv:2409.16546)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -11,6 +12,7 @@ from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, LastQueries, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
+from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.reference.aligned import read_planes
 from disagg.kernels.reference.pages import DenseBlocks
@@ -33,7 +35,7 @@ class AlignedKV(Codec):
     """
 
     name: ClassVar[str] = "alignedkv"
-    attend_error: ClassVar[float] = 2**-7
+    attend_errors: ClassVar[Mapping[str, float]] = dict.fromkeys(EXACT_ERRORS, 2**-7)
 
     def page_layout(self, head_dim: int) -> Layout:
         require(head_dim % 16 == 0, f"alignedkv pairs 16 channels; the head dim is {head_dim}")

@@ -14,6 +14,7 @@ prefill to a token calls `decode`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from disagg.codecs.tables import PageTable
 from disagg.errors import ConfigError
+from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.ops import seal_page
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
 from disagg.kernels.view import View
@@ -61,21 +63,26 @@ class LastQueries:
 class LayerCodec(ABC):
     """One method with its options. A subclass's fields are its options.
 
-    final_at:     when the bytes of its pages are final
-    attend_error: relative, of attention against exact attention on what `decode` gives, in fp32;
-                  in fp64 it is 1e-12, unless attention approximates by design
+    final_at:      when the bytes of its pages are final
+    attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
+                   `decode` gives, in fp32; in fp64 it is 1e-12, unless it approximates by design
     """
 
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = 64
-    attend_error: ClassVar[float] = 1e-5
+    attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
 
     @property
     def spec(self) -> str:
         """The canonical spec: every option, in declaration order."""
         options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
         return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def attend_error(self) -> float:
+        """The bound of attention by what computes it on this machine."""
+        return self.attend_errors[backend()]
 
     @property
     def tail_tokens(self) -> int:

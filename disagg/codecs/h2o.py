@@ -1,5 +1,6 @@
 """H2O without its eviction while decoding: the baseline that drops tokens (arXiv:2306.14048)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
+from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
@@ -43,6 +45,7 @@ class H2O(Codec):
     name: ClassVar[str] = "h2o"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5
 

@@ -1,5 +1,6 @@
 """Exact K and V in raw pages: the baseline, and the shape of every codec's tail."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, LastQueries, require
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.tables import PageTable
+from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
@@ -29,6 +31,7 @@ class Raw(Codec):
 
     name: ClassVar[str] = "raw"
     page_tokens: ClassVar[int] = RAW_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     dtype: str = "model"
 

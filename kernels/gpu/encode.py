@@ -29,7 +29,7 @@ from disagg.kernels.gpu.lowrank import encode_low_rank
 from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import rotation, unrotate
 from disagg.kernels.reference.pages import DenseBlocks, store_blocks
-from disagg.kernels.sealing import Segmentation, Target
+from disagg.kernels.sealing import Segmentation, Target, in_order
 
 CHANNELS = 32  # of a segment that one program reads
 
@@ -147,13 +147,6 @@ def encode(
         if needed:
             encode_low_rank(missing, where, segments, fmt, cut)
     return blocks, segments if fmt.segment_bytes else None
-
-
-def in_order(blocks: Tensor) -> Target:
-    """Blocks [P, H, block_bytes] u8, one page after another."""
-    count, heads, block_bytes = blocks.shape
-    pages = torch.arange(count, dtype=torch.int32, device=blocks.device)
-    return Target(blocks.view(-1), pages, unit=heads * block_bytes)
 
 
 def _clear_gaps(where: Target, heads: int, fmt: PageFormat) -> None:
