@@ -38,19 +38,19 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "starlette": ["disagg/server/"],
     "uvicorn": ["disagg/server/"],
     "pydantic": ["disagg/server/"],
-    "triton": ["kernels/"],
+    "triton": ["kernels/gpu/", "disagg/bench/machine_code.py"],
     "matplotlib": ["disagg/report/"],
     "typer": ["disagg/cli"],
 }
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
-    "bench": 2650,
+    "bench": 3100,
     "cli": 970,
-    "codecs": 2660,
+    "codecs": 2530,
     "engine": 1140,
     "files": 1570,  # disagg/*.py
-    "kernels": 7710,
-    "model": 1165,
+    "kernels": 5445,
+    "model": 1170,
     "report": 120,
     "server": 715,
     "transfer": 5015,
@@ -59,7 +59,7 @@ BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more arg
     "training": 615,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 15720  # of all these rooms together
+PACKAGE_BUDGET = 16175  # of all these rooms together
 TWICE = {  # names of classes that two files have; none may be added
     "Abort",
     "Admit",
@@ -69,7 +69,6 @@ TWICE = {  # names of classes that two files have; none may be added
     "Decoder",
     "Handoff",
     "Intake",
-    "Kept",
     "Release",
     "Request",
     "Source",
