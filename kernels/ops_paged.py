@@ -5,6 +5,7 @@ raises TypeError, a wrong shape or device ValueError. On a GPU everything but `d
 Triton where the kernels know the format; the rest is the torch reference.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -41,7 +42,7 @@ def attend_paged(
     for there in (segments, owner):
         if there is not None and there.device != q.device:
             raise ValueError(f"q is on {q.device}, another argument on {there.device}")
-    run = reference_paged.attend_paged
+    run: Callable[..., Part] = reference_paged.attend_paged
     if q.dtype == torch.float32 and runs_on_gpu(fmt, q.device):
         run = import_module("disagg.kernels.paged_pieces").attend_paged
     elif is_served(fmt, q):

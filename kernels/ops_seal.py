@@ -1,7 +1,7 @@
 """Sealing pages where they belong: encoders whose blocks go straight to addresses in an arena.
 
-The arguments and the bytes are those of encode_* in ops.py and ops_paged.py. Kernels and the C library
-write to the addresses; blocks of the torch reference are made first and then stored.
+The arguments and the bytes are those of encode_* in ops.py and ops_paged.py. Kernels and the C
+library write to the addresses; blocks of the torch reference are made first and then stored.
 """
 
 from importlib import import_module

@@ -39,4 +39,5 @@ class UnitPartials:
     tile: int = 1
 
 
-Part = Partial | UnitPartials | Waiting
+UnitPart = Partial | UnitPartials  # of tensors on one GPU
+Part = UnitPart | Waiting

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.parts import Part, UnitPartials
+from disagg.kernels.parts import UnitPart, UnitPartials
 from disagg.kernels.reference import Partial
 from disagg.kernels.shape import pad_batch
 from disagg.kernels.tiles import EMPTY
@@ -90,12 +90,12 @@ def add_units(
     return m, l, b_o
 
 
-def merge(parts: list[Part], dtype: torch.dtype = torch.float32) -> Tensor:
+def merge(parts: list[UnitPart], dtype: torch.dtype = torch.float32) -> Tensor:
     """The answer of all parts: [B, M, Hq, D] of dtype. See reference.merge."""
     return join(parts, dtype)[0]
 
 
-def join(parts: list[Part], dtype: torch.dtype = torch.float32) -> Partial:
+def join(parts: list[UnitPart], dtype: torch.dtype = torch.float32) -> Partial:
     """The answer, and its log-sum-exp [B, M, Hq] fp32."""
     found = [as_units(part) for part in parts]
     o, queries, head_dim = found[0].o, found[0].queries, found[0].o.shape[2]
@@ -117,7 +117,7 @@ def join(parts: list[Part], dtype: torch.dtype = torch.float32) -> Partial:
     return merged, lse
 
 
-def as_units(part: Part) -> UnitPartials:
+def as_units(part: UnitPart) -> UnitPartials:
     """A part that is one (o, log-sum-exp), from the reference, as one unit of each sequence."""
     if isinstance(part, UnitPartials):
         return part

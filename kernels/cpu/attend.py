@@ -72,8 +72,8 @@ def attend(waiting: list[Waiting]) -> Partial:
 
 def _fill(table: ctypes.Structure, x: Waiting) -> list[Tensor | None]:
     """Say where a table is; the tensors that have to stay until it was read."""
-    shared = (x.segments, x.owner) if x.segments is not None and x.owner is not None else (None, None)
-    held = [None if y is None else y.contiguous() for y in (x.pages, x.lo, x.hi, *shared)]
+    tensors = (x.pages, x.lo, x.hi, x.segments, x.owner)
+    held = [None if y is None else y.contiguous() for y in tensors]
     segments = 0 if x.segments is None else x.segments.shape[1]
     values = (
         *(ctypes.addressof(format_of(x.fmt)), address(x.arena), *map(address, held)),

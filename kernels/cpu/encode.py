@@ -21,7 +21,9 @@ def is_encoded(fmt: PagedFormat, k: Tensor) -> bool:
     return not k.is_cuda and backend() != TORCH and _is_known(fmt)
 
 
-def seal_pages(k: Tensor, v: Tensor, places: Places, fmt: PagedFormat, tokens: int) -> Tensor | None:
+def seal_pages(
+    k: Tensor, v: Tensor, places: Places, fmt: PagedFormat, tokens: int
+) -> Tensor | None:
     """Write the pages of k, v [H, n, D] to their places; all their tokens are there.
 
     tokens:  of a segment; returns segments [S, H, segment_bytes] u8, or None where there are none

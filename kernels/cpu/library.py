@@ -29,10 +29,13 @@ NO_TYPE = 4
 _forced: list[str] = []
 
 
-def _structure(name: str, spec: str) -> type[ctypes.Structure]:
-    """A struct of int64 fields, and of pointers (`*name`)."""
-    fields = [(f.lstrip("*"), ctypes.c_void_p if f[0] == "*" else ctypes.c_int64) for f in spec.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+def _structure(name: str, spec: str, **more: type) -> type[ctypes.Structure]:
+    """A struct of pages.h: of int64 and of pointers (`*name`), and what comes after them."""
+    fields: list[tuple[str, type]] = []
+    for field in spec.split():
+        kind = ctypes.c_void_p if field.startswith("*") else ctypes.c_int64
+        fields.append((field.lstrip("*"), kind))
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *more.items()]})
 
 
 SideC = _structure(
@@ -42,17 +45,9 @@ SideC = _structure(
 )
 
 
-class FormatC(ctypes.Structure):
-    """Format of pages.h."""
-
-    _fields_ = [
-        *((n, ctypes.c_int64) for n in "tokens head_dim block_bytes segment_bytes valid".split()),
-        *((n, ctypes.c_int64) for n in "raw raw_k raw_v".split()),
-        ("k", SideC),
-        ("v", SideC),
-    ]
-
-
+FormatC = _structure(
+    "FormatC", "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v", k=SideC, v=SideC
+)
 TableC = _structure(
     "TableC",
     "*format *arena *pages *lo *hi *segments *owner num_pages num_segments base segment_base",
@@ -66,19 +61,16 @@ EncodingC = _structure(
 
 AppendC = _structure(
     "AppendC",
-    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head token_bytes block_bytes k_base "
-    "v_base",
+    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head token_bytes block_bytes "
+    "k_base v_base",
 )
 
 
-class AttentionC(ctypes.Structure):
-    """Attention of pages.h."""
-
-    _fields_ = [
-        *((n, ctypes.c_void_p) for n in "tables q o lse".split()),
-        *((n, ctypes.c_int64) for n in "num_tables batch m heads width head_dim".split()),
-        ("scale", ctypes.c_float),
-    ]
+AttentionC = _structure(
+    "AttentionC",
+    "*tables *q *o *lse num_tables batch m heads width head_dim",
+    scale=ctypes.c_float,
+)
 
 
 @cache
@@ -139,7 +131,7 @@ def address(x: Tensor | None) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def format_of(fmt: PagedFormat | RawFormat) -> FormatC:
+def format_of(fmt: PagedFormat | RawFormat) -> ctypes.Structure:
     """A format as the library reads it; it lives as long as the process."""
     if isinstance(fmt, RawFormat):
         kind = TYPES[getattr(torch, fmt.dtype)]

@@ -147,7 +147,9 @@ def test_what_no_query_sees_may_be_no_number(path):
     assert torch.equal(attend.attend([wait(fmt, case, 2)])[0], exact)
 
 
-@pytest.mark.parametrize("name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "raw"])
+@pytest.mark.parametrize(
+    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "raw"]
+)
 def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, path):
     """Not on the batch, the threads, or the queries that come together."""
     segments = owner = None
@@ -263,7 +265,9 @@ def test_bytes_of_kivi_are_those_of_the_reference(name, path):
         assert torch.equal(blocks, encode_quantized(k[:, :n], v[:, :n], fmt))
 
 
-@pytest.mark.parametrize("name", ["kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "ott"])
+@pytest.mark.parametrize(
+    "name", ["kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "ott"]
+)
 def test_bytes_of_pieces_are_those_of_the_reference(name, path):
     fmt = make_format(**FORMATS[name])
     for k, v in hostile(fmt.head_dim, 192):
