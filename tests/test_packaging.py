@@ -1,6 +1,7 @@
 """The package runs as a wheel, as an editable install and from a checkout, from any folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -45,6 +46,17 @@ def test_the_wheel_holds_real_files_and_the_default_model(wheel: Path) -> None:
     size = sum(path.stat().st_size for path in (wheel / "disagg/model/default").iterdir())
     assert size <= 25e6
     assert not (wheel / "kernels").exists()
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+def test_the_wheel_holds_the_library_of_a_cpu(wheel: Path) -> None:
+    code = "from disagg.kernels.cpu.library import backend; print(backend())"
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=wheel, env=environment, check=True, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("cpu-")
 
 
 @pytest.mark.parametrize("start", ["root", "elsewhere"])

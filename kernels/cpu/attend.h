@@ -1,4 +1,4 @@
-/* Attention on pages, four queries at a time. The algebra is that of reference_paged.py: scales go
+/* Attention on pages, four queries at a time. The algebra is that of reference/codes.py: scales go
  * into the vector that codes are contracted with, zeros into one number. That vector is rounded to
  * int16 of its largest number, the sums of products are exact. One softmax runs over all tables, in
  * the order of tokens; what a query sees of a page depends on nothing but the query, so neither does
@@ -280,34 +280,70 @@ static void multiply_numbers(int type, const uint8_t *rows, int64_t stride, int6
     TYPE(FP8);
 }
 
+static void transpose4(Four *a) {
+    Four x = __builtin_shufflevector(a[0], a[1], 0, 4, 1, 5);
+    Four y = __builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
+    Four z = __builtin_shufflevector(a[0], a[1], 2, 6, 3, 7);
+    Four w = __builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
+    a[0] = __builtin_shufflevector(x, y, 0, 1, 4, 5);
+    a[1] = __builtin_shufflevector(x, y, 2, 3, 6, 7);
+    a[2] = __builtin_shufflevector(z, w, 0, 1, 4, 5);
+    a[3] = __builtin_shufflevector(z, w, 2, 3, 6, 7);
+}
+
 /* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
 static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Four *rows) {
     const uint8_t *index = block + s->index;
-    const int64_t step = 256 / s->slots;
-    float delta[256];
+    const int64_t step = s->slots > 64 ? 4 : 256 / s->slots & ~3;
+    float delta[1024];
     for (int64_t start = 0; start < s->columns; start += step) {
         int64_t end = start + step < s->columns ? start + step : s->columns;
         read_halves(delta, block + s->delta + 2 * start * s->slots, (end - start) * s->slots);
         const float *d = delta;
-        for (int64_t c = start; c < end; c++) {
-            Four by = {x[c], x[LINE + c], x[2 * LINE + c], x[3 * LINE + c]};
-            for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by * *d++;
+        for (int64_t c = start; c < end; c += 4) {
+            Four by[4];
+            for (int h = 0; h < TILE; h++) memcpy(by + h, x + h * LINE + c, 16);
+            transpose4(by);
+            for (int j = 0; j < 4; j++)
+                for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
         }
     }
 }
 
 /* What was gathered, into out [4][LINE] */
 static void add_sparse(const Four *rows, int64_t count, float *out) {
-    for (int64_t r = 0; r < count; r++)
-        for (int h = 0; h < TILE; h++) out[h * LINE + r] += rows[r][h];
+    for (int64_t r = 0; r < count; r += 4) {
+        Four a[4] = {rows[r], rows[r + 1], rows[r + 2], rows[r + 3]}, y;
+        transpose4(a);
+        for (int h = 0; h < TILE; h++) {
+            memcpy(&y, out + h * LINE + r, 16);
+            y += a[h];
+            memcpy(out + h * LINE + r, &y, 16);
+        }
+    }
 }
 
 /* A of a page [tokens][rank], lying: [rank][tokens] */
+static inline __attribute__((always_inline)) void lay(const float *flat, int64_t rank, int64_t tokens,
+                                                      float (*to)[MAX_TOKENS]) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < rank; i++) to[i][t] = flat[t * rank + i];
+}
 static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
-    float *flat = room->part[0];
-    read_halves(flat, block + s->a, tokens * s->rank);
-    for (int64_t i = 0; i < s->rank; i++)
-        for (int64_t t = 0; t < tokens; t++) room->lowered[i][t] = flat[t * s->rank + i];
+    const float *flat = room->part[0];
+    read_halves(room->part[0], block + s->a, tokens * s->rank);
+    if (s->rank == 4) {
+        for (int64_t t = 0; t < tokens; t += 4) {
+            Four a[4];
+            memcpy(a, flat + 4 * t, sizeof a);
+            transpose4(a);
+            for (int i = 0; i < 4; i++) memcpy(room->lowered[i] + t, a + i, 16);
+        }
+    } else if (s->rank == 2) {
+        lay(flat, 2, tokens, room->lowered);
+    } else {
+        lay(flat, s->rank, tokens, room->lowered);
+    }
 }
 
 /* x T_S^T, block by block of channels, or back: y [4][LINE] */
@@ -336,12 +372,13 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
         x = t->turned[0];
     }
     if (k->rank) {
-        float basis[MAX_RANK];
+        float basis[16 * MAX_RANK];
         memset(t->low_q, 0, sizeof t->low_q);
         for (int64_t d = 0; d < f->head_dim; d++) {
-            read_halves(basis, segment + k->b + 2 * d * k->rank, k->rank);
+            const float *b = basis + d % 16 * k->rank;
+            if (d % 16 == 0) read_halves(basis, segment + k->b + 2 * d * k->rank, 16 * k->rank);
             for (int h = 0; h < TILE; h++)
-                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * basis[i];
+                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * b[i];
         }
     }
     if (k->shared) fold_columns(k, &segment, 1, x, room, &t->k);
@@ -359,12 +396,13 @@ static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
         clear(t->o, f->head_dim);
     }
     if (v->rank) {
-        float basis[MAX_RANK];
+        float basis[16 * MAX_RANK];
         for (int64_t d = 0; d < f->head_dim; d++) {
-            read_halves(basis, segment + v->b + 2 * d * v->rank, v->rank);
+            const float *b = basis + d % 16 * v->rank;
+            if (d % 16 == 0) read_halves(basis, segment + v->b + 2 * d * v->rank, 16 * v->rank);
             for (int h = 0; h < TILE; h++) {
                 float sum = 0;
-                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * basis[i];
+                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * b[i];
                 t->o[h][d] += sum;
             }
         }

@@ -53,10 +53,8 @@ def attend(q: Tensor, views: Sequence[View], scale: float) -> Partial:
 def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
     """Say where a view is; the tensors that have to stay until it was read."""
     assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
-    shared = (None, None)
-    if view.segments is not None and view.owner is not None:
-        shared = view.segments, view.owner  # type: ignore[assignment]
-    held = [None if x is None else x.contiguous() for x in (view.pages, view.lo, view.hi, *shared)]
+    tensors = (view.pages, view.lo, view.hi, view.segments, view.owner)
+    held = [None if x is None else x.contiguous() for x in tensors]
     segments = 0 if view.segments is None else view.segments.shape[1]
     values = (
         *(ctypes.addressof(format_of(view.fmt)), address(view.arena), *map(address, held)),

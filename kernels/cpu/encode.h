@@ -1,4 +1,4 @@
-/* Encoders: the bytes of reference_encode.py and reference_quantize.py, bit for bit. Every step is
+/* Encoders: the bytes of reference/encode.py and quantize.py, bit for bit. Every step is
  * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
  * x * inverse + shift once, so this does; nothing else is contracted. A side is a matrix
  * whose groups run down its columns, so that sixteen columns are quantised together. */

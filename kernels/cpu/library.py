@@ -28,12 +28,13 @@ NO_TYPE = 4
 _forced: list[str] = []
 
 
-def _structure(name: str, spec: str) -> type[ctypes.Structure]:
-    """A struct of int64 fields, and of pointers (`*name`)."""
-    fields = [
-        (f.lstrip("*"), ctypes.c_void_p if f[0] == "*" else ctypes.c_int64) for f in spec.split()
-    ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+def _structure(name: str, spec: str, **more: type) -> type[ctypes.Structure]:
+    """A struct of pages.h: of int64 and of pointers (`*name`), and what comes after them."""
+    fields: list[tuple[str, type]] = []
+    for field in spec.split():
+        kind = ctypes.c_void_p if field.startswith("*") else ctypes.c_int64
+        fields.append((field.lstrip("*"), kind))
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *more.items()]})
 
 
 SideC = _structure(
@@ -43,20 +44,9 @@ SideC = _structure(
 )
 
 
-class FormatC(ctypes.Structure):
-    """Format of pages.h."""
-
-    _fields_ = [
-        *(
-            (n, ctypes.c_int64)
-            for n in ["tokens", "head_dim", "block_bytes", "segment_bytes", "valid"]
-        ),
-        *((n, ctypes.c_int64) for n in ["raw", "raw_k", "raw_v"]),
-        ("k", SideC),
-        ("v", SideC),
-    ]
-
-
+FormatC = _structure(
+    "FormatC", "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v", k=SideC, v=SideC
+)
 TableC = _structure(
     "TableC",
     "*format *arena *pages *lo *hi *segments *owner num_pages num_segments base segment_base",
@@ -75,14 +65,11 @@ AppendC = _structure(
 )
 
 
-class AttentionC(ctypes.Structure):
-    """Attention of pages.h."""
-
-    _fields_ = [
-        *((n, ctypes.c_void_p) for n in ["tables", "q", "o", "lse"]),
-        *((n, ctypes.c_int64) for n in ["num_tables", "batch", "m", "heads", "width", "head_dim"]),
-        ("scale", ctypes.c_float),
-    ]
+AttentionC = _structure(
+    "AttentionC",
+    "*tables *q *o *lse num_tables batch m heads width head_dim",
+    scale=ctypes.c_float,
+)
 
 
 @cache
@@ -143,7 +130,7 @@ def address(x: Tensor | None) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def format_of(fmt: PageFormat | ExactFormat) -> FormatC:
+def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
     """A format as the library reads it; it lives as long as the process."""
     if isinstance(fmt, ExactFormat):
         kind = TYPES[getattr(torch, fmt.dtype)]

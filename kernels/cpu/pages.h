@@ -1,4 +1,4 @@
-/* What the C of a CPU knows of pages: the numbers of formats.py and formats_paged.py, as library.py
+/* What the C of a CPU knows of pages: the numbers of formats.py, as library.py
  * fills them in. Offsets are bytes from the start of a block; -1 says that a plane is not there. */
 #ifndef DISAGG_PAGES_H
 #define DISAGG_PAGES_H
