@@ -110,7 +110,8 @@ class LayerCodec(ABC):
         return None
 
     def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        """The segment of each page sealed while decoding; None: such a page joins the last one."""
+        """The segment of each page sealed while decoding. None: it joins the first one, or, with
+        a layout of its own, has all that it needs."""
         return None
 
     def layer_group(

@@ -13,7 +13,7 @@ class DecoQuant(QuantizedCodec):
     """K = T_L T_S for every block of channels; T_L symmetric in `bits`, T_S in 16 bits.
 
     T_S comes from the singular value decomposition of a segment of 2,048 tokens, for each KV head,
-    K and V by themselves; tokens decoded later use the last segment's. Attention multiplies the
+    K and V by themselves; tokens decoded later use the first segment's. Attention multiplies the
     query and the output by T_S instead of building K and V.
 
     bits:   2 (that is -1, 0, 1), 4 or 8

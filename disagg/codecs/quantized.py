@@ -112,8 +112,10 @@ def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
 @lru_cache
 def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
     """The format of a page sealed while decoding."""
-    page = codec.flush_page_layout(head_dim) or codec.page_layout(head_dim)
-    segment = codec.flush_segment_layout(head_dim) or codec.segment_layout(head_dim)
+    page, segment = codec.flush_page_layout(head_dim), codec.flush_segment_layout(head_dim)
+    if page is None:
+        page = codec.page_layout(head_dim)
+        segment = segment or codec.segment_layout(head_dim)
     return codec.format_of(page, segment, head_dim)
 
 
