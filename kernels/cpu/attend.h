@@ -36,7 +36,7 @@ static void clear(float (*x)[LINE], int64_t dim) {
 
 static void read_halves(float *to, const uint8_t *from, int64_t count) {
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) v_store(to + i, v_half(from + 2 * i));
+    for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
     for (; i < count; i++) {
         uint16_t h;
         memcpy(&h, from + 2 * i, 2);
@@ -72,14 +72,15 @@ static V put_rounded(const Side *s, const Span *span, const float *x, V by, int6
             int16_t *at = to + half * TILE * 32;
             if (c < first || c >= end) continue;
             for (int64_t w = 0; w < span->width; w += 32, at += halves * TILE * 32)
-                sum = v_store_rounded(at, v_mul(v_load(x + c + w), by),
-                                      v_mul(v_load(x + c + w + 16), by), sum);
+                sum = store_rounded(at, x + c + w, by, sum);
         }
         for (int64_t c = first; c < end && whole; c += 16) { /* eight may be of another half */
             int16_t numbers[16];
-            V r = v_round(v_mul(v_load(x + c), by));
-            others = v_add(others, r);
-            v_store_int16(numbers, r);
+            for (int i = 0; i < 16; i += LANES) {
+                V r = v_round(v_mul(v_load(x + c + i), by));
+                others = v_add(others, r);
+                v_store_int16(numbers + i, r);
+            }
             for (int64_t i = 0; i < 16; i += 8) {
                 const int64_t half = (c + i) / words, w = (c + i) % words - span->first;
                 memcpy(to + (w / 32 * halves + half) * TILE * 32 + w % 32, numbers + i, 16);
@@ -106,7 +107,7 @@ static void round_group(const Side *s, const Span *span, float (*x)[LINE], const
         all[4 + h] = all[12 + h] = biases[h];
         all[8 + h] = sums[h];
     }
-    v_store(found, v_tree(all));
+    sums_of(all, found);
     for (int h = 0; h < TILE; h++) {
         op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
         op->sum[g][h] = found[8 + h];
@@ -127,7 +128,7 @@ static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages,
             const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
             const float *from = x + page * s->columns;
             float *to = room->rows[0] + page * s->columns;
-            for (int64_t c = 0; c < s->columns; c += 16) {
+            for (int64_t c = 0; c < s->columns; c += LANES) {
                 V by = v_half(scale + 2 * c), z = v_set(0);
                 if (s->zero >= 0) z = v_add(v_half(zero + 2 * c), middle);
 #pragma GCC unroll 4
@@ -159,7 +160,7 @@ static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
         V most[TILE], sums[TILE], biases[TILE], middle = v_set(middle_of(s));
         for (int h = 0; h < TILE; h++) {
             most[h] = sums[h] = v_set(0);
-            for (int64_t c = g * s->group; c < (g + 1) * s->group; c += 16) {
+            for (int64_t c = g * s->group; c < (g + 1) * s->group; c += LANES) {
                 V t = v_load(x + h * LINE + c);
                 v_store(room->rows[h] + c, t);
                 most[h] = v_max(v_abs(t), most[h]);
@@ -186,8 +187,7 @@ static void multiply(const Side *s, const Strip *strip, const Span *span, const 
     int planes = planes_of(s);
     for (int64_t c = 0; c < span->width; c += part) {
         const int64_t at = s->codes + 2 * (r * words + span->first + c);
-        Products p = {.stride = 2 * words,
-                      .width = span->width - c < part ? span->width - c : part,
+        Products p = {.stride = 2 * words, .width = span->width - c < part ? span->width - c : part,
                       .page = span_size(s, span) / span->pages,
                       .ld = LINE,
                       .plane = s->rows / planes,
@@ -235,7 +235,7 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
         if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
         for (int h = 0; h < TILE; h++)
-            for (int64_t r = 0; r < s->rows; r += 16) {
+            for (int64_t r = 0; r < s->rows; r += LANES) {
                 V y = v_load(room->part[h] + r), sum = v_set(op->sum[g][h]);
                 if (s->zero >= 0) y = v_fma(v_load(room->zero + r), sum, y);
                 y = v_mul(y, v_load(room->scale + r));
@@ -246,14 +246,14 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
 }
 
 /* Rows of numbers, four at a time, times four vectors x [4][LINE]: out [4][LINE] */
-static inline __attribute__((always_inline)) void multiply_numbers_of(
+INLINE void multiply_numbers_of(
     int type, const uint8_t *rows, int64_t stride, int64_t count, int64_t columns, const float *x,
     float times, float *out) {
     for (int64_t r = 0; r < count; r += 4) {
         V a[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) a[i] = v_set(0);
-        for (int64_t c = 0; c < columns; c += 16) {
+        for (int64_t c = 0; c < columns; c += LANES) {
             V y[4];
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
@@ -265,8 +265,8 @@ static inline __attribute__((always_inline)) void multiply_numbers_of(
             }
         }
         float sums[16];
-        v_store(sums, v_mul(v_tree(a), v_set(times)));
-        for (int h = 0; h < TILE; h++) memcpy(out + h * LINE + r, sums + 4 * h, 16);
+        sums_of(a, sums);
+        for (int i = 0; i < 16; i++) out[i / 4 * LINE + r + i % 4] = sums[i] * times;
     }
 }
 static void multiply_numbers(int type, const uint8_t *rows, int64_t stride, int64_t count,
@@ -324,11 +324,6 @@ static void add_sparse(const Four *rows, int64_t count, float *out) {
 }
 
 /* A of a page [tokens][rank], lying: [rank][tokens] */
-static inline __attribute__((always_inline)) void lay(const float *flat, int64_t rank, int64_t tokens,
-                                                      float (*to)[MAX_TOKENS]) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t i = 0; i < rank; i++) to[i][t] = flat[t * rank + i];
-}
 static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
     const float *flat = room->part[0];
     read_halves(room->part[0], block + s->a, tokens * s->rank);
@@ -339,11 +334,9 @@ static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room
             transpose4(a);
             for (int i = 0; i < 4; i++) memcpy(room->lowered[i] + t, a + i, 16);
         }
-    } else if (s->rank == 2) {
-        lay(flat, 2, tokens, room->lowered);
-    } else {
-        lay(flat, s->rank, tokens, room->lowered);
     }
+    for (int64_t i = 0; i < s->rank && s->rank != 4; i++)
+        for (int64_t t = 0; t < tokens; t++) room->lowered[i][t] = flat[t * s->rank + i];
 }
 
 /* x T_S^T, block by block of channels, or back: y [4][LINE] */
@@ -420,14 +413,14 @@ static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, in
         for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
         for (int64_t i = hi < 0 ? 0 : hi; i < tokens; i++) s[h][i] = -__builtin_inff();
         most[h] = v_set(t->top[h]);
-        for (int64_t i = 0; i < tokens; i += 16) most[h] = v_max(most[h], v_load(s[h] + i));
+        for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
     }
     most_of_four(most, top);
     for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
     v_store(change, v_exp2(v_load(change)));
     for (int h = 0; h < TILE; h++) {
         V sum = v_mul(v_load(t->total[h]), v_set(change[h])), from = v_set(top[h]);
-        for (int64_t i = 0; i < tokens; i += 16) {
+        for (int64_t i = 0; i < tokens; i += LANES) {
             V p = v_exp2(v_sub(v_load(s[h] + i), from));
             v_store(s[h] + i, p);
             sum = v_add(sum, p);
@@ -458,7 +451,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     if (k->rank) {
         lay_factor(k, block, f->tokens, room);
         for (int h = 0; h < TILE; h++)
-            for (int64_t i = 0; i < f->tokens; i += 16) {
+            for (int64_t i = 0; i < f->tokens; i += LANES) {
                 V y = v_load(out + h * LINE + i);
                 for (int64_t r = 0; r < k->rank; r++)
                     y = v_fma(v_set(t->low_q[h][r]), v_load(room->lowered[r] + i), y);
@@ -505,7 +498,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
             for (int h = 0; h < TILE; h++)
                 for (int64_t r = 0; r < v->rank; r++) {
                     V sum = i ? sums[h][r] : v_set(0);
-                    for (int64_t j = 0; j < f->tokens; j += 16)
+                    for (int64_t j = 0; j < f->tokens; j += LANES)
                         sum = v_fma(v_load(room->s[h] + i * f->tokens + j),
                                     v_load(room->lowered[r] + j), sum);
                     sums[h][r] = sum;
@@ -526,19 +519,17 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
     soften(t, f, room->s, first, strip->count * f->tokens, down);
     sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < f->head_dim; d += 16)
-            v_store(t->o[h] + d,
-                    v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
+        for (int64_t d = 0; d < f->head_dim; d += LANES)
+            v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
 }
 
 /* o [4][D] = o * down + p [4][tokens] times rows [tokens][D] of V, tokens that a query sees */
-static inline __attribute__((always_inline)) void add_values_of(int type, Tile *t, const float *p,
-                                                                const uint8_t *rows, int64_t stride,
+INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
                                                                 int64_t first, int64_t tokens,
                                                                 int64_t dim) {
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
-    for (int64_t d = 0; d < dim; d += 16) {
+    for (int64_t d = 0; d < dim; d += LANES) {
         V o[TILE];
 #pragma GCC unroll 4
         for (int h = 0; h < TILE; h++) o[h] = v_load(t->o[h] + d);
@@ -562,7 +553,7 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
                          1.0f, room->s[0] + i * tokens);
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < dim && down[h] != 1.0f; d += 16)
+        for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
             v_store(t->o[h] + d, v_mul(v_load(t->o[h] + d), v_set(down[h])));
     for (int i = 0; i < strip->count; i++) {
 #define VALUES(T)     \

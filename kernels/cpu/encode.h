@@ -1,7 +1,7 @@
 /* Encoders: the bytes of reference/encode.py and quantize.py, bit for bit. Every step is
  * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
  * x * inverse + shift once, so this does; nothing else is contracted. A side is a matrix
- * whose groups run down its columns, so that sixteen columns are quantised together. */
+ * whose groups run down its columns, so that vectors of columns are quantised. */
 
 typedef struct { /* of one group of each column: code = clamp(round(shift + x * inverse)) + after */
     float low[MAX_DIM], high[MAX_DIM], shift[MAX_DIM], inverse[MAX_DIM];
@@ -22,7 +22,7 @@ static void read_page(float *to, const uint8_t *from, int type, int64_t stride, 
                       int64_t dim) {
     int64_t size = type == FP32 ? 4 : 2;
     for (int64_t t = 0; t < tokens; t++)
-        for (int64_t d = 0; d < dim; d += 16)
+        for (int64_t d = 0; d < dim; d += LANES)
             v_store(to + t * dim + d, v_finite(v_read(from + size * t * stride, d, type)));
 }
 
@@ -49,7 +49,7 @@ static void clear_group(Group *g, int64_t columns) {
 }
 
 static void see_rows(Group *g, const float *x, int64_t rows, int64_t columns) {
-    for (int64_t c = 0; c < columns; c += 16) {
+    for (int64_t c = 0; c < columns; c += LANES) {
         V low = v_load(g->low + c), high = v_load(g->high + c);
         for (int64_t r = 0; r < rows; r++) {
             V y = v_load(x + r * columns + c);
@@ -64,14 +64,13 @@ static void see_rows(Group *g, const float *x, int64_t rows, int64_t columns) {
 /* Scales and zeros of a group, as they are stored, and what codes need of them */
 static void choose_scales(Group *g, int64_t columns, int bits, uint8_t *scales, uint8_t *zeros) {
     const V least = v_set(0x1p-24f);
-    for (int64_t c = 0; c < columns; c += 16) {
+    for (int64_t c = 0; c < columns; c += LANES) {
         V low = v_load(g->low + c), high = v_load(g->high + c);
         V largest = v_max(v_abs(low), v_abs(high)), scale;
         if (zeros)
             scale = v_max(v_div(v_sub(high, low), v_set((float)((1 << bits) - 1))),
                           v_div(largest, v_set(1024.0f)));
-        else
-            scale = v_div(largest, v_set((float)((1 << (bits - 1)) - 1)));
+        else scale = v_div(largest, v_set((float)((1 << (bits - 1)) - 1)));
         v_store_half(scales + 2 * c, v_max(scale, least));
         V step = v_half(scales + 2 * c), shift = v_set(0);
         if (zeros) {
@@ -88,7 +87,7 @@ static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, 
     const float limit = (float)((1 << (bits - 1)) - 1);
     const V low = v_set(symmetric ? -limit : 0), after = v_set(symmetric ? limit + 1 : 0);
     const V high = v_set(symmetric ? limit : (float)((1 << bits) - 1));
-    for (int64_t c = 0; c < columns; c += 16) {
+    for (int64_t c = 0; c < columns; c += LANES) {
         V shift = v_load(g->shift + c), inverse = v_load(g->inverse + c);
         for (int64_t r = 0; r < rows; r++) {
             float *at = x + r * columns + c;
@@ -104,8 +103,8 @@ static void pack(const Side *s, const float *codes, uint8_t *to) {
     const int planes = s->bits == 8 ? 2 : 4;
     const int64_t plane = s->rows / planes;
     for (int64_t r = 0; r < plane; r++)
-        for (int64_t c = 0; c < words; c += 16) {
-            int16_t found[16];
+        for (int64_t c = 0; c < words; c += LANES) {
+            int16_t found[LANES];
             V w = v_set(0);
             for (int f = 0; f < planes; f++)
                 for (int64_t half = 0; half < halves; half++) {
@@ -113,13 +112,12 @@ static void pack(const Side *s, const float *codes, uint8_t *to) {
                     w = v_add(w, v_mul(y, v_set((float)(1 << (f * s->bits + 8 * half)))));
                 }
             v_store_int16(found, w);
-            memcpy(to + 2 * (r * words + c), found, words - c < 16 ? 2 * (words - c) : 32);
+            memcpy(to + 2 * (r * words + c), found, 2 * (words - c < LANES ? words - c : LANES));
         }
 }
 
 /* The codes of x [rows][columns], where `groups` runs down: in place, scales to their planes */
-static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uint8_t *block,
-                     Group *g) {
+static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uint8_t *block, Group *g) {
     for (int64_t i = 0; i < rows / s->group; i++) {
         float *part = x + i * s->group * columns;
         int64_t at = 2 * i * columns;
@@ -135,11 +133,11 @@ static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uin
 static void encode_float8(const Side *s, float *x, uint8_t *block) {
     V largest = v_set(0);
     const int64_t count = s->rows * s->columns;
-    for (int64_t i = 0; i < count; i += 16) largest = v_max(v_abs(v_load(x + i)), largest);
+    for (int64_t i = 0; i < count; i += LANES) largest = v_max(v_abs(v_load(x + i)), largest);
     float scale = v_most(largest) / 448.0f;
     if (scale < 0x1p-100f) scale = 0x1p-100f;
     memcpy(block + s->scale, &scale, 4);
-    for (int64_t i = 0; i < count; i += 16) {
+    for (int64_t i = 0; i < count; i += LANES) {
         V y = v_div(v_load(x + i), v_set(scale));
         v_store(x + i, v_max(v_min(y, v_set(448.0f)), v_set(-448.0f)));
     }

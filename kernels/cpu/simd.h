@@ -1,58 +1,106 @@
-/* Sixteen floats, and products of code words with int16 vectors, in the instructions of a path:
- * AVX512 and AVX2 are set by the file that includes this; with neither it is plain C. */
+/* A vector of floats, and products of code words with int16 vectors, in the instructions of a path:
+ * USE_AVX512 and USE_AVX2 are set by the file that includes this; with neither it is plain C.
+ * What the vectors of the compiler can say, they say for all three. */
 #include "pages.h"
 #if defined(USE_AVX512) || defined(USE_AVX2)
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#define ALIGNED __attribute__((aligned(64))) /* a load that crosses lines of a cache takes twice as long */
+#define ALIGNED __attribute__((aligned(64))) /* a load that crosses lines of a cache takes two */
 
 #if defined(USE_AVX512)
-typedef __m512 V;
-INLINE V v_load(const float *p) { return _mm512_loadu_ps(p); }
-INLINE void v_store(float *p, V x) { _mm512_storeu_ps(p, x); }
-INLINE V v_set(float x) { return _mm512_set1_ps(x); }
-INLINE V v_add(V a, V b) { return _mm512_add_ps(a, b); }
-INLINE V v_sub(V a, V b) { return _mm512_sub_ps(a, b); }
-INLINE V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
-INLINE V v_div(V a, V b) { return _mm512_div_ps(a, b); }
+#define LANES 16
+#elif defined(USE_AVX2)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef int32_t W __attribute__((vector_size(4 * LANES)));
+typedef int16_t Short __attribute__((vector_size(2 * LANES)));
+typedef uint16_t Word __attribute__((vector_size(2 * LANES)));
+typedef int8_t Byte __attribute__((vector_size(LANES)));
+
+INLINE V v_load(const float *p) {
+    V x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void v_store(float *p, V x) { memcpy(p, &x, sizeof x); }
+INLINE V v_set(float x) { return x - (V){0}; }
+INLINE V v_add(V a, V b) { return a + b; }
+INLINE V v_sub(V a, V b) { return a - b; }
+INLINE V v_mul(V a, V b) { return a * b; }
+INLINE V v_div(V a, V b) { return a / b; }
+INLINE V v_abs(V a) { return (V)((W)a & 0x7fffffff); }
+INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ties to even */
+INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
+INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & (x >= limit)); }
+INLINE V v_times_power(V a, V n) { return a * (V)((__builtin_convertvector(n, W) + 127) << 23); }
+
+#if defined(USE_AVX512)
 INLINE V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
 INLINE V v_max(V a, V b) { return _mm512_max_ps(a, b); } /* of equals, and where one is NaN: b */
 INLINE V v_min(V a, V b) { return _mm512_min_ps(a, b); }
-INLINE V v_abs(V a) { return _mm512_abs_ps(a); }
-INLINE V v_round(V a) { return _mm512_roundscale_ps(a, 8); }
-INLINE V v_zero_below(V a, V x, float limit) { /* a, and 0 where x < limit */
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), a);
-}
-INLINE V v_number(V a) { /* a, and 0 where it is NaN */
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, a, _CMP_ORD_Q), a);
-}
-INLINE V v_times_power(V a, V n) { return _mm512_scalef_ps(a, n); }
 INLINE V v_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+INLINE void v_store_half(void *p, V a) { _mm256_storeu_si256(p, _mm512_cvtps_ph(a, 8)); }
+#elif defined(USE_AVX2)
+INLINE V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
+INLINE V v_max(V a, V b) { return _mm256_max_ps(a, b); }
+INLINE V v_min(V a, V b) { return _mm256_min_ps(a, b); }
+INLINE V v_half(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+INLINE void v_store_half(void *p, V a) { _mm_storeu_si128(p, _mm256_cvtps_ph(a, 8)); }
+#else
+INLINE V v_fma(V a, V b, V c) { return a * b + c; }
+INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+INLINE V v_max(V a, V b) { return (V)(((W)a & (a > b)) | ((W)b & ~(a > b))); }
+INLINE V v_min(V a, V b) { return (V)(((W)a & (a < b)) | ((W)b & ~(a < b))); }
+INLINE V v_half(const void *p) {
+    uint16_t h[LANES];
+    V r;
+    memcpy(h, p, sizeof h);
+    for (int i = 0; i < LANES; i++) r[i] = half_to_float(h[i]);
+    return r;
+}
+INLINE void v_store_half(void *p, V a) {
+    uint16_t h[LANES];
+    for (int i = 0; i < LANES; i++) h[i] = float_to_half(a[i]);
+    memcpy(p, h, sizeof h);
+}
+#endif
+
 INLINE V v_bfloat(const void *p) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
+    Word h;
+    memcpy(&h, p, sizeof h);
+    return (V)(__builtin_convertvector(h, W) << 16);
 }
 INLINE V v_float8(const void *p) { /* 2**-8 of it: fp16 counts exponents from 15, e4m3 from 7 */
-    __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p)), 7);
-    return _mm512_cvtph_ps(_mm256_and_si256(x, _mm256_set1_epi16(-0x4080)));
+    Byte b;
+    memcpy(&b, p, sizeof b);
+    Short h = (__builtin_convertvector(b, Short) << 7) & -0x4080;
+    return v_half(&h);
 }
-INLINE void v_store_half(void *p, V a) { _mm256_storeu_si256(p, _mm512_cvtps_ph(a, 8)); }
-INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers that fit, or of 16 bits as they are */
-    _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
+INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers; of larger ones the low 16 bits */
+    Short h = __builtin_convertvector(__builtin_convertvector(a, W), Short);
+    memcpy(p, &h, sizeof h);
 }
-INLINE float v_sum(V a) { return _mm512_reduce_add_ps(a); }
-INLINE float v_most(V a) { return _mm512_reduce_max_ps(a); }
-typedef __m512i Sum; /* of numbers that were rounded, exact */
-INLINE Sum sum_of_none(void) { return _mm512_setzero_si512(); }
-INLINE V v_of_sum(Sum s) { return _mm512_cvtepi32_ps(s); }
-INLINE Sum v_store_rounded(int16_t *p, V a, V b, Sum s) { /* 32 numbers, as int16 */
-    __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
-    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
-    _mm512_storeu_si512(p, x);
-    return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
+INLINE float v_sum(V a) {
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) a[i] += a[i + n];
+    return a[0];
+}
+INLINE float v_most(V a) {
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
+    return a[0];
 }
 
+#if defined(USE_AVX512)
 INLINE void transpose16(__m512 *a) {
     __m512 t[16], u[16];
 #pragma GCC unroll 8
@@ -104,200 +152,41 @@ TREE(v_tree_most, __m512, _mm512_max_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps,
 TREE(v_tree, __m512, _mm512_add_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
      _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps, _mm512_shuffle_f32x4)
 
-#elif defined(USE_AVX2)
-typedef struct { __m256 a, b; } V;
-#define BOTH(NAME, OP) \
-    INLINE V NAME(V x, V y) { return (V){OP(x.a, y.a), OP(x.b, y.b)}; }
-BOTH(v_add, _mm256_add_ps)
-BOTH(v_sub, _mm256_sub_ps)
-BOTH(v_mul, _mm256_mul_ps)
-BOTH(v_div, _mm256_div_ps)
-BOTH(v_max, _mm256_max_ps)
-BOTH(v_min, _mm256_min_ps)
-INLINE V v_load(const float *p) { return (V){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-INLINE void v_store(float *p, V x) {
-    _mm256_storeu_ps(p, x.a);
-    _mm256_storeu_ps(p + 8, x.b);
+typedef __m512i Sum; /* of numbers that were rounded, exact */
+INLINE Sum sum_of_none(void) { return _mm512_setzero_si512(); }
+INLINE V v_of_sum(Sum s) { return _mm512_cvtepi32_ps(s); }
+INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) { /* 32 numbers, as int16 */
+    __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(v_load(from) * by),
+                                   _mm512_cvtps_epi32(v_load(from + 16) * by));
+    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
+    _mm512_storeu_si512(p, x);
+    return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
 }
-INLINE V v_set(float x) { return (V){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-INLINE V v_fma(V x, V y, V z) {
-    return (V){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
-}
-#define EACH(NAME, EXPR_A, EXPR_B) \
-    INLINE V NAME(V x) { return (V){EXPR_A, EXPR_B}; }
-#define NOT_SIGN _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))
-EACH(v_abs, _mm256_and_ps(x.a, NOT_SIGN), _mm256_and_ps(x.b, NOT_SIGN))
-EACH(v_round, _mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8))
-EACH(v_number, _mm256_and_ps(x.a, _mm256_cmp_ps(x.a, x.a, _CMP_ORD_Q)),
-     _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, x.b, _CMP_ORD_Q)))
-INLINE V v_zero_below(V a, V x, float limit) {
-    __m256 least = _mm256_set1_ps(limit);
-    return (V){_mm256_and_ps(a.a, _mm256_cmp_ps(x.a, least, _CMP_GE_OQ)),
-               _mm256_and_ps(a.b, _mm256_cmp_ps(x.b, least, _CMP_GE_OQ))};
-}
-INLINE __m256 power8(__m256 n) {
-    __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
-}
-INLINE V v_times_power(V a, V n) { return v_mul(a, (V){power8(n.a), power8(n.b)}); }
-#define HALF(i) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + i))
-INLINE V v_half(const void *p) { return (V){HALF(0), HALF(1)}; }
-#define BFLOAT(i)                                                                                  \
-    _mm256_castsi256_ps(_mm256_slli_epi32(                                                         \
-        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + i)), 16))
-INLINE V v_bfloat(const void *p) { return (V){BFLOAT(0), BFLOAT(1)}; }
-INLINE V v_float8(const void *p) {
-    __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p)), 7);
-    x = _mm256_and_si256(x, _mm256_set1_epi16(-0x4080));
-    return (V){_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
-               _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
-}
-INLINE void v_store_half(void *p, V x) {
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 8));
-    _mm_storeu_si128((__m128i *)p + 1, _mm256_cvtps_ph(x.b, 8));
-}
-INLINE void v_store_int16(int16_t *p, V x) {
-    const __m256i low = _mm256_set1_epi32(0xffff);
-    __m256i a = _mm256_and_si256(_mm256_cvtps_epi32(x.a), low);
-    __m256i b = _mm256_and_si256(_mm256_cvtps_epi32(x.b), low);
-    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
-}
-INLINE float v_sum(V x) {
-    __m256 s = _mm256_add_ps(x.a, x.b);
-    __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-    t = _mm_add_ps(t, _mm_movehl_ps(t, t));
-    return _mm_cvtss_f32(_mm_add_ss(t, _mm_shuffle_ps(t, t, 1)));
-}
-INLINE float v_most(V x) {
-    __m256 s = _mm256_max_ps(x.a, x.b);
-    __m128 t = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-    t = _mm_max_ps(t, _mm_movehl_ps(t, t));
-    return _mm_cvtss_f32(_mm_max_ss(t, _mm_shuffle_ps(t, t, 1)));
-}
-
-#else
-typedef struct { float x[16]; } V;
-#define LANES for (int i = 0; i < 16; i++)
-#define OP2(NAME, EXPR)        \
-    INLINE V NAME(V a, V b) {  \
-        V r;                   \
-        LANES r.x[i] = (EXPR); \
-        return r;              \
-    }
-OP2(v_add, a.x[i] + b.x[i])
-OP2(v_sub, a.x[i] - b.x[i])
-OP2(v_mul, a.x[i] * b.x[i])
-OP2(v_div, a.x[i] / b.x[i])
-OP2(v_max, a.x[i] > b.x[i] ? a.x[i] : b.x[i])
-OP2(v_min, a.x[i] < b.x[i] ? a.x[i] : b.x[i])
-#define OP1(NAME, EXPR)        \
-    INLINE V NAME(V a) {       \
-        V r;                   \
-        LANES r.x[i] = (EXPR); \
-        return r;              \
-    }
-OP1(v_abs, a.x[i] < 0 ? -a.x[i] : a.x[i])
-OP1(v_round, (a.x[i] + 0x1.8p23f) - 0x1.8p23f) /* below 2**22 */
-OP1(v_number, a.x[i] == a.x[i] ? a.x[i] : 0.0f)
-INLINE V v_load(const float *p) {
-    V r;
-    memcpy(&r, p, sizeof r);
-    return r;
-}
-INLINE void v_store(float *p, V x) { memcpy(p, &x, sizeof x); }
-INLINE V v_set(float x) {
-    V r;
-    LANES r.x[i] = x;
-    return r;
-}
-INLINE V v_fma(V a, V b, V c) { return v_add(v_mul(a, b), c); }
-INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
-    LANES c.x[i] = __builtin_fmaf(a.x[i], b.x[i], c.x[i]);
-    return c;
-}
-INLINE V v_zero_below(V a, V x, float limit) {
-    LANES a.x[i] = x.x[i] >= limit ? a.x[i] : 0.0f;
-    return a;
-}
-INLINE V v_times_power(V a, V n) {
-    uint32_t e[16];
-    V power;
-    LANES e[i] = (uint32_t)((int32_t)n.x[i] + 127) << 23;
-    memcpy(&power, e, sizeof e);
-    return v_mul(a, power);
-}
-INLINE V v_half(const void *p) {
-    uint16_t h[16];
-    V r;
-    memcpy(h, p, sizeof h);
-    LANES r.x[i] = half_to_float(h[i]);
-    return r;
-}
-INLINE V v_bfloat(const void *p) {
-    uint16_t h[16];
-    uint32_t w[16];
-    V r;
-    memcpy(h, p, sizeof h);
-    LANES w[i] = (uint32_t)h[i] << 16;
-    memcpy(&r, w, sizeof r);
-    return r;
-}
-INLINE V v_float8(const void *p) {
-    const int8_t *b = p;
-    V r;
-    LANES r.x[i] = half_to_float((uint16_t)((b[i] * 128) & 0xbf80));
-    return r;
-}
-INLINE void v_store_half(void *p, V a) {
-    uint16_t h[16];
-    LANES h[i] = float_to_half(a.x[i]);
-    memcpy(p, h, sizeof h);
-}
-INLINE void v_store_int16(int16_t *p, V a) {
-    int32_t w[16];
-    LANES w[i] = (int32_t)a.x[i];
-    LANES p[i] = (int16_t)w[i];
-}
-INLINE float v_sum(V a) {
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) a.x[i] += a.x[i + n];
-    return a.x[0];
-}
-INLINE float v_most(V a) {
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) a.x[i] = a.x[i] > a.x[i + n] ? a.x[i] : a.x[i + n];
-    return a.x[0];
-}
-#endif
-
-#if defined(USE_AVX512) || defined(USE_AVX2)
-INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
-#endif
-#if !defined(USE_AVX512)
-INLINE V v_tree(const V *a) {
-    float sums[16];
-    for (int i = 0; i < 16; i++) sums[i] = v_sum(a[i]);
-    return v_load(sums);
-}
-typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
-INLINE Sum sum_of_none(void) { return v_set(0); }
-INLINE V v_of_sum(Sum s) { return s; }
-INLINE Sum v_store_rounded(int16_t *p, V a, V b, Sum s) {
-    a = v_round(a), b = v_round(b);
-    v_store_int16(p, a);
-    v_store_int16(p + 16, b);
-    return v_add(s, v_add(a, b));
-}
-#endif
-INLINE void most_of_four(const V *a, float *to) { /* the largest number of each of four */
-#if defined(USE_AVX512)
+INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
+INLINE void most_of_four(const V *a, float *to) {
     const V all[16] = {a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3],
                        a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3]};
     _mm_storeu_ps(to, _mm512_castps512_ps128(v_tree_most(all)));
-#else
-    for (int i = 0; i < 4; i++) to[i] = v_most(a[i]);
-#endif
 }
+#else
+typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
+INLINE Sum sum_of_none(void) { return v_set(0); }
+INLINE V v_of_sum(Sum s) { return s; }
+INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
+    for (int i = 0; i < 32; i += LANES) {
+        V x = v_round(v_load(from + i) * by);
+        v_store_int16(p + i, x);
+        s += x;
+    }
+    return s;
+}
+INLINE void sums_of(const V *a, float *to) { /* of each of sixteen */
+    for (int i = 0; i < 16; i++) to[i] = v_sum(a[i]);
+}
+INLINE void most_of_four(const V *a, float *to) { /* the largest number of each of four */
+    for (int i = 0; i < 4; i++) to[i] = v_most(a[i]);
+}
+#endif
 
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
     V y = v_max(x, v_set(-126.0f)), r = v_round(y), f = v_sub(y, r), p = v_set(0x1.4258ep-13f);
@@ -309,7 +198,7 @@ INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal p
     p = v_fma(p, f, v_set(1.0f));
     return v_zero_below(v_times_power(p, r), x, -90.0f);
 }
-INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* sixteen numbers from the i-th on */
+INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from the i-th on */
     if (type == FP16) return v_half(p + 2 * i);
     if (type == BF16) return v_bfloat(p + 2 * i);
     if (type == FP8) return v_float8(p + i);
@@ -421,8 +310,7 @@ INLINE void products_in(const Products *p, int bits, int paired) {
 INLINE void products_of(const Products *p, int bits) {
     if (p->x[0] == p->x[1] && p->x[2] == p->x[3])
         products_in(p, bits, 1);
-    else
-        products_in(p, bits, 0);
+    else products_in(p, bits, 0);
 }
 
 #else
@@ -503,6 +391,5 @@ static void products(const Products *p, int64_t bits) {
         products_of(p, 4);
     else if (bits == 2)
         products_of(p, 2);
-    else
-        products_of(p, 8);
+    else products_of(p, 8);
 }
