@@ -15,7 +15,8 @@ from disagg.codecs.kivi import Kivi
 from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena, SharedPool
 from disagg.engine.sequence import SamplingParams
-from disagg.kernels.reference import encode as encoders
+from disagg.kernels import ops
+from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
 from disagg.llm import LLM
 from disagg.model.runner import Runner
@@ -180,12 +181,12 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, views, admit = encoders.encode, Kivi.views, DecodeSide.admit
+    encode, views, admit = ops.encode, Kivi.views, DecodeSide.admit
 
-    def encoding(*args: Any) -> tuple[Tensor, None]:
+    def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
         blocks, _ = encode(*args)
         encoded.update(digest(page.numpy().tobytes()) for page in blocks)
-        return blocks, None
+        return encode(*args, target=target)
 
     def attending(*args: Any) -> list[View]:
         (view,) = views(*args)
@@ -212,7 +213,7 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
-    monkeypatch.setattr(encoders, "encode", encoding)
+    monkeypatch.setattr(ops, "encode", encoding)
     monkeypatch.setattr(Kivi, "views", attending)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
