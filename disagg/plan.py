@@ -58,7 +58,7 @@ class LayerGroup:
     layers:   model layer indices, ascending
     window:   tokens a query sees, itself included; None: all
     residual: R, the least number of exact tokens in the tail
-    flush_page, flush_segment: layouts of pages sealed while decoding, where they differ
+    flush_page, flush_segment: of pages sealed while decoding; the first alone: all is in the page
     kept, kept_limit: exact tokens that a seal, and that all of them, set aside in raw pages
     """
 

@@ -1,5 +1,9 @@
 """What a kernel knows of the bytes it reads and writes: numbers, no codec and no layout by name.
 
+    PageFormat      codes of K and V           pages of every codec that quantises
+    ExactFormat     K and V in slots           raw pages and tails; tokens kept, or not dropped
+    AlignedFormat   fp16 cut into bit planes   AlignedKV
+
 Offsets are bytes from the start of a block: the part of a page that one layer and one KV head own.
 The block of (page, head) lies at `page * 128 + base + head * block_bytes` in the arena.
 """
@@ -7,15 +11,209 @@ The block of (page, head) lies at `page * 128 + base + head * block_bytes` in th
 from dataclasses import dataclass
 
 ARENA_UNIT = 128  # bytes; a page id counts these from the start of the arena
-PLANES = 4  # bit-fields of a code word along the axis that attention does not contract
+RAW_SLOTS = 16  # tokens of a raw page
+STRIP = 16  # slots that are read together: the rows of a matrix product
+TILE_STRIPS = 4  # strips that a GPU takes in one iteration
 
 
 @dataclass(frozen=True)
-class RawFormat:
-    """Exact K and V, token-major.
+class Scale:
+    """Scales and zeros of a side.
 
-    dtype: "float16", "bfloat16" or "float32"
-    k, v:  offset of [tokens, head_dim] of dtype
+    by:     "column": [rows / group][columns], one for each column and group of rows; it goes into
+            the vector that the codes are contracted with
+            "row": [columns / group][rows], one for each row and group of columns; it multiplies
+            the sum over these columns
+            "block": [1][1], fp32, one for the side
+    scale:  offset of the scales, fp16 unless by is "block"
+    zero:   offset of the zeros, fp16, same shape; None: every zero is `center`
+    shared: the offsets are in the segment's block; by is "column" and group is all rows
+    """
+
+    by: str
+    group: int
+    scale: int
+    zero: int | None = None
+    center: int = 0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by not in ("column", "row", "block"):
+            raise ValueError(f"scales by {self.by!r}; column, row and block are known")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """`a`: fp16 [tokens][rank] in the page; `b`: fp16 [head_dim][rank] in the segment."""
+
+    rank: int
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """`slots` entries for each column: u8 [columns][slots] rows at `index`, fp16 at `delta`.
+
+    ends: an encoder takes slots / 2 of the largest and of the smallest values of a column; else
+          those farthest from the mean
+    """
+
+    slots: int
+    index: int
+    delta: int
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """`matrix`: fp16 [block][block] in the segment; each `block` channels are multiplied by it."""
+
+    block: int
+    matrix: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """K or V of a block: a matrix whose columns attention contracts.
+
+    K has its tokens as rows and its channels as columns, V the other way round, so that one
+    description, and one piece of code, serves both:
+
+        x[r, c] = scale * (code[r, c] + zero)        codes, with one of three kinds of scale
+                + sum_i A B^T                        low rank: A in the page, B in the segment
+                + delta where index[c, slot] == r    sparse slots of a column
+        a rotated side is that times T_S, a matrix of the segment, block by block of channels
+
+    A code word is 16 bits. The rows are cut into `fields`, one bit-field each; for 2 bits the
+    columns are cut into two `halves`, the second one 8 bits up:
+
+        word [r][c]   bit  field * bits + 8 * half   holds the code of
+                      row  field * rows/fields + r,  column  half * columns/halves + c
+
+    bits:     2, 4 or 8
+    codes:    offset of int16 [rows/fields][columns/halves], or float8_e4m3fn [rows][columns]
+    floating: whether codes are floats
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    codes: int
+    scale: Scale
+    low_rank: LowRank | None = None
+    sparse: Sparse | None = None
+    rotation: Rotation | None = None
+    floating: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"codes of {self.bits} bits; 2, 4 and 8 are known")
+        if self.rows % self.fields or self.columns % self.halves:
+            raise ValueError(
+                f"{self.rows} x {self.columns} codes of {self.bits} bits fill no words"
+            )
+        split = {"column": self.rows, "row": self.columns}.get(self.scale.by, 0)
+        if self.scale.group and split % self.scale.group:
+            raise ValueError(f"groups of {self.scale.group} do not divide {split}")
+
+    @property
+    def fields(self) -> int:
+        """Bit-fields of a code word along the rows; 1 for floats, which are not in words."""
+        return 1 if self.floating else min(4, 16 // self.bits)
+
+    @property
+    def halves(self) -> int:
+        """Parts of the columns that share a code word."""
+        return 1 if self.floating else 16 // (self.fields * self.bits)
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """The shape of the planes of scales and zeros."""
+        if self.scale.by == "column":
+            return self.rows // self.scale.group, self.columns
+        if self.scale.by == "row":
+            return self.columns // self.scale.group, self.rows
+        return 1, 1
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Codes: a block of a page, and of the segment it belongs to.
+
+    segment_bytes: of a segment's block; 0 where nothing is shared
+    valid:         offset of a bit for each token, u8 [tokens / 8], low bit first; a token whose bit
+                   is 0 is not there; None: all are
+    """
+
+    tokens: int
+    head_dim: int
+    block_bytes: int
+    segment_bytes: int
+    k: Side
+    v: Side
+    valid: int | None = None
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the planes of a block: where they are fewer than its own, planes leave gaps."""
+        total = 0 if self.valid is None else self.tokens // 8
+        for side in (self.k, self.v):
+            total += side.rows * side.columns * side.bits // 8
+            if not side.scale.shared:
+                scales = side.scale_shape[0] * side.scale_shape[1]
+                total += scales * (16 if side.floating else 2 if side.scale.zero is None else 4)
+            total += 2 * self.tokens * side.low_rank.rank if side.low_rank else 0
+            total += 3 * side.columns * side.sparse.slots if side.sparse else 0
+        return total
+
+    @property
+    def is_encodable(self) -> bool:
+        """Whether kernels seal such pages; the reference seals any."""
+        k, v = self.k.low_rank, self.v.low_rank
+        if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):
+            return False
+        if k is None or v is None:
+            return k is v
+        return k.rank == v.rank <= 16 and self.head_dim <= 256
+
+    @property
+    def is_sealable(self) -> bool:
+        """Whether an append can seal such a page: by itself, in one tile of registers."""
+        whole = self.valid is None and self.written_bytes == self.block_bytes
+        return whole and not (self.k.rotation or self.v.rotation) and self.is_encodable
+
+
+@dataclass(frozen=True)
+class SlotsFormat:
+    """A side record that says which tokens the slots of raw pages hold; planes of `slots` items.
+
+    positions: int32 · scores: float32 · states: uint8, FREE, POOL or RETIRED
+    """
+
+    slots: int
+    block_bytes: int
+    positions: int
+    scores: int
+    states: int
+
+
+FREE, POOL, RETIRED = 0, 1, 2  # nothing here · one of the best so far · beaten, and still kept
+
+
+@dataclass(frozen=True)
+class ExactFormat:
+    """K and V [slots][head_dim] of dtype in a block, which stands for `tokens` tokens.
+
+    Which token is in slot s of page column p of a table:
+
+        raw pages and tails     token p * tokens + s
+        tokens not dropped      positions of the page: int32 [slots], from the first token on
+        tokens kept exact       positions of the side record, of all slots of the table in order
+
+    dtype:     "float16", "bfloat16" or "float32"
+    k, v:      offsets in the block
+    positions: offset in the block; side: the format of the side record
     """
 
     dtype: str
@@ -23,53 +221,61 @@ class RawFormat:
     block_bytes: int
     k: int
     v: int
-    tokens: int = 16
+    slots: int = RAW_SLOTS
+    tokens: int = RAW_SLOTS
+    positions: int | None = None
+    side: SlotsFormat | None = None
+
+    def __post_init__(self) -> None:
+        if self.counted and self.slots != self.tokens:
+            raise ValueError(f"{self.slots} slots for {self.tokens} tokens, without positions")
+
+    @property
+    def counted(self) -> bool:
+        """Whether slots hold tokens one after another."""
+        return self.positions is None and self.side is None
+
+    @property
+    def strips(self) -> int:
+        """Of a page, rounded up to a power of two, so that a tile is whole pages."""
+        return 1 << (-(-self.slots // STRIP) - 1).bit_length()
+
+    @property
+    def tile_pages(self) -> int:
+        """Pages that a GPU takes in one iteration."""
+        return max(1, TILE_STRIPS // self.strips)
+
+    @property
+    def is_sealable(self) -> bool:
+        """Whether an append can seal such a page."""
+        return self.counted and self.dtype == "float16"
 
 
 @dataclass(frozen=True)
-class QuantFormat:
-    """Codes with a scale and a zero per group; x = scale * (code + zero).
+class AlignedFormat:
+    """fp16 in bit planes, so that attention reads no more bits than it needs.
 
-    K is quantised per channel in groups of k_group tokens, V per token in groups of v_group
-    channels. With T = tokens, D = head_dim and h = halves the planes are
+        fp16   s eeeee mm | mmmm | mmmm        high (8) · middle (4) · low (4)
 
-        k_codes  int16 [T/4][D/h]        k_scale, k_zero  fp16 [T/k_group][D]
-        v_codes  int16 [D/4][T/h]        v_scale, v_zero  fp16 [D/v_group][T]
+    Two neighbours along the last axis share a byte of middle or low, the first one in the low
+    nibble. K lies channel by channel, V token by token; offsets in a block:
 
-    so V is laid out as K is, with tokens and channels swapped. The code word: attention contracts
-    channels of K and tokens of V; the other axis is cut into four planes, one bit-field each, and
-    for 2 bit the contracted axis is cut into two halves, the second one 8 bits up:
-
-        word [r][c]   bit  plane * bits + 8 * half   holds the code of
-                      row  plane * rows/4 + r,  column  half * columns/h + c
+    k_high: u8 [D][tokens] · k_middle, k_low: u8 [D][tokens / 2]
+    v_high: u8 [tokens][D] · v_middle, v_low: u8 [tokens][D / 2]
+    k_top, v_top: u8 [1][D] - the largest exponent field of each channel in this page
     """
 
-    bits: int
     tokens: int
     head_dim: int
-    k_group: int
-    v_group: int
     block_bytes: int
-    k_codes: int
-    v_codes: int
-    k_scale: int
-    k_zero: int
-    v_scale: int
-    v_zero: int
+    k_high: int
+    k_middle: int
+    k_low: int
+    v_high: int
+    v_middle: int
+    v_low: int
+    k_top: int
+    v_top: int
 
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4):
-            raise ValueError(f"codes of {self.bits} bits; 2 and 4 are known")
-        for name, size in (("tokens", self.tokens), ("head_dim", self.head_dim)):
-            if size % PLANES or size % self.halves:
-                raise ValueError(f"{name} is {size}; code words need a multiple of {PLANES}")
-        if self.tokens % self.k_group or self.head_dim % self.v_group:
-            raise ValueError(
-                f"groups of {self.k_group} tokens and {self.v_group} channels do not divide "
-                f"{self.tokens} tokens of {self.head_dim} channels"
-            )
 
-    @property
-    def halves(self) -> int:
-        """Parts of the contracted axis that share a 16-bit word."""
-        return 16 // (PLANES * self.bits)
+Format = PageFormat | ExactFormat | AlignedFormat

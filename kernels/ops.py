@@ -1,14 +1,14 @@
 """The kernels as the other rooms call them: arguments checked here, run by device.
 
-A tensor on a GPU goes to the Triton kernel, one on a CPU to torch: attention of fp32 queries to its
-fast form (cpu_*.py), the rest to the reference; all of one name and signature. Shapes and
-units are stated in reference.py and reference_encode.py. A wrong dtype raises TypeError, a wrong
-shape, device or memory order ValueError. No silent copies.
+What is on a GPU goes to Triton (gpu/), what is on a CPU to the C library (cpu/), where these know
+the format and the library was built; all else to the torch reference, the spec of everything. A
+wrong dtype raises TypeError, a wrong shape, device or memory order ValueError. No silent copies.
 
 Triton is imported on the first call that needs it: a machine without a GPU starts faster, and runs
 where there is no Triton at all.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -16,188 +16,241 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from disagg.kernels import (
-    cpu_paged,
-    cpu_raw,
-    reference,
-    reference_append,
-    reference_encode,
-    reference_pages,
-)
-from disagg.kernels.formats import QuantFormat, RawFormat
-from disagg.kernels.formats_paged import as_paged
-from disagg.kernels.parts import Part, UnitPartials
-from disagg.kernels.sealing import Sealing, is_sealable
+from disagg.kernels.cpu import append as cpu_append
+from disagg.kernels.cpu import attend as cpu_attend
+from disagg.kernels.cpu import encode as cpu_encode
+from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
+from disagg.kernels.reference import aligned, codes, exact, kept, pages, softmax
+from disagg.kernels.reference import encode as encoders
+from disagg.kernels.reference.aligned import Bits
+from disagg.kernels.reference.kept import KeptSlots
+from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
+from disagg.kernels.view import Partial, View
 
 
-def attend_raw(
-    q: Tensor,
-    arena: Tensor,
-    pages: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    fmt: RawFormat,
-    base: int,
-    heads: int,
-    scale: float,
-) -> Part:
-    """Attention over raw pages: a part, for `merge`. See reference.attend_raw."""
-    _check_attend(q, arena, pages, lo, hi, fmt, heads)
-    if q.is_cuda:
-        return _triton("paged_exact").attend_raw(q, arena, pages, lo, hi, fmt, base, heads, scale)
-    run = reference.attend_raw if q.dtype == torch.float64 else cpu_raw.attend_raw
-    return run(q, arena, pages, lo, hi, fmt, base, heads, scale)
+def attend(
+    q: Tensor, views: Sequence[View], scale: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The answer of all views, over disjoint tokens: [B, M, Hq, D].
 
-
-def attend_quantized(
-    q: Tensor,
-    arena: Tensor,
-    pages: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    fmt: QuantFormat,
-    base: int,
-    heads: int,
-    scale: float,
-) -> Part:
-    """Attention on codes: a part, for `merge`. See reference.attend_quantized."""
-    _check_attend(q, arena, pages, lo, hi, fmt, heads)
-    if q.is_cuda:
-        return _triton("paged_attention").attend_quantized(
-            q, arena, pages, lo, hi, fmt, base, heads, scale
-        )
-    if q.dtype == torch.float64:
-        return reference.attend_quantized(q, arena, pages, lo, hi, fmt, base, heads, scale)
-    return cpu_paged.attend_paged(q, arena, pages, lo, hi, as_paged(fmt), base, heads, scale)
-
-
-def merge(parts: list[Part], dtype: torch.dtype | None = None) -> Tensor:
-    """The answer of all parts, over disjoint tokens: [B, M, Hq, D]; one launch on a GPU.
-
-    dtype: of the answer; that of the parts unless given. See parts.py and reference.merge
+    q:     [B, M, Hq, D] fp32, or fp64 on a CPU - query head i reads KV head i // (Hq / heads)
+    scale: multiplies q.k
+    dtype: of the answer; that of q unless given. A query that sees nothing gets 0
+    error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
+           and on a GPU, where q and p are rounded to 16 bits; against attention on what `decode`
+           gives
     """
-    if not parts:
-        raise ValueError("nothing to merge; at least one part is wanted")
-    pairs = [part for part in parts if not isinstance(part, UnitPartials)]
-    if len(pairs) < len(parts) or pairs[0][0].is_cuda:
-        return _triton("reduce").merge(parts, dtype or torch.float32)
-    o = pairs[0][0] if len(pairs) == 1 else reference.merge(pairs)
-    return o if dtype is None else o.to(dtype)
+    if not views:
+        raise ValueError("no views; at least one is wanted")
+    for view in views:
+        _check_view(q, view)
+    dtype = dtype or q.dtype
+    if on_gpu(q):
+        return _gpu("reduce").merge([_attend_on_gpu(q, view, scale) for view in views], dtype)
+    served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
+    rest = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
+    partials = [_attend_by_reference(q, view, scale) for view in rest]
+    if served:
+        partials.append(cpu_attend.attend(q, served, scale))
+    o = partials[0][0] if len(partials) == 1 else softmax.merge(partials)
+    return o.to(dtype)
 
 
-def encode_quantized(k: Tensor, v: Tensor, fmt: QuantFormat) -> Tensor:
-    """Seal pages: [n / T, H, block_bytes] u8. See reference_encode.encode_quantized."""
+def bits_read(q: Tensor, view: View, scale: float) -> Bits:
+    """How many bits of K and V every query head reads of bit planes, on the mean."""
+    _check_view(q, view)
+    run = _gpu("aligned").attend if on_gpu(q) else aligned.attend
+    return run(q, view, scale)[1]
+
+
+def serves_gpu(fmt: Format) -> bool:
+    """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold."""
+    return not isinstance(fmt, PageFormat) or bool(_gpu("plan").is_supported(fmt))
+
+
+def encode(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat | AlignedFormat,
+    cut: Segmentation | None = None,
+    absent: Tensor | None = None,
+    target: Target | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Seal pages: blocks [P, H, block_bytes], segments [S, H, segment_bytes] or None.
+
+    target: where the blocks belong; None are returned then
+    See reference/encode.py; a GPU writes the same bytes, but where sums in another order tip a
+    rounding, and A B^T is off by 2**-9 of it.
+    """
+    cut = cut or Segmentation()
+    _check_encode(k, v, fmt, absent)
+    if target is not None:
+        _check_bytes(target.arena, "arena")
+        _check_ids(target.pages, (k.shape[1] // fmt.tokens,), "pages", k)
+    segments: Tensor | None = None
+    if isinstance(fmt, AlignedFormat):
+        blocks = aligned.encode(k, v, fmt)
+    elif on_gpu(k) and fmt.is_encodable:
+        found: tuple[Tensor, Tensor | None] = _gpu("encode").encode(k, v, fmt, cut, absent, target)
+        return found
+    elif absent is None and cpu_encode.is_encoded(fmt, k):
+        shape = (0 if target else k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes)
+        blocks = k.new_empty(shape, dtype=torch.uint8)
+        return blocks, cpu_encode.seal_pages(k, v, target or in_order(blocks), fmt, cut.tokens)
+    else:
+        blocks, segments = encoders.encode(k, v, fmt, cut, absent)
+    if target is None:
+        return blocks, segments
+    pages.store_blocks(target, blocks)
+    return blocks[:0], segments
+
+
+def decode(
+    blocks: Tensor, segments: Tensor | None, fmt: PageFormat, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """k', v' [..., tokens, D] of blocks [..., block_bytes] u8, and a segment for each."""
+    _check_bytes(blocks, "blocks")
+    if blocks.shape[-1] != fmt.block_bytes:
+        raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
+    return codes.decode(blocks, segments, fmt, dtype)
+
+
+def append(
+    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+) -> None:
+    """Write one token per row, k and v [N, H, D], into raw pages, and the pages that they complete;
+    one launch on a GPU. See reference/encode.py."""
+    _check_bytes(arena, "arena")
+    for name in ("pages", "slots"):
+        _check_ids(getattr(rows, name), (k.shape[0],), name, arena)
+    if sealing is not None:
+        fmt, tables = sealing.fmt, sealing.rows
+        if not fmt.is_sealable:
+            raise ValueError(f"an append cannot seal pages of {fmt}")
+        _check_ids(tables.tails, (k.shape[0], fmt.tokens // rows.fmt.tokens), "tails", arena)
+        for name in ("pages", "segments", "stretches"):
+            _check_ids(getattr(tables, name), (k.shape[0],), name, arena)
+    dtype = getattr(torch, rows.fmt.dtype)
+    if k.dtype != dtype or v.dtype != dtype:
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; the raw pages hold {dtype}")
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
+        raise ValueError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {rows.fmt.head_dim}] is wanted"
+        )
+    run = _gpu("append").append if on_gpu(arena) else cpu_append.append
+    run(arena, k, v, rows, sealing)
+
+
+def keep_outliers(slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
+    """Let new tokens compete and keep the winners: [H, n] bool. See reference/kept.py."""
+    if k.shape != v.shape or k.dim() != 3 or k.dtype != v.dtype or not k.is_floating_point():
+        raise ValueError(f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}")
+    return kept.keep_outliers(slots, k, v, count, first)
+
+
+def gather_raw(
+    arena: Tensor, ids: Tensor, fmt: ExactFormat, base: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """k, v [B, heads, P * T, D] of raw pages [B, P]."""
+    _check_bytes(arena, "arena")
+    _check_ids(ids, tuple(ids.shape), "pages", arena)
+    return pages.gather_raw(arena, ids, fmt, base, heads)
+
+
+def store_blocks(target: Target, blocks: Tensor) -> None:
+    """Copy blocks [P, H, block_bytes] to their pages."""
+    _check_bytes(target.arena, "arena")
+    _check_bytes(blocks, "blocks")
+    _check_ids(target.pages, (blocks.shape[0],), "pages", target.arena)
+    pages.store_blocks(target, blocks)
+
+
+def load_blocks(arena: Tensor, ids: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
+    """Blocks [P, heads, block_bytes] of pages [P]."""
+    _check_bytes(arena, "arena")
+    _check_ids(ids, (ids.numel(),), "pages", arena)
+    return pages.load_blocks(arena, ids, base, heads, block_bytes)
+
+
+def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+    """One page by itself, as an append seals it: k, v [H, T, D]. See reference/encode.py."""
+    return encoders.seal_page(k, v, fmt, seed)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether Triton computes what is asked of this tensor."""
+    return x.is_cuda
+
+
+@cache
+def _gpu(name: str) -> ModuleType:
+    """The Triton module called `name`."""
+    return import_module(f"disagg.kernels.gpu.{name}")
+
+
+def _attend_by_reference(q: Tensor, view: View, scale: float) -> Partial:
+    if isinstance(view.fmt, AlignedFormat):
+        return aligned.attend(q, view, scale)[0]
+    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(q, view, scale)
+
+
+def _attend_on_gpu(q: Tensor, view: View, scale: float) -> object:
+    """What gpu/reduce.py merges."""
+    if isinstance(view.fmt, AlignedFormat):
+        return _gpu("aligned").attend(q, view, scale)[0]
+    if isinstance(view.fmt, ExactFormat):
+        return _gpu("exact").attend(q, view, scale)
+    if _gpu("plan").is_supported(view.fmt):
+        return _gpu("codes").attend(q, view, scale)
+    return codes.attend(q, view, scale)
+
+
+def _check_view(q: Tensor, view: View) -> None:
+    fmt, ids = view.fmt, view.pages
+    exact_type = q.dtype == torch.float64 and not q.is_cuda  # the kernels compute in fp32
+    if q.dtype != torch.float32 and not exact_type:
+        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted, or float64 on a CPU")
+    if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % view.heads:
+        raise ValueError(
+            f"q is {tuple(q.shape)}; [B, M, a multiple of {view.heads}, {fmt.head_dim}] is wanted"
+        )
+    if ids.dim() != 2 or not ids.shape[1]:
+        raise ValueError(f"pages is {tuple(ids.shape)}; [B, at least one page] is wanted")
+    _check_bytes(view.arena, "arena")
+    _check_ids(ids, (q.shape[0], ids.shape[1]), "pages", q)
+    _check_ids(view.lo, (q.shape[0], q.shape[1]), "lo", q)
+    _check_ids(view.hi, (q.shape[0], q.shape[1]), "hi", q)
+    if view.arena.device != q.device:
+        raise ValueError(f"q is on {q.device} and the arena on {view.arena.device}")
+    if isinstance(fmt, PageFormat) and fmt.segment_bytes:
+        if view.segments is None or view.owner is None:
+            raise ValueError("these pages share segments: segments and owner are wanted")
+        _check_ids(view.owner, tuple(ids.shape), "owner", q)
+        _check_ids(view.segments, (q.shape[0], view.segments.shape[1]), "segments", q)
+    if isinstance(fmt, ExactFormat) and fmt.side is not None:
+        if view.sides is None:
+            raise ValueError("these slots have side records: sides is wanted")
+        _check_ids(view.sides, (q.shape[0],), "sides", q)
+
+
+def _check_encode(
+    k: Tensor, v: Tensor, fmt: PageFormat | AlignedFormat, absent: Tensor | None
+) -> None:
     if not (k.is_floating_point() and v.is_floating_point()):
         raise TypeError(f"k and v are {k.dtype} and {v.dtype}; a float dtype is wanted")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim:
+    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != fmt.head_dim or v.device != k.device:
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [H, n, {fmt.head_dim}] is wanted"
         )
     if k.shape[1] % fmt.tokens:
         raise ValueError(f"{k.shape[1]} tokens; a multiple of {fmt.tokens} is wanted")
-    if k.is_cuda:
-        return _triton("encode").encode_quantized(k, v, fmt)
-    return reference_encode.encode_quantized(k, v, fmt)
-
-
-def decode_quantized(
-    blocks: Tensor, fmt: QuantFormat, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """k', v' [..., T, D] of dtype, of blocks [..., block_bytes] u8; the reference everywhere."""
-    _check_bytes(blocks, "blocks")
-    if blocks.shape[-1] != fmt.block_bytes:
-        raise ValueError(f"blocks of {blocks.shape[-1]} bytes; {fmt.block_bytes} are wanted")
-    return reference_encode.decode_quantized(blocks, fmt, dtype)
-
-
-def append(
-    arena: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: Tensor,
-    slots: Tensor,
-    raw: RawFormat,
-    raw_base: int,
-    sealing: Sealing | None = None,
-) -> None:
-    """Write one token per row into raw pages, and the pages that they complete; one launch on a
-    GPU. See reference_append.append."""
-    _check_bytes(arena, "arena")
-    _check_ids(pages, (k.shape[0],), "pages", arena)
-    _check_ids(slots, (k.shape[0],), "slots", arena)
-    if sealing is not None:
-        rows, fmt = sealing.rows, sealing.fmt
-        if not is_sealable(fmt):
-            raise ValueError(f"an append cannot seal pages of {fmt}")
-        _check_ids(rows.tails, (k.shape[0], fmt.tokens // raw.tokens), "tails", arena)
-        for name in ("pages", "segments", "stretches"):
-            _check_ids(getattr(rows, name), (k.shape[0],), name, arena)
-    dtype = getattr(torch, raw.dtype)
-    if k.dtype != dtype or v.dtype != dtype:
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; the raw pages hold {dtype}")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[2] != raw.head_dim:
-        raise ValueError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {raw.head_dim}] is wanted"
-        )
-    run = _triton("append") if arena.is_cuda else reference_append
-    run.append(arena, k, v, pages, slots, raw, raw_base, sealing)
-
-
-def gather_raw(
-    arena: Tensor, pages: Tensor, fmt: RawFormat, base: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """k, v [B, heads, P * T, D] of raw pages, by the reference on every device."""
-    _check_bytes(arena, "arena")
-    _check_ids(pages, tuple(pages.shape), "pages", arena)
-    return reference_pages.gather_raw(arena, pages, fmt, base, heads)
-
-
-def store_blocks(arena: Tensor, blocks: Tensor, pages: Tensor, base: int) -> None:
-    """Copy blocks [P, H, block_bytes] to their pages, by the reference on every device."""
-    _check_bytes(arena, "arena")
-    _check_bytes(blocks, "blocks")
-    _check_ids(pages, (blocks.shape[0],), "pages", arena)
-    if pages.numel():
-        reference_pages.store_blocks(arena, blocks, pages, base)
-
-
-def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
-    """Blocks [P, heads, block_bytes] of pages, by the reference on every device."""
-    _check_bytes(arena, "arena")
-    _check_ids(pages, (pages.numel(),), "pages", arena)
-    return reference_pages.load_blocks(arena, pages, base, heads, block_bytes)
-
-
-@cache
-def _triton(name: str) -> ModuleType:
-    """The Triton module of this folder called `name`."""
-    return import_module(f"disagg.kernels.{name}")
-
-
-def _check_attend(
-    q: Tensor,
-    arena: Tensor,
-    pages: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    fmt: RawFormat | QuantFormat,
-    heads: int,
-) -> None:
-    exact = q.dtype == torch.float64 and not q.is_cuda  # the kernels compute in fp32
-    if q.dtype != torch.float32 and not exact:
-        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted, or float64 on a CPU")
-    if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % heads:
-        raise ValueError(
-            f"q is {tuple(q.shape)}; [B, M, a multiple of {heads}, {fmt.head_dim}] is wanted"
-        )
-    if pages.dim() != 2 or not pages.shape[1]:
-        raise ValueError(f"pages is {tuple(pages.shape)}; [B, at least one page] is wanted")
-    _check_bytes(arena, "arena")
-    _check_ids(pages, (q.shape[0], pages.shape[1]), "pages", q)
-    _check_ids(lo, (q.shape[0], q.shape[1]), "lo", q)
-    _check_ids(hi, (q.shape[0], q.shape[1]), "hi", q)
-    if arena.device != q.device:
-        raise ValueError(f"q is on {q.device} and the arena on {arena.device}")
+    if absent is None:
+        return
+    if absent.dtype != torch.bool or absent.shape != k.shape[:2] or absent.device != k.device:
+        raise ValueError(f"absent is {tuple(absent.shape)} {absent.dtype}; a bool for each token")
+    masked = isinstance(fmt, PageFormat) and fmt.valid is not None
+    if not masked or fmt.k.scale.by != "column" or fmt.k.scale.shared:  # type: ignore[union-attr]
+        raise ValueError("pages without a mask, or without groups of tokens, leave no token out")
 
 
 def _check_bytes(x: Tensor, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Pages that an append completes: what it is told of them. Knows no codec by name.
+"""Where tokens and the pages that they fill are written: what appends and encoders are told.
 
     row of the step     0     1    2    3
     pages              -1    96   -1   -1   row 1 fills a tail, whose first T tokens become page 96
@@ -12,16 +12,75 @@ graph can repeat them. The last token of a page may be the row's own; it is neve
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.formats_paged import PagedFormat, is_encodable, written_bytes
-from disagg.kernels.reference_dropped import DroppedFormat
-
-SealFormat = PagedFormat | AlignedFormat | DroppedFormat
+from disagg.kernels.formats import ARENA_UNIT, ExactFormat, PageFormat
 
 NO_PAGE = -1  # of a row that completes no page, and of one that is padding and not written
 STRETCH_TOKENS = 16  # every segment begins at a multiple of this
+HEAD_STRIDE = 256  # seeds of a segment: one for each side and head, however many heads a call has
+
+SealFormat = PageFormat | ExactFormat
+
+
+@dataclass(frozen=True)
+class Target:
+    """The block of (page i, head) begins at byte pages[i] * unit + base + head * block_bytes.
+
+    arena: [bytes] u8, contiguous; pages: [P] int32 - ids
+    base:  offset of a layer page inside a page
+    """
+
+    arena: Tensor
+    pages: Tensor
+    base: int = 0
+    unit: int = ARENA_UNIT
+
+
+def in_order(blocks: Tensor) -> Target:
+    """Blocks [P, H, block_bytes] u8, one page after another."""
+    count, heads, block_bytes = blocks.shape
+    pages = torch.arange(count, dtype=torch.int32, device=blocks.device)
+    return Target(blocks.view(-1), pages, unit=heads * block_bytes)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """How consecutive tokens are cut into segments, and what those begin with.
+
+    tokens: of a segment, a multiple of 16; the last one may have fewer
+    seed:   of the first segment; that of the next one is as many stretches more
+    frozen: [H, segment_bytes] u8 - a segment whose rotation is kept; None: new ones are made
+    """
+
+    tokens: int = 2048
+    seed: int = 0
+    frozen: Tensor | None = None
+
+    def count(self, tokens: int) -> int:
+        """Segments of so many tokens; no tokens are one segment too."""
+        return max(1, -(-tokens // self.tokens))
+
+    def seeds(self, tokens: int) -> list[int]:
+        """Of each segment."""
+        step = self.tokens // STRETCH_TOKENS
+        return [self.seed + i * step for i in range(self.count(tokens))]
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The raw page and slot of every new token of a step, in one layer.
+
+    pages: [N] int32 - raw page ids, or NO_PAGE for a row that is not written
+    slots: [N] int32 - which of their tokens; no two rows have one in common
+    base:  offset of the layer's raw page inside a page
+    """
+
+    pages: Tensor
+    slots: Tensor
+    fmt: ExactFormat
+    base: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +109,3 @@ class Sealing:
     base: int
     segment_base: int = 0
     seed: int = 0
-
-
-def is_sealable(fmt: SealFormat) -> bool:
-    """Whether an append can seal pages of this format: each by itself, in one tile of registers."""
-    if not isinstance(fmt, PagedFormat):
-        return not isinstance(fmt, DroppedFormat) or fmt.positions is None
-    whole = fmt.valid is None and written_bytes(fmt) == fmt.block_bytes
-    turned = fmt.k.rotation or fmt.v.rotation
-    return whole and not turned and is_encodable(fmt)

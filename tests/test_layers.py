@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,19 +39,19 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "starlette": ["disagg/server/"],
     "uvicorn": ["disagg/server/"],
     "pydantic": ["disagg/server/"],
-    "triton": ["kernels/"],
+    "triton": ["kernels/gpu/", "disagg/bench/machine_code.py"],
     "matplotlib": ["disagg/report/"],
     "typer": ["disagg/cli"],
 }
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
-    "bench": 2190,
+    "bench": 3100,
     "cli": 970,
-    "codecs": 2660,
+    "codecs": 2530,
     "engine": 1140,
     "files": 1570,  # disagg/*.py
-    "kernels": 7710,
-    "model": 1165,
+    "kernels": 5445,
+    "model": 1170,
     "report": 120,
     "server": 715,
     "transfer": 5015,
@@ -59,7 +60,7 @@ BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more arg
     "training": 615,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 15720  # of all these rooms together
+PACKAGE_BUDGET = 16175  # of all these rooms together
 TWICE = {  # names of classes that two files have; none may be added
     "Abort",
     "Admit",
@@ -69,7 +70,6 @@ TWICE = {  # names of classes that two files have; none may be added
     "Decoder",
     "Handoff",
     "Intake",
-    "Kept",
     "Release",
     "Request",
     "Source",
@@ -127,6 +127,31 @@ def test_imports_point_down() -> None:
         if there in FLOOR and there != here and FLOOR[there] >= FLOOR[here]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_codecs_and_kernels_import_nothing_in_a_circle() -> None:
+    """Lazy imports count, and those for type checkers."""
+    graph = {}
+    for path in sources():
+        if room(path) in ("codecs", "kernels"):
+            where = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(where if where[0] == "disagg" else ("disagg", *where))
+            graph[name.removesuffix(".__init__")] = {
+                f"{module}.{alias.name}" if f"{module}.{alias.name}" in names else module
+                for module, alias, names in from_imports(path)
+            }
+    TopologicalSorter({k: v & graph.keys() for k, v in graph.items()}).prepare()
+
+
+def from_imports(path: Path) -> Iterator[tuple[str, ast.alias, set[str]]]:
+    """(module, what of it, all modules of codecs and kernels) of every import."""
+    names = {
+        ".".join(("disagg", *x.relative_to(ROOT).with_suffix("").parts))
+        for x in (ROOT / "kernels").rglob("*.py")
+    }
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias, names) for alias in node.names)
 
 
 def test_every_room_has_a_floor() -> None:

@@ -1,6 +1,7 @@
 """The package runs as a wheel, as an editable install and from a checkout, from any folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -26,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def where(path: Path, cwd: Path) -> str:
     """The folder that `disagg` is imported from when `path` comes first."""
     code = (
-        "import disagg.protos.v1.kv_transfer_pb2 as p, disagg.kernels.reference as r, disagg; "
+        "import disagg, disagg.protos.v1.kv_transfer_pb2, disagg.kernels.reference.codes; "
         "print(disagg.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(path)}
@@ -38,13 +39,24 @@ def where(path: Path, cwd: Path) -> str:
 
 
 def test_the_wheel_holds_real_files_and_the_default_model(wheel: Path) -> None:
-    for name in ("kernels/reference.py", "protos/v1/kv_transfer_pb2.py", "py.typed"):
+    for name in ("kernels/reference/codes.py", "protos/v1/kv_transfer_pb2.py", "py.typed"):
         assert (wheel / "disagg" / name).is_file()
     for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         assert (wheel / "disagg/model/default" / name).is_file()
     size = sum(path.stat().st_size for path in (wheel / "disagg/model/default").iterdir())
     assert size <= 25e6
     assert not (wheel / "kernels").exists()
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+def test_the_wheel_holds_the_library_of_a_cpu(wheel: Path) -> None:
+    code = "from disagg.kernels.cpu.library import backend; print(backend())"
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=wheel, env=environment, check=True, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("cpu-")
 
 
 @pytest.mark.parametrize("start", ["root", "elsewhere"])

@@ -3,7 +3,7 @@
 The attention kernels are measured, each compiled in a process of its own, because some
 configurations abort the compiler and the process with it; of all others it is asked whether they
 compile and spill, as many to a process as it survives. The figures are explained in
-kernels/machine_code.py.
+machine_code.py.
 """
 
 import json
@@ -16,10 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
+from disagg.bench.machine_code import LOOPS, OTHERS, TARGETS, Row, Spills
 from disagg.bench.result import tell
-from disagg.kernels.machine_code import KERNELS, TARGETS, Row
-from disagg.kernels.measured_kernels import SOURCES
-from disagg.kernels.spills import Spills
 
 COMPILE_SECONDS = 300.0
 
@@ -34,7 +32,7 @@ class NotCompiled:
 
 
 def compile_all(
-    kernels: Iterable[str] = KERNELS, targets: Iterable[str] = tuple(TARGETS)
+    kernels: Iterable[str] = LOOPS, targets: Iterable[str] = tuple(TARGETS)
 ) -> list[Row | NotCompiled]:
     """The figures of the attention kernels: one row for each kernel and target."""
     with ThreadPoolExecutor(2) as pool:
@@ -44,14 +42,14 @@ def compile_all(
 
 def compile_one(kernel: str, target: str) -> Row | NotCompiled:
     """The figures of one kernel."""
-    lines, reason = _compile("disagg.kernels.machine_code", kernel, target)
+    lines, reason = _compile("loops", target, kernel)
     if reason:
         return NotCompiled(kernel, target, reason)
     return Row(**json.loads(lines[-1]))
 
 
 def compile_others(
-    targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(SOURCES)
+    targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(OTHERS)
 ) -> list[Spills | NotCompiled]:
     """What all other kernels spill: one row for each kernel and target."""
     names = tuple(kernels)
@@ -66,18 +64,18 @@ def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Spills | NotCom
     rows: list[Spills | NotCompiled] = []
     while len(rows) < len(kernels):
         rest = kernels[len(rows) :]
-        lines, reason = _compile("disagg.kernels.spills", target, *rest)
+        lines, reason = _compile("others", target, *rest)
         rows += [Spills(**json.loads(line)) for line in lines]
         if len(lines) < len(rest):
             rows.append(NotCompiled(rest[len(lines)], target, reason))
     return rows
 
 
-def _compile(module: str, *arguments: str) -> tuple[list[str], str]:
+def _compile(*arguments: str) -> tuple[list[str], str]:
     """What a process without the interpreter of a test printed, and why it failed, if it did."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "disagg.bench.machine_code", *arguments]
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         out, said = process.communicate(timeout=COMPILE_SECONDS)

@@ -25,6 +25,7 @@ from disagg.bench.inputs import make_prompt
 from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
+from disagg.codecs.contract import LastQueries
 from disagg.errors import ConfigError
 
 SPECS = (
@@ -106,8 +107,8 @@ def run(options: KernelOptions) -> Row:
 
 
 def check_spellings(device: torch.device) -> list[Row]:
-    """What kernels/spellings.py finds; it needs Triton, which a CPU does without."""
-    found = import_module("disagg.kernels.spellings").check_spellings(device)
+    """What spellings.py finds; it needs Triton, which a CPU does without."""
+    found = import_module("disagg.bench.spellings").check_spellings(device)
     return [asdict(check) for check in found]
 
 
@@ -168,7 +169,7 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     rows = []
     for spec in tell(specs, lambda spec: f"encode, {spec}"):
         codec = get_codec(spec)
-        encode = partial(codec.encode_prompt, k, v, 0, LAYER, q, tokens)
+        encode = partial(codec.encode, k, v, 0, LAYER, LastQueries(q, tokens))
         copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
         nbytes = 2 * k.numel() * k.element_size()
         speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from disagg.bench.inputs import make_prompt
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec, Encoded
-from disagg.codecs.ott import kept_format
-from disagg.codecs.paged import PagedCodec
-from disagg.codecs.raw import raw_format
-from disagg.codecs.tables import PageTable
-from disagg.kernels.ops import merge, store_blocks
-from disagg.kernels.ops_paged import runs_on_gpu
-from disagg.kernels.reference_kept import FREE, view_kept
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, LastQueries
+from disagg.codecs.exact import exact_format, slots_format
+from disagg.codecs.layer import attend_tables
+from disagg.codecs.tables import PageTable, plan_units
+from disagg.kernels.formats import FREE
+from disagg.kernels.ops import serves_gpu, store_blocks
+from disagg.kernels.reference.kept import view_kept
+from disagg.kernels.sealing import Target
 from disagg.page import ARENA_UNIT, SEGMENT_TOKENS
 from disagg.plan import LayerGroup
 
@@ -67,9 +68,9 @@ class PagedLayer:
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        scale = self.shape.scale
-        parts = self.codec.attend(self.q, self.arena, self.table, self.group, LAYER, scale)
-        return merge(parts)
+        tables = self.table, None
+        codec, scale = self.codec, self.shape.scale
+        return attend_tables(codec, self.group, LAYER, self.arena, self.q, *tables, scale)
 
     def error(self) -> float:
         """Of `attend`, relative, against `exact`."""
@@ -79,11 +80,8 @@ class PagedLayer:
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
-        if not self.q.is_cuda or not isinstance(self.codec, PagedCodec):
-            return self.q.is_cuda
-        group = self.group
-        fmt = self.codec.format_of(group.page, group.segment, group.head_dim)
-        return runs_on_gpu(fmt, self.q.device)
+        views = self.codec.views(self.arena, self.table, self.group, LAYER)
+        return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:
         """What `attend` should give, in fp64: [B, 1, Hq, D]; all sequences are alike."""
@@ -101,7 +99,7 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
     made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
-    encoded = codec.encode_prompt(made.k, made.v, 0, LAYER, made.q, stretch)
+    encoded = codec.encode(made.k, made.v, 0, LAYER, LastQueries(made.q, stretch))
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
     arena, ids, nbytes = _store(encoded, group, shape, device)
@@ -129,7 +127,7 @@ def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int
     """
     counts = repeats * codec.present(encoded, group).long()
     if encoded.side is not None and encoded.kept is not None and group.side is not None:
-        side, raw = kept_format(group.side), raw_format(group.raw)
+        side, raw = slots_format(group.side), exact_format(group.raw)
         kept = view_kept(encoded.side, encoded.kept, side, raw)
         head, slot = (kept.states != FREE).nonzero(as_tuple=True)
         counts[head, kept.positions[head, slot].long()] = 1
@@ -176,7 +174,7 @@ def _store(
         if blocks is not None and ids is not None:
             there = blocks.to(device)
             for row in ids.view(-1, blocks.shape[0]):
-                store_blocks(arena, there, row, 0)
+                store_blocks(Target(arena, row), there)
     pages, segments, kept, sides = found
     assert pages is not None
     return arena, _Ids(pages, segments, kept, None if sides is None else sides.view(-1)), nbytes
@@ -190,7 +188,7 @@ def _table(ids: _Ids, group: LayerGroup, shape: StepShape) -> PageTable:
         own = torch.arange(width, device=device) // (SEGMENT_TOKENS // group.page.tokens)
         owner = own.int().expand(shape.batch, width).contiguous()
     lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
-    return PageTable(
+    table = PageTable(
         pages=ids.pages,
         lo=lo,
         hi=lo + shape.tokens,
@@ -200,3 +198,4 @@ def _table(ids: _Ids, group: LayerGroup, shape: StepShape) -> PageTable:
         kept=ids.kept,
         sides=ids.sides,
     )
+    return plan_units(table, group.heads)

@@ -1,5 +1,6 @@
 """AlignedKV: fp16 in bit planes, of which attention reads what it needs (arXiv:2409.16546)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -7,16 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Codec, Encoded, require
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, LastQueries, require
 from disagg.codecs.tables import PageTable
-from disagg.kernels.formats_aligned import AlignedFormat
-from disagg.kernels.ops_paged import attend_aligned, encode_aligned
-from disagg.kernels.ops_seal import seal_aligned
-from disagg.kernels.parts import Part
-from disagg.kernels.places import Places
-from disagg.kernels.reference_aligned import Bits, read_planes
-from disagg.kernels.reference_pieces import DenseBlocks
-from disagg.kernels.sealing import SealFormat
+from disagg.kernels import ops
+from disagg.kernels.cpu.library import EXACT_ERRORS
+from disagg.kernels.formats import AlignedFormat
+from disagg.kernels.reference.aligned import read_planes
+from disagg.kernels.reference.pages import DenseBlocks
+from disagg.kernels.sealing import Target
+from disagg.kernels.view import View
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -34,7 +35,7 @@ class AlignedKV(Codec):
     """
 
     name: ClassVar[str] = "alignedkv"
-    attend_error: ClassVar[float] = 2**-7
+    attend_errors: ClassVar[Mapping[str, float]] = dict.fromkeys(EXACT_ERRORS, 2**-7)
 
     def page_layout(self, head_dim: int) -> Layout:
         require(head_dim % 16 == 0, f"alignedkv pairs 16 channels; the head dim is {head_dim}")
@@ -51,57 +52,22 @@ class AlignedKV(Codec):
         ]
         return make_layout(self.spec, Kind.PAGE, tokens, planes)
 
-    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        return Encoded(encode_aligned(k, v, aligned_format(self, k.shape[2])))
-
-    def encode_into(
+    def encode(
         self,
-        places: Places,
         k: Tensor,
         v: Tensor,
         first: int,
-        layer: int,
-        q: Tensor | None,
-        total: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
     ) -> Encoded:
-        seal_aligned(k, v, places, aligned_format(self, k.shape[2]))
-        return Encoded(EMPTY)
+        return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]), target=target)[0])
 
-    def seal_format(self, head_dim: int) -> SealFormat | None:
-        return aligned_format(self, head_dim)
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        return self.encode(k, v, first, layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        arena: Tensor,
-        table: PageTable,
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> list[Part]:
-        return [self.attend_counting(q, arena, table, group, layer, scale)[0]]
-
-    def attend_counting(
-        self,
-        q: Tensor,
-        arena: Tensor,
-        table: PageTable,
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> tuple[Part, Bits]:
-        """As `attend`, and how many bits of K and V every query head read, on the mean."""
-        return attend_aligned(
-            q,
-            arena,
-            table.pages,
-            table.lo,
-            table.hi,
-            aligned_format(self, group.head_dim),
-            group.layer_offset(group.page, layer),
-            group.heads,
-            scale,
-        )
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        return [table.view(arena, group, layer, aligned_format(self, group.head_dim))]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

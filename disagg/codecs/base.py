@@ -1,234 +1,24 @@
-"""The codec contract: what a compression method must say and do. One file per paper implements it.
+"""A codec: the contract of one layer, and `compress`, which needs no service around it."""
 
-A codec is a frozen dataclass of its options; its spec string `name:option=value,...` rebuilds it.
-It is stateless over one layer:
+from dataclasses import dataclass
 
-    encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
-    flush     the same for one page sealed while decoding; where a page can be sealed by itself, the
-              codec only says its `seal_format`, and the append of a decode step writes it
-    attend    queries over those bytes         ->  parts of attention, to be merged
-    decode    those bytes                      ->  the K' and V' that attention sees, for tests
-
-`encode` writes what travels, what the pool stores and what `attend` reads. Nothing on the way from
-prefill to a token calls `decode`.
-"""
-
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
 from torch import Tensor
 
-from disagg.errors import ConfigError
-from disagg.kernels.ops import store_blocks
-from disagg.kernels.parts import Part
-from disagg.kernels.places import Places
-from disagg.kernels.reference_append import seal_page
-from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat
-from disagg.page import FinalAt, Layout, make_raw_layout
-from disagg.plan import LayerGroup
-
-if TYPE_CHECKING:
-    from disagg.codecs.cache import CompressedKV
-    from disagg.codecs.tables import PageTable
-
-EMPTY = torch.zeros(0, dtype=torch.uint8)  # blocks that are in their places already
+from disagg.codecs.cache import CompressedKV
+from disagg.codecs.contract import LayerCodec
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The bytes of consecutive sealed tokens of one layer.
-
-    blocks:   [P, H, block_bytes] u8 - pages in token order; none where they are in their places
-    segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
-    side:     [H, side block_bytes] u8, or None - the side record after these tokens
-    kept:     [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
-    flush:    the pages were sealed while decoding, so they have the flush layouts of their group
-    first:    position of the first token, for `decode`
-    """
-
-    blocks: Tensor
-    segments: Tensor | None = None
-    side: Tensor | None = None
-    kept: Tensor | None = None
-    flush: bool = False
-    first: int = 0
-
-
-@dataclass(frozen=True)
-class Codec(ABC):
-    """One method with its options. A subclass's fields are its options.
-
-    final_at:     when the bytes of its pages are final
-    attend_error: relative, of `attend` against exact attention on what `decode` gives, in fp32;
-                  in fp64 it is 1e-12, unless attention approximates by design
-    """
-
-    name: ClassVar[str]
-    final_at: ClassVar[FinalAt] = FinalAt.PAGE
-    page_tokens: ClassVar[int] = 64
-    attend_error: ClassVar[float] = 1e-5
-
-    @property
-    def spec(self) -> str:
-        """The canonical spec: every option, in declaration order."""
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
-        return f"{self.name}:{options}" if options else self.name
-
-    @property
-    def tail_tokens(self) -> int:
-        """R: the least number of exact tokens kept in the tail."""
-        return 0
-
-    def raw_dtype(self, model_dtype: str) -> str:
-        """The dtype of the tail: 16 bits for lossy codecs, whatever the model computes in."""
-        return model_dtype if model_dtype in ("float16", "bfloat16") else "float16"
-
-    @abstractmethod
-    def page_layout(self, head_dim: int) -> Layout:
-        """The planes of one page; ConfigError where the options do not divide `head_dim`."""
-
-    def segment_layout(self, head_dim: int) -> Layout | None:
-        """The planes that a stretch of 2,048 tokens shares, or None."""
-        return None
-
-    def side_layout(self, head_dim: int) -> Layout | None:
-        """The planes of a sequence's mutable state, or None."""
-        return None
-
-    def flush_page_layout(self, head_dim: int) -> Layout | None:
-        """The planes of a page sealed while decoding; None: as any other page."""
-        return None
-
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        """The segment of each page sealed while decoding; None: such a page joins the last one."""
-        return None
-
-    def layer_group(
-        self,
-        layers: tuple[int, ...],
-        heads: int,
-        head_dim: int,
-        model_dtype: str,
-        window: int | None = None,
-    ) -> LayerGroup:
-        """The layouts of this codec for layers of `heads` KV heads."""
-        return LayerGroup(
-            layers=layers,
-            codec=self.spec,
-            window=window,
-            heads=heads,
-            head_dim=head_dim,
-            residual=self.tail_tokens,
-            final_at=self.final_at,
-            page=self.page_layout(head_dim),
-            raw=make_raw_layout(self.raw_dtype(model_dtype), head_dim),
-            segment=self.segment_layout(head_dim),
-            side=self.side_layout(head_dim),
-            flush_page=self.flush_page_layout(head_dim),
-            flush_segment=self.flush_segment_layout(head_dim),
-        )
-
-    @abstractmethod
-    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        """The pages of tokens first .. first+n-1 of a prompt, in one layer.
-
-        k, v:  [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
-        first: position of the first token; the start of a segment, or of a page
-        layer: of the model
-        error: see the codec's own docstring
-        """
-
-    def encode_prompt(
-        self, k: Tensor, v: Tensor, first: int, layer: int, q: Tensor | None, total: int
-    ) -> Encoded:
-        """As `encode`, with the last queries of the prompt, for codecs that choose by attention.
-
-        q:     [Hq, W, D] or None - queries of tokens total - W .. total - 1, after RoPE
-        total: tokens of the whole prompt
-        """
-        return self.encode(k, v, first, layer)
-
-    def seal_format(self, head_dim: int) -> SealFormat | None:
-        """The page that the append of a decode step seals by itself; None: it calls `flush`."""
-        return None
-
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        """One page sealed while decoding: k, v [H, T, D].
-
-        before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
-                `side` and `kept` as they are, with room for what this seal may set aside
-        """
-        fmt = self.seal_format(k.shape[2])
-        assert fmt is not None, f"{self.name} says neither how an append seals nor how it does"
-        return Encoded(*seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
-
-    def encode_into(
-        self,
-        places: Places,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int,
-        q: Tensor | None,
-        total: int,
-    ) -> Encoded:
-        """As `encode_prompt`, with the blocks written to their places."""
-        encoded = self.encode_prompt(k, v, first, layer, q, total)
-        store_blocks(places.arena, encoded.blocks, places.pages, places.base)
-        return encoded
-
-    @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        arena: Tensor,
-        table: "PageTable",
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> list[Part]:
-        """Attention over the sealed tokens, on the compressed form.
-
-        q:       [B, M, Hq, D] fp32, or fp64 on a CPU - M queries for each of B sequences
-        arena:   [bytes] u8 - what page ids address
-        table:   which pages each sequence has, which of their tokens each query sees
-        returns: parts over disjoint tokens, for `ops.merge` with that of the tail
-        """
-
-    @abstractmethod
-    def decode(
-        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """The (k', v') [H, n, D] of dtype that these bytes stand for; for tests and reports."""
-
-    def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
-        """Which tokens attention sees at all: [H, n] bool. Only a dropping codec has others."""
-        count, heads = encoded.blocks.shape[:2]
-        shape = (heads, count * group.page.tokens)
-        return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)
+class Codec(LayerCodec):
+    """What `get_codec` gives: a subclass is one method, its fields are the options of that."""
 
     def compress(
         self, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
-    ) -> "CompressedKV":
+    ) -> CompressedKV:
         """Compress one layer of one sequence: the codec alone, without a service.
 
         k, v:  [H, n, D], any float dtype - keys after RoPE
         layer: of the model; it matters to codecs that treat the first layers differently
         q:     [Hq, W, D] - the last queries, for codecs that choose tokens by attention
         """
-        from disagg.codecs.cache import CompressedKV
-
         return CompressedKV.from_prompt(self, k, v, layer, q)
-
-
-def seed_of(layer: int, first: int) -> int:
-    """The seed of a segment: which layer it belongs to and the position where it begins."""
-    return (layer << 20) + first // STRETCH_TOKENS
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ConfigError with `message` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)

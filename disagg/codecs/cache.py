@@ -8,13 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.codecs.alignedkv import AlignedKV
-from disagg.codecs.base import Codec, Encoded
-from disagg.codecs.layer import attend_tables, read_blocks, read_tail, write_prompt, write_step
-from disagg.codecs.seals import segment_layout
-from disagg.codecs.tables import Growth, PageTable, block_size, build_tables, plan_step
+from disagg.codecs.contract import Encoded, LayerCodec
+from disagg.codecs.layer import (
+    attend_tables,
+    read_blocks,
+    read_tail,
+    write_prompt,
+    write_step,
+)
+from disagg.codecs.seals import Growth, segment_layout
+from disagg.codecs.tables import PageTable, block_size, build_tables, plan_step
 from disagg.errors import RequestError
-from disagg.kernels.reference_aligned import Bits
+from disagg.kernels.formats import AlignedFormat
+from disagg.kernels.ops import bits_read
+from disagg.kernels.reference.aligned import Bits
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, RecordShape
 from disagg.state import GroupState, allocate_group
@@ -56,7 +63,9 @@ class GrowingArena:
 class CompressedKV:
     """The compressed K and V of one layer of one sequence. `codec.compress(k, v)` makes one."""
 
-    def __init__(self, codec: Codec, group: LayerGroup, state: GroupState, arena: GrowingArena):
+    def __init__(
+        self, codec: LayerCodec, group: LayerGroup, state: GroupState, arena: GrowingArena
+    ):
         self.codec = codec
         self.group = group
         self.num_tokens = 0
@@ -65,7 +74,7 @@ class CompressedKV:
 
     @classmethod
     def from_prompt(
-        cls, codec: Codec, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
+        cls, codec: LayerCodec, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
     ) -> "CompressedKV":
         """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)
@@ -116,11 +125,11 @@ class CompressedKV:
         RequestError where the codec always reads all that it stores.
         """
         rows, sealed, _ = self._view(q)
-        if not isinstance(self.codec, AlignedKV) or sealed is None:
-            raise RequestError(f"{self.codec.name} reads all that its pages store")
-        scale = self.group.head_dim**-0.5 if scale is None else scale
         arena, group = self._arena.bytes, self.group
-        return self.codec.attend_counting(rows, arena, sealed, group, self.layer, scale)[1]
+        views = self.codec.views(arena, sealed, group, self.layer) if sealed else []
+        if not views or not isinstance(views[0].fmt, AlignedFormat):
+            raise RequestError(f"{self.codec.name} reads all that its pages store")
+        return bits_read(rows, views[0], group.head_dim**-0.5 if scale is None else scale)
 
     def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 from disagg.page import FinalAt
 
 
 @dataclass(frozen=True)
-class DecoQuant(PagedCodec):
+class DecoQuant(QuantizedCodec):
     """K = T_L T_S for every block of channels; T_L symmetric in `bits`, T_S in 16 bits.
 
     T_S comes from the singular value decomposition of a segment of 2,048 tokens, for each KV head,
-    K and V by themselves; tokens decoded later use the last segment's. Attention multiplies the
+    K and V by themselves; tokens decoded later use the first segment's. Attention multiplies the
     query and the output by T_S instead of building K and V.
 
     bits:   2 (that is -1, 0, 1), 4 or 8

@@ -1,14 +1,16 @@
 """fp8: the baseline with hardware support, e4m3 with a scale for each page and KV head."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec
+from disagg.kernels.cpu.library import EXACT_ERRORS
 
 
 @dataclass(frozen=True)
-class Fp8(PagedCodec):
+class Fp8(QuantizedCodec):
     """float8_e4m3fn of x / s, saturated at +-448; s = max|x| / 448 of a page, in fp32.
 
     A scale for each page rather than for the sequence, so that a page depends on nothing but its
@@ -21,6 +23,7 @@ class Fp8(PagedCodec):
     name: ClassVar[str] = "fp8"
     k_by: ClassVar[str] = "block"
     v_by: ClassVar[str] = "block"
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     def page_planes(self, head_dim: int) -> Planes:
         require(head_dim % 16 == 0, f"fp8 wants a head dim of whole 16 bytes, not {head_dim}")

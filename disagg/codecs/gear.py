@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
 BACKBONES = ("kcvt", "kivi")
@@ -12,7 +12,7 @@ KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
 
 
 @dataclass(frozen=True)
-class GearL(PagedCodec):
+class GearL(QuantizedCodec):
     """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
 
     A lies in the pages, B in the segment. A page sealed while decoding is a segment of its own,

@@ -1,26 +1,26 @@
-"""H2O: tokens that got little attention are dropped, the baseline (arXiv:2306.14048)."""
+"""H2O without its eviction while decoding: the baseline that drops tokens (arXiv:2306.14048)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, require
-from disagg.codecs.paged import Planes
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, LastQueries, require
+from disagg.codecs.exact import exact_format
+from disagg.codecs.quantized import Planes
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
-from disagg.kernels.ops_kept import attend_dropped
-from disagg.kernels.parts import Part
-from disagg.kernels.reference_aligned import to_fp16
-from disagg.kernels.reference_dropped import (
-    DroppedFormat,
-    heaviest_and_recent,
-    weights_received,
-)
-from disagg.kernels.reference_pieces import DenseBlocks
-from disagg.kernels.sealing import SealFormat
+from disagg.kernels.cpu.library import EXACT_ERRORS
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.ops import store_blocks
+from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
+from disagg.kernels.reference.pages import DenseBlocks
+from disagg.kernels.reference.quantize import to_fp16
+from disagg.kernels.sealing import SealFormat, Target
+from disagg.kernels.view import View
 from disagg.page import FinalAt, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -31,8 +31,10 @@ PAGE_TOKENS = 64
 class H2O(Codec):
     """Heavy hitters and recent tokens of a prompt, in fp16; everything decoded later is kept.
 
-    Each KV head keeps a share of the sealed tokens: half of it the most recent, half those that got
-    the most attention from the last queries of the prompt, added up over its query heads.
+    This is prompt compression by H2O's rule, as SnapKV does it: the paper evicts a token in every
+    step of decoding too, this evicts once, when the prompt is done. Each KV head keeps a share of
+    the sealed tokens: half of it the most recent, half those that got the most attention from the
+    last queries of the prompt, added up over its query heads.
 
     keep:   the share of a prompt that is kept, in 64ths
     error:  none for kept tokens but the rounding to fp16; the others are gone
@@ -43,6 +45,7 @@ class H2O(Codec):
     name: ClassVar[str] = "h2o"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5
 
@@ -64,19 +67,24 @@ class H2O(Codec):
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim))
 
-    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        raise RequestError("h2o drops by attention: the last queries of the prompt are wanted, q=")
-
-    def encode_prompt(
-        self, k: Tensor, v: Tensor, first: int, layer: int, q: Tensor | None, total: int
+    def encode(
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
     ) -> Encoded:
-        if q is None:
-            return self.encode(k, v, first, layer)
+        if last is None:
+            raise RequestError(
+                "h2o drops by attention: the last queries of the prompt are wanted, q="
+            )
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
-        weights = weights_received(q, k, head_dim**-0.5, total)
+        weights = weights_received(last.q, k, head_dim**-0.5, last.total)
         kept = heaviest_and_recent(weights, count * self.slots, count * self.slots // 2)
-        fmt = dropped_format(self.page_layout(head_dim))
+        fmt = exact_format(self.page_layout(head_dim))
         blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)
         planes, shape = DenseBlocks(blocks), (fmt.slots, head_dim)
         for x, offset in ((k, fmt.k), (v, fmt.v)):
@@ -86,39 +94,23 @@ class H2O(Codec):
         places = kept.int().unflatten(1, (count, fmt.slots, 1)).transpose(0, 1)
         assert fmt.positions is not None
         planes.plane(torch.int32, fmt.positions, (fmt.slots, 1)).copy_(places)
+        if target is not None:
+            store_blocks(target, blocks)
         return Encoded(blocks)
 
     def seal_format(self, head_dim: int) -> SealFormat | None:
-        return flush_format(self, head_dim)
+        layout = self.flush_page_layout(head_dim)
+        return exact_format(layout) if layout else None
 
-    def attend(
-        self,
-        q: Tensor,
-        arena: Tensor,
-        table: PageTable,
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> list[Part]:
-        part = attend_dropped(
-            q,
-            arena,
-            table.pages,
-            table.lo,
-            table.hi,
-            dropped_format(table.layout),
-            group.layer_offset(table.layout, layer),
-            group.heads,
-            scale,
-        )
-        return [part]
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        return [table.view(arena, group, layer, exact_format(table.layout))]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         """Kept tokens; 0 where a token was dropped, see `present`."""
         layout = group.flush_page if encoded.flush and group.flush_page else group.page
-        fmt, planes = dropped_format(layout), DenseBlocks(encoded.blocks)
+        fmt, planes = exact_format(layout), DenseBlocks(encoded.blocks)
         shape, places = (fmt.slots, group.head_dim), self._places(encoded, fmt)
         found = []
         for offset in (fmt.k, fmt.v):
@@ -129,13 +121,13 @@ class H2O(Codec):
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
         layout = group.flush_page if encoded.flush and group.flush_page else group.page
-        fmt = dropped_format(layout)
+        fmt = exact_format(layout)
         places = self._places(encoded, fmt)
         count, heads = encoded.blocks.shape[:2]
         nobody = torch.zeros(heads, count * fmt.tokens, dtype=torch.bool, device=places.device)
         return nobody.scatter(1, places, True)
 
-    def _places(self, encoded: Encoded, fmt: DroppedFormat) -> Tensor:
+    def _places(self, encoded: Encoded, fmt: ExactFormat) -> Tensor:
         """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
         count, heads = encoded.blocks.shape[:2]
         if fmt.positions is None:
@@ -143,30 +135,6 @@ class H2O(Codec):
             return place.expand(heads, -1)
         plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
         return plane.transpose(0, 1).flatten(1).long()
-
-
-@lru_cache
-def flush_format(codec: H2O, head_dim: int) -> DroppedFormat:
-    """What a kernel needs to know of a page sealed while decoding, where nothing is dropped."""
-    layout = codec.flush_page_layout(head_dim)
-    assert layout is not None
-    return dropped_format(layout)
-
-
-@lru_cache
-def dropped_format(layout: Layout) -> DroppedFormat:
-    """What a kernel needs to know of a page of kept tokens."""
-    k, v = layout.plane("k"), layout.plane("v")
-    places = [plane.offset for plane in layout.planes if plane.name == "positions"]
-    return DroppedFormat(
-        tokens=layout.tokens,
-        slots=k.shape[0],
-        head_dim=k.shape[1],
-        block_bytes=layout.block_bytes,
-        k=k.offset,
-        v=v.offset,
-        positions=places[0] if places else None,
-    )
 
 
 def _exact_planes(slots: int, head_dim: int) -> Planes:

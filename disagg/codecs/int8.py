@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 
 
 @dataclass(frozen=True)
-class Int8(PagedCodec):
+class Int8(QuantizedCodec):
     """Symmetric round-to-nearest to -127 .. 127, one scale for each token and KV head.
 
     error:  |x' - x| <= s/2 + 2**-11 max|x| + 2**-17, where s = fp16(max|x| / 127) of the token

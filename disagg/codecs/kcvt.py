@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
-from disagg.page import FinalAt, Layout
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.page import FinalAt, Kind, Layout, make_layout
 
 
 @dataclass(frozen=True)
-class Kcvt(PagedCodec):
+class Kcvt(QuantizedCodec):
     """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
 
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
-    A page sealed while decoding is a segment of its own.
+    A page sealed while decoding has both in it: however many there are, attention is one run.
 
     bits:   2, 4 or 8
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
@@ -42,5 +42,6 @@ class Kcvt(PagedCodec):
     def segment_planes(self, head_dim: int) -> Planes:
         return [("k_scale", "float16", (1, head_dim)), ("k_zero", "float16", (1, head_dim))]
 
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        return self.segment_layout(head_dim)
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        planes = self.page_planes(head_dim) + self.segment_planes(head_dim)
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, seed_of
-from disagg.codecs.raw import attend_raw_pages, raw_blocks, raw_format
-from disagg.codecs.seals import flush_layout, segment_layout
-from disagg.codecs.tables import GroupStep, PageTable, Seal
-from disagg.kernels.ops import append, gather_raw, load_blocks, merge, store_blocks
-from disagg.kernels.parts import Part
-from disagg.kernels.places import Places
-from disagg.kernels.sealing import Sealing
-from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind, Layout
+from disagg.codecs.contract import Encoded, LastQueries, LayerCodec, seed_of
+from disagg.codecs.exact import exact_format, raw_blocks
+from disagg.codecs.seals import Seal, flush_layout, segment_layout
+from disagg.codecs.tables import GroupStep, PageTable
+from disagg.kernels.ops import append, attend, gather_raw, load_blocks, store_blocks
+from disagg.kernels.sealing import NewRows, Sealing, Target
+from disagg.kernels.view import View
+from disagg.page import SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
 
@@ -45,7 +44,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 
 
 def write_prompt(
-    codec: Codec,
+    codec: LayerCodec,
     group: LayerGroup,
     state: GroupState,
     layer: int,
@@ -70,8 +69,9 @@ def write_prompt(
         new_k, new_v = _rounded(k[:, start:end], group), _rounded(v[:, start:end], group)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
-        places = _places(group, group.page, layer, arena, pages)
-        encoded = codec.encode_into(places, new_k, new_v, start, layer, q, total)
+        last = None if q is None else LastQueries(q, total)
+        target = _target(group, group.page, layer, arena, pages)
+        encoded = codec.encode(new_k, new_v, start, layer, last, target)
         if encoded.segments is not None and group.segment is not None:
             index = start // SEGMENT_TOKENS
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
@@ -92,17 +92,17 @@ def write_prompt(
 
 
 def write_step(
-    codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
 ) -> None:
     """Append the step's new tokens of one layer to the tails, and seal what is full.
 
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
     group = step.group
-    raw, base = raw_format(group.raw), group.layer_offset(group.raw, layer)
+    raw, base = exact_format(group.raw), group.layer_offset(group.raw, layer)
     new_k, new_v = _rounded(k, group), _rounded(v, group)
     sealing = _sealing(codec, step, layer)
-    append(arena, new_k, new_v, step.pages, step.slots, raw, base, sealing)
+    append(arena, new_k, new_v, NewRows(step.pages, step.slots, raw, base), sealing)
     for seal in step.seals if sealing is None else ():
         ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
         tail_k, tail_v = gather_raw(arena, ids, raw, base, group.heads)
@@ -116,7 +116,7 @@ def write_step(
 
 
 def attend_step(
-    codec: Codec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
 ) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
@@ -130,7 +130,7 @@ def attend_step(
 
 
 def attend_tables(
-    codec: Codec,
+    codec: LayerCodec,
     group: LayerGroup,
     layer: int,
     arena: Tensor,
@@ -140,14 +140,14 @@ def attend_tables(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Merge the attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
-    parts: list[Part] = []
+    """Attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
+    views: list[View] = []
     while sealed is not None:
-        parts += codec.attend(q, arena, sealed, group, layer, scale)
+        views += codec.views(arena, sealed, group, layer)
         sealed = sealed.following
     if tail is not None:
-        parts.append(attend_raw_pages(q, arena, tail, group, layer, scale))
-    return merge(parts, dtype)
+        views.append(tail.view(arena, group, layer, exact_format(group.raw)))
+    return attend(q, views, scale, dtype)
 
 
 def read_tail(
@@ -156,7 +156,7 @@ def read_tail(
     """The `count` exact tokens of a tail: k, v [H, count, D] in the raw dtype."""
     ids = torch.tensor([state.tail], dtype=torch.int32, device=arena.device)
     base = group.layer_offset(group.raw, layer)
-    k, v = gather_raw(arena, ids, raw_format(group.raw), base, group.heads)
+    k, v = gather_raw(arena, ids, exact_format(group.raw), base, group.heads)
     return k[0, :, :count], v[0, :, :count]
 
 
@@ -172,13 +172,11 @@ def read_blocks(
 def _rounded(x: Tensor, group: LayerGroup) -> Tensor:
     """K or V in the dtype of the tail; what that cannot hold saturates, as it does in pages."""
     dtype = getattr(torch, group.raw.plane("k").dtype)
-    if x.dtype == dtype:
-        return x
     limits = torch.finfo(dtype)
     return x.to(dtype).clamp(limits.min, limits.max)
 
 
-def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
+def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
     fmt = None if rows is None else codec.seal_format(group.head_dim)
@@ -219,16 +217,12 @@ def _store_kept(
 def _store(
     group: LayerGroup, layout: Layout, layer: int, arena: Tensor, blocks: Tensor, pages: list[int]
 ) -> None:
-    places = _places(group, layout, layer, arena, pages)
-    store_blocks(arena, blocks, places.pages, places.base)
+    store_blocks(_target(group, layout, layer, arena, pages), blocks)
 
 
-def _places(
+def _target(
     group: LayerGroup, layout: Layout, layer: int, arena: Tensor, pages: list[int]
-) -> Places:
+) -> Target:
     """Where the layer pages of some records lie."""
     ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
-    return Places(arena, ids, group.layer_offset(layout, layer))
-
-
-assert RAW_TOKENS == 16  # kernels/formats.py says the same; kernels know no page.py
+    return Target(arena, ids, group.layer_offset(layout, layer))

@@ -1,30 +1,26 @@
 """OTT: KIVI with the tokens that would ruin their group kept exact (arXiv:2505.10938)."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import EMPTY, Encoded, require, seed_of
-from disagg.codecs.paged import (
-    PagedCodec,
+from disagg.codecs.contract import Encoded, LastQueries, require, seed_of
+from disagg.codecs.exact import exact_format, slots_format
+from disagg.codecs.quantized import (
     Planes,
+    QuantizedCodec,
     code_planes,
     flush_format,
     prompt_format,
-    segment_seeds,
 )
-from disagg.codecs.raw import raw_format
 from disagg.codecs.tables import PageTable
-from disagg.kernels.formats import RawFormat
-from disagg.kernels.ops_kept import attend_kept, keep_outliers
-from disagg.kernels.ops_paged import encode_segments
-from disagg.kernels.ops_seal import seal_segments
-from disagg.kernels.parts import Part
-from disagg.kernels.places import Places
-from disagg.kernels.reference_kept import FREE, KeptFormat, raw_of, view_kept
+from disagg.kernels import ops
+from disagg.kernels.formats import FREE
+from disagg.kernels.reference.kept import raw_of, view_kept
+from disagg.kernels.sealing import Segmentation, Target
+from disagg.kernels.view import View
 from disagg.page import (
     RAW_TOKENS,
     SEGMENT_TOKENS,
@@ -38,7 +34,7 @@ from disagg.plan import LayerGroup
 
 
 @dataclass(frozen=True)
-class Ott(PagedCodec):
+class Ott(QuantizedCodec):
     """Outlier token tracing: tokens of small keys leave their group and stay in 16 bits.
 
     Each KV head keeps the `outliers` tokens of smallest |K|_1. Among the codes the mean of their
@@ -128,30 +124,24 @@ class Ott(PagedCodec):
         group = super().layer_group(layers, heads, head_dim, model_dtype, window)
         return replace(group, kept=self.outliers, kept_limit=self.slots)
 
-    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        won, side, kept = self._compete(k, v, first, layer, None)
-        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
-        return Encoded(*encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won), side, kept)
-
-    def encode_into(
+    def encode(
         self,
-        places: Places,
         k: Tensor,
         v: Tensor,
         first: int,
-        layer: int,
-        q: Tensor | None,
-        total: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
     ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)
-        fmt, seeds = prompt_format(self, k.shape[2]), segment_seeds(layer, first, k.shape[1])
-        segments = seal_segments(k, v, places, fmt, seeds, SEGMENT_TOKENS, won)
-        return Encoded(EMPTY, segments, side, kept)
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        found = ops.encode(k, v, prompt_format(self, k.shape[2]), cut, won, target)
+        return Encoded(*found, side, kept)
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, before)
-        fmt, seeds = flush_format(self, k.shape[2]), [seed_of(layer, first)]
-        found = encode_segments(k, v, fmt, seeds, SEGMENT_TOKENS, None, won)
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        found = ops.encode(k, v, flush_format(self, k.shape[2]), cut, won)
         return Encoded(*found, side, kept, flush=True)
 
     def _compete(
@@ -162,9 +152,9 @@ class Ott(PagedCodec):
         layout = self.side_layout(k.shape[2])
         if side is None or blocks is None or layout is None or layer < self.skip_layers:
             return None, side, blocks
-        raw = _raw_of_dtype(k)
-        kept = view_kept(side, blocks, kept_format(layout), raw)
-        won = keep_outliers(kept, k, v, self.outliers, first)
+        raw = exact_format(_raw_of_dtype(k))
+        kept = view_kept(side, blocks, slots_format(layout), raw)
+        won = ops.keep_outliers(kept, k, v, self.outliers, first)
         return won, side, raw_of(kept, raw)
 
     def _kept_before(
@@ -180,31 +170,20 @@ class Ott(PagedCodec):
         raws = -(-min(self.outliers, self.slots) // RAW_TOKENS)
         return empty, empty.new_zeros(raws, k.shape[0], _raw_of_dtype(k).block_bytes)
 
-    def attend(
-        self,
-        q: Tensor,
-        arena: Tensor,
-        table: PageTable,
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> list[Part]:
-        codes = super().attend(q, arena, table, group, layer, scale)
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        codes = super().views(arena, table, group, layer)
         if table.kept is None or table.sides is None or group.side is None:
             return codes
-        kept = attend_kept(
-            q,
-            arena,
-            table.kept,
-            table.sides,
-            table.lo,
-            table.hi,
-            raw_format(group.raw),
-            kept_format(group.side),
-            group.layer_offset(group.raw, layer),
-            group.layer_offset(group.side, layer),
-            group.heads,
-            scale,
+        kept = View(
+            arena=arena,
+            pages=table.kept,
+            lo=table.lo,
+            hi=table.hi,
+            fmt=exact_format(group.raw, group.side),
+            base=group.layer_offset(group.raw, layer),
+            heads=group.heads,
+            sides=table.sides,
+            side_base=group.layer_offset(group.side, layer),
         )
         return [*codes, kept]
 
@@ -213,8 +192,8 @@ class Ott(PagedCodec):
     ) -> tuple[Tensor, Tensor]:
         k, v = super().decode(encoded, group, dtype)
         if encoded.side is not None and encoded.kept is not None and group.side is not None:
-            raw = raw_format(group.raw)
-            kept = view_kept(encoded.side, encoded.kept, kept_format(group.side), raw)
+            raw, fmt = exact_format(group.raw), slots_format(group.side)
+            kept = view_kept(encoded.side, encoded.kept, fmt, raw)
             here = kept.positions - encoded.first
             inside = (kept.states != FREE) & (here >= 0) & (here < k.shape[1])
             head, slot = inside.nonzero(as_tuple=True)
@@ -223,12 +202,5 @@ class Ott(PagedCodec):
         return k, v
 
 
-@lru_cache
-def kept_format(side: Layout) -> KeptFormat:
-    """What a kernel needs to know of the side record."""
-    offsets = {plane.name: plane.offset for plane in side.planes}
-    return KeptFormat(side.plane("states").shape[0], side.block_bytes, **offsets)
-
-
-def _raw_of_dtype(k: Tensor) -> RawFormat:
-    return raw_format(make_raw_layout(str(k.dtype).removeprefix("torch."), k.shape[2]))
+def _raw_of_dtype(k: Tensor) -> Layout:
+    return make_raw_layout(str(k.dtype).removeprefix("torch."), k.shape[2])

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.base import require
-from disagg.codecs.paged import PagedCodec, Planes, code_planes
+from disagg.codecs.contract import require
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
 
 
 @dataclass(frozen=True)
-class PerToken(PagedCodec):
+class PerToken(QuantizedCodec):
     """Asymmetric round-to-nearest of each token by itself.
 
     bits:   2, 4 or 8

@@ -1,16 +1,20 @@
 """Exact K and V in raw pages: the baseline, and the shape of every codec's tail."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec, Encoded, require
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, LastQueries, require
+from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.tables import PageTable
-from disagg.kernels.formats import RawFormat
-from disagg.kernels.ops import attend_raw
-from disagg.kernels.parts import Part
+from disagg.kernels.cpu.library import EXACT_ERRORS
+from disagg.kernels.ops import store_blocks
+from disagg.kernels.sealing import Target
+from disagg.kernels.view import View
 from disagg.page import RAW_TOKENS, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -27,6 +31,7 @@ class Raw(Codec):
 
     name: ClassVar[str] = "raw"
     page_tokens: ClassVar[int] = RAW_TOKENS
+    attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     dtype: str = "model"
 
@@ -52,19 +57,22 @@ class Raw(Codec):
         fixed = Raw(next(k for k, v in DTYPES.items() if v == self.raw_dtype(model_dtype)))
         return super(Raw, fixed).layer_group(layers, heads, head_dim, model_dtype, window)
 
-    def encode(self, k: Tensor, v: Tensor, first: int, layer: int = 0) -> Encoded:
-        return Encoded(raw_blocks(k, v))
-
-    def attend(
+    def encode(
         self,
-        q: Tensor,
-        arena: Tensor,
-        table: PageTable,
-        group: LayerGroup,
-        layer: int,
-        scale: float,
-    ) -> list[Part]:
-        return [attend_raw_pages(q, arena, table, group, layer, scale)]
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
+    ) -> Encoded:
+        blocks = raw_blocks(k, v)
+        if target is not None:
+            store_blocks(target, blocks)
+        return Encoded(blocks)
+
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        return [table.view(arena, group, layer, exact_format(table.layout))]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -73,40 +81,3 @@ class Raw(Codec):
         blocks = encoded.blocks.view(stored).unflatten(-1, (2, RAW_TOKENS, group.head_dim))
         k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3).to(dtype)
         return k, v
-
-
-def raw_format(layout: Layout) -> RawFormat:
-    """What a kernel needs to know of a raw page."""
-    k, v = layout.plane("k"), layout.plane("v")
-    return RawFormat(k.dtype, k.shape[1], layout.block_bytes, k.offset, v.offset)
-
-
-def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
-    """Raw pages of n tokens: [ceil(n / 16), H, block_bytes] u8, the rest of the last page zero.
-
-    k, v: [H, n, D] in the raw dtype
-    """
-    heads, n, head_dim = k.shape
-    pages = -(-n // RAW_TOKENS)
-    blocks = k.new_zeros(pages, heads, 2, RAW_TOKENS * head_dim)
-    for index, x in enumerate((k, v)):
-        padded = torch.nn.functional.pad(x, (0, 0, 0, pages * RAW_TOKENS - n))
-        blocks[:, :, index] = padded.reshape(heads, pages, -1).transpose(0, 1)
-    return blocks.view(pages, heads, -1).view(torch.uint8)
-
-
-def attend_raw_pages(
-    q: Tensor, arena: Tensor, table: PageTable, group: LayerGroup, layer: int, scale: float
-) -> Part:
-    """Attention over raw pages: a tail, or the whole sequence under the raw codec."""
-    return attend_raw(
-        q,
-        arena,
-        table.pages,
-        table.lo,
-        table.hi,
-        raw_format(group.raw),
-        group.layer_offset(group.raw, layer),
-        group.heads,
-        scale,
-    )

@@ -4,8 +4,9 @@
     tail after                            │ raw │ raw +    a page; the raw pages read are freed last
 
 Pages sealed while decoding have the layouts `flush_page` and `flush_segment` where the group has
-them. A group with segments gives each such page a segment of its own if `flush_segment` is set;
-else the page joins the last segment of the sequence, and only the first page of all begins one.
+them. A page has a segment of its own if `flush_segment` is set, and needs none if only `flush_page`
+is: all that belongs to it is in it. Else, in a group with segments, it joins the first one of the
+sequence, and only the first page of all begins one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +79,7 @@ def segment_layout(group: LayerGroup, page: Layout) -> Layout | None:
 
 def begun_segment(group: LayerGroup, state: GroupState) -> Layout | None:
     """The layout of the segment that the next page sealed while decoding begins; None: it joins."""
-    if group.segment is None or group.flush_segment is not None:
+    if group.flush_page is not None or group.flush_segment is not None:
         return group.flush_segment
     return None if state.runs else group.segment
 
@@ -156,8 +157,8 @@ def _seal_one(
 ) -> Seal:
     begins = begun_segment(group, state) is not None
     segment = next(fresh.segments) if begins else None
-    if segment is None and group.segment is not None:
-        segment = state.runs[-1].segment
+    if segment is None and segment_layout(group, flush_layout(group)) is not None:
+        segment = state.runs[0].segment
     page = next(fresh.pages)
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))

@@ -20,13 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.codecs.exact import exact_format
 from disagg.codecs.seals import Growth, Seal, append_tokens, seal_rows, seal_tails, take_records
+from disagg.kernels.formats import Format
+from disagg.kernels.gpu.plan import Tile, Tiling, tile_of, tiling_of
 from disagg.kernels.sealing import SealRows
+from disagg.kernels.view import Units, View
 from disagg.page import Layout
 from disagg.plan import LayerGroup
 from disagg.state import Allocator, GroupState, Run
-
-__all__ = ["Growth", "GroupStep", "PageTable", "Seal", "block_size", "build_tables", "plan_step"]
 
 Ints = NDArray[np.signedinteger]
 
@@ -42,6 +44,7 @@ class PageTable:
     following: the pages of the same sequences in another layout, sealed while decoding
     kept:      [B, K] int32 - raw pages of tokens kept exact beside their page; None: there are none
     sides:     [B] int32 - the side records, which say what `kept` holds
+    units:     how a GPU cuts its work; None on a CPU
     """
 
     pages: Tensor
@@ -53,6 +56,30 @@ class PageTable:
     following: "PageTable | None" = None
     kept: Tensor | None = None
     sides: Tensor | None = None
+    units: Units | None = None
+
+    def view(
+        self,
+        arena: Tensor,
+        group: LayerGroup,
+        layer: int,
+        fmt: Format,
+        segment: Layout | None = None,
+    ) -> View:
+        """These pages in one layer, of a format; segment: the layout of their segments."""
+        return View(
+            arena=arena,
+            pages=self.pages,
+            lo=self.lo,
+            hi=self.hi,
+            fmt=fmt,
+            base=group.layer_offset(self.layout, layer),
+            heads=group.heads,
+            segments=self.segments if segment else None,
+            owner=self.owner if segment else None,
+            segment_base=group.layer_offset(segment, layer) if segment else 0,
+            units=self.units,
+        )
 
 
 @dataclass(frozen=True)
@@ -173,8 +200,14 @@ class _Seen:
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end = np.minimum(first + count * layout.tokens, positions + 1)
         start = positions + 1 - self.group.window if self.group.window else first
-        found = [pages, np.maximum(start - first, 0), np.maximum(end - first, 0)]
-        ids, lo, hi = (_on_device(x, self.device) for x in found)
+        seen = np.maximum(start - first, 0), np.maximum(end - first, 0)
+        ids, lo, hi = (_on_device(x, self.device) for x in (pages, *seen))
+        units = None
+        if self.device.type == "cuda":
+            tiling = _tiling(layout, self.group.heads, self.device)
+            spans = np.broadcast_to(seen[0], seen[1].shape).min(1), seen[1].max(1)
+            table, starts = tiling.units(*spans, owner, segments)
+            units = Units(_on_device(table, self.device), _on_device(starts, self.device))
         return PageTable(
             pages=ids,
             lo=lo.expand(hi.shape).contiguous(),
@@ -183,7 +216,40 @@ class _Seen:
             segments=None if segments is None else _on_device(segments, self.device),
             owner=None if owner is None else _on_device(owner, self.device),
             following=following,
+            units=units,
         )
+
+
+def plan_units(table: PageTable, heads: int) -> PageTable:
+    """A table that somebody else made, with its units; the host asks for its lengths."""
+    device = table.pages.device
+    if device.type != "cuda":
+        return table
+    given = (table.lo.amin(1), table.hi.amax(1), table.owner, table.segments)
+    found = [None if x is None else x.cpu().numpy().astype(np.int64) for x in given]
+    lo, hi, owner, segments = found
+    assert lo is not None
+    assert hi is not None
+    made = _tiling(table.layout, heads, device).units(lo, hi, owner, segments)
+    return replace(table, units=Units(*(_on_device(x, device) for x in made)))
+
+
+def room_for_units(table: PageTable, heads: int) -> Units | None:
+    """Zeros for the units of any table that has no more rows and columns; None on a CPU."""
+    batch, width = table.pages.shape
+    device = table.pages.device
+    if device.type != "cuda":
+        return None
+    segments = 0 if table.segments is None else table.segments.shape[1]
+    tiling = _tiling(table.layout, heads, device)
+    most = tiling.most_units(batch, width * table.layout.tokens, segments)
+    return Units(table.pages.new_zeros(most, 4), table.pages.new_zeros(batch + 1))
+
+
+def _tiling(layout: Layout, heads: int, device: torch.device) -> Tiling:
+    exact = any(plane.name == "k" for plane in layout.planes)
+    tile = tile_of(exact_format(layout)) if exact else Tile(layout.tokens, layout.block_bytes)
+    return tiling_of(tile, heads, device)
 
 
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.seals import seal_rows
-from disagg.codecs.tables import GroupStep, PageTable
+from disagg.codecs.tables import GroupStep, PageTable, room_for_units
 from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.model.attention import Batch, Decode
 
@@ -133,13 +133,13 @@ def _static_step(decode: Decode) -> GroupStep:
         completed=seal_rows(step.group, (), rows, device) if _seals(decode) else None,
         queries=torch.arange(rows, device=device).unsqueeze(1),
         valid=torch.ones(rows, 1, dtype=torch.bool, device=device),
-        sealed=_static_table(step.sealed, rows),
-        tail=_static_table(step.tail, rows),
+        sealed=_static_table(step.sealed, rows, step.group.heads),
+        tail=_static_table(step.tail, rows, step.group.heads),
         freed=(),
     )
 
 
-def _static_table(table: PageTable | None, rows: int) -> PageTable | None:
+def _static_table(table: PageTable | None, rows: int, heads: int) -> PageTable | None:
     if table is None:
         return None
 
@@ -148,17 +148,18 @@ def _static_table(table: PageTable | None, rows: int) -> PageTable | None:
             return None
         return x.new_zeros(rows, width_of(x.shape[1]))
 
-    return PageTable(
+    static = PageTable(
         pages=table.pages.new_zeros(rows, width_of(table.pages.shape[1])),
         lo=table.lo.new_zeros(rows, 1),
         hi=table.hi.new_zeros(rows, 1),
         layout=table.layout,
         segments=buffer(table.segments),
         owner=buffer(table.owner),
-        following=_static_table(table.following, rows),
+        following=_static_table(table.following, rows, heads),
         kept=buffer(table.kept),
         sides=None if table.sides is None else table.sides.new_zeros(rows),
     )
+    return replace(static, units=room_for_units(static, heads))
 
 
 def _fill_step(static: GroupStep, given: GroupStep) -> None:
@@ -191,6 +192,11 @@ def _fill_table(static: PageTable, given: PageTable) -> None:
     for name in ("pages", "segments", "owner", "kept", "sides"):
         if getattr(given, name) is not None:
             _repeat_first(getattr(static, name), getattr(given, name))
+    if static.units is not None and given.units is not None:
+        static.units.table.zero_()
+        static.units.table[: len(given.units.table)] = given.units.table
+        static.units.starts.copy_(given.units.starts[-1].expand_as(static.units.starts))
+        static.units.starts[: len(given.units.starts)] = given.units.starts
 
 
 def _repeat_first(buffer: Tensor, values: Tensor) -> None:

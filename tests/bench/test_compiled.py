@@ -3,29 +3,37 @@
 import pytest
 
 from disagg.bench.compiled import NotCompiled, compile_all, compile_one, compile_others
-from disagg.kernels.machine_code import Row, read_amdgcn
-from disagg.kernels.spills import Spills
+from disagg.bench.machine_code import Row, Spills, read_amdgcn
 
-# instructions of a thread for each element of K and V, D = 128
+# instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
 BUDGETS = {
-    "quantized-2bit-4heads": 1.3,
-    "quantized-2bit-8heads": 1.55,
-    "quantized-4bit-4heads": 1.4,
-    "quantized-4bit-8heads": 1.65,
-    "lowrank-2bit-4heads": 1.4,
-    "lowrank-2bit-8heads": 1.6,
-    "lowrank-4bit-4heads": 1.55,
-    "lowrank-4bit-8heads": 1.7,
-    "sparse-2bit-4heads": 2.4,
-    "sparse-2bit-8heads": 2.8,
-    "rows-8bit-4heads": 1.7,
-    "rows-8bit-8heads": 1.7,
-    "float-8bit-4heads": 1.7,
-    "float-8bit-8heads": 1.7,
-    "raw-float16-4heads": 2.0,
-    "raw-float16-8heads": 2.0,
-    "dropped-float16-4heads": 2.0,
+    "kivi-2-4heads": 1.3,
+    "kivi-2-8heads": 1.55,
+    "kivi-4-4heads": 1.4,
+    "kivi-4-8heads": 1.65,
+    "gear-l-2-4heads": 1.4,
+    "gear-l-2-8heads": 1.6,
+    "gear-l-4-4heads": 1.55,
+    "gear-l-4-8heads": 1.7,
+    "gear-2-4heads": 2.4,
+    "gear-2-8heads": 2.8,
+    "int8-4heads": 1.7,
+    "int8-8heads": 1.7,
+    "fp8-4heads": 1.7,
+    "fp8-8heads": 1.7,
+    "raw-fp16-4heads": 2.0,
+    "raw-fp16-8heads": 2.0,
+    "h2o-4heads": 2.0,
 }
+OTHERS = (  # one of each kind, the largest
+    "encode-gear-2-v",
+    "append-gear-2",
+    "segment-scales-sparse",
+    "low-rank",
+    "attend-kept",
+    "merge-many",
+    "plane-values",
+)
 
 
 @pytest.mark.timeout(300)
@@ -51,17 +59,27 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_that_says_why():
-    row = compile_one("quantized-3bit-4heads", "sm_90")
+    row = compile_one("kivi-3-4heads", "sm_90")
     assert isinstance(row, NotCompiled)
     assert "no kernel" in row.reason
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_and_keeps_no_other_from_compiling():
-    first, second, third = compile_others(["sm_90"], ["keep", "nothing-like-it", "key-norms"])
+    first, second, third = compile_others(["sm_90"], ["merge-few", "nothing-like-it", "append"])
     assert isinstance(first, Spills)
     assert first.spill_bytes == 0
     assert isinstance(second, NotCompiled)
     assert (second.kernel, second.target) == ("nothing-like-it", "sm_90")
     assert "no kernel" in second.reason
     assert isinstance(third, Spills)
-    assert third.kernel == "key-norms"
+    assert third.kernel == "append"
+
+
+@pytest.mark.timeout(300)
+def test_the_other_kernels_keep_to_their_registers():
+    for row in compile_others(["sm_90"], OTHERS):
+        assert isinstance(row, Spills), row
+        assert row.spill_bytes == 0, row
+        assert 16 < row.registers <= 255, row
+        assert row.shared_bytes <= 99 << 10, row
+        assert row.instructions > 100, row

@@ -5,7 +5,7 @@ import torch
 
 from disagg.codecs import get_codec
 from disagg.codecs.alignedkv import AlignedKV
-from disagg.kernels.reference_aligned import FEWER_AT, k_drops, v_drops
+from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
 from tests.codecs.test_golden import golden
 from tests.synthetic import exact_attention, realistic, relative_error
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.paged import PagedCodec
-from disagg.kernels.ops_paged import decode_paged, encode_paged
+from disagg.codecs.quantized import QuantizedCodec
+from disagg.kernels.ops import decode, encode
 from tests.synthetic import realistic
 
 Bound = Callable[[Tensor], Tensor]  # exact [H, n, D] -> the largest error allowed, same shape
@@ -95,18 +95,15 @@ def test_low_rank_never_adds_to_the_error_of_a_segment(
     method: str, backbone: str, bits: int, factor: float
 ) -> None:
     codec = get_codec(f"{method}:bits={bits},backbone={backbone}")
-    assert isinstance(codec, PagedCodec)
+    assert isinstance(codec, QuantizedCodec)
     x = [(y * factor).half() for y in realistic(2, 2048, 64)]
     segment = codec.segment_layout(64)
     fmt = codec.format_of(codec.page_layout(64), segment, 64)
-    blocks, shared = encode_paged(*x, fmt)
+    blocks, shared = encode(*x, fmt)
     assert shared is not None
     without = replace(fmt, k=replace(fmt.k, low_rank=None), v=replace(fmt.v, low_rank=None))
     whole, plain = (
-        [
-            y.transpose(0, 1).flatten(1, 2)
-            for y in decode_paged(blocks, shared.expand(32, -1, -1), f)
-        ]
+        [y.transpose(0, 1).flatten(1, 2) for y in decode(blocks, shared.expand(32, -1, -1), f)]
         for f in (fmt, without)
     )
     for exact, seen, backbone_alone in zip(x, whole, plain, strict=True):
@@ -151,7 +148,7 @@ def test_a_rotation_spreads_the_error_no_further_than_its_columns(
     bits: int, block: int, factor: float
 ) -> None:
     codec = get_codec(f"decoquant:bits={bits},block={block}")
-    assert isinstance(codec, PagedCodec)
+    assert isinstance(codec, QuantizedCodec)
     k, v = ((y * factor).half() for y in realistic(2, 1024, 128))
     encoded = codec.encode(k, v, 0)
     assert encoded.segments is not None

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from disagg.codecs import codec_names, get_codec
-from disagg.codecs.base import Encoded
 from disagg.codecs.cache import CompressedKV
+from disagg.codecs.contract import Encoded
 from tests.synthetic import exact_attention, realistic, relative_error
 
 
@@ -19,7 +19,7 @@ def grown(spec: str, prompt: int, total: int) -> CompressedKV:
     return cache
 
 
-@pytest.mark.parametrize("spec", ["kcvt", "gear-l:bits=4", "gear:bits=2,backbone=kivi"])
+@pytest.mark.parametrize("spec", ["gear-l:bits=4", "gear:bits=2,backbone=kivi"])
 def test_each_page_sealed_while_decoding_has_a_segment_of_its_own(spec: str) -> None:
     cache = grown(spec, 320, 600)
     tail = cache.codec.tail_tokens
@@ -28,6 +28,24 @@ def test_each_page_sealed_while_decoding_has_a_segment_of_its_own(spec: str) -> 
     assert len(flushed) == (600 - tail) // 64 - prompt.blocks.shape[0]
     assert all(run.blocks.shape[0] == 1 for run in flushed)
     assert len({run.segments.numpy().tobytes() for run in flushed if run.segments is not None}) > 1
+
+
+def test_pages_of_kcvt_sealed_while_decoding_are_one_run_however_many() -> None:
+    cache = grown("kcvt", 320, 1000)
+    prompt, flushed = cache.runs()
+    assert (prompt.blocks.shape[0], flushed.blocks.shape[0]) == (5, 10)
+    assert prompt.segments is not None
+    assert flushed.segments is None
+    same = cache.group.layer_bytes(cache.group.page) + cache.group.layer_bytes(cache.group.segment)
+    assert cache.group.layer_bytes(cache.group.flush_page) == same
+
+
+def test_pages_of_decoquant_sealed_while_decoding_keep_the_first_rotation() -> None:
+    cache = grown("decoquant", 2200, 2600)
+    first, second, later = cache.runs()
+    assert (first.blocks.shape[0], second.blocks.shape[0], later.blocks.shape[0]) == (32, 2, 6)
+    assert torch.equal(first.segments, later.segments)
+    assert not torch.equal(first.segments, second.segments)
 
 
 def test_pages_of_gear_sealed_while_decoding_have_the_smaller_rank() -> None:

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.kivi import Kivi, quant_format
-from disagg.codecs.paged import PagedCodec
-from disagg.kernels.formats_paged import Scale, Side, Sparse
-from disagg.kernels.reference_encode import quantize
-from disagg.kernels.reference_lowrank import low_rank, rotation, unrotate
-from disagg.kernels.reference_outliers import choose_outliers, with_means
-from disagg.kernels.reference_pieces import DenseBlocks, read_codes, read_scales
-from disagg.kernels.reference_quantize import expand, float8_codes, quantize_side
-from disagg.kernels.reference_words import unpack_words, word_shape
+from disagg.codecs.gear import Gear
+from disagg.codecs.quantized import QuantizedCodec
+from disagg.kernels.formats import Scale, Side, Sparse
+from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
+from disagg.kernels.reference.pages import DenseBlocks, read_codes, read_scales
+from disagg.kernels.reference.quantize import (
+    choose_outliers,
+    expand,
+    quantize,
+    quantize_side,
+    with_means,
+)
 from tests.synthetic import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -53,13 +56,12 @@ def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(
 ) -> None:
     k, v = inputs()
     codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
-    assert isinstance(codec, Kivi)
-    fmt, blocks = quant_format(codec, 128), DenseBlocks(codec.encode(k, v, 0).blocks)
-    words = (
-        blocks.plane(torch.int16, fmt.k_codes, word_shape(bits, 64, 128)),
-        blocks.plane(torch.int16, fmt.v_codes, word_shape(bits, 128, 64)),
+    assert isinstance(codec, QuantizedCodec)
+    fmt = codec.format_of(codec.page_layout(128), None, 128)
+    blocks = DenseBlocks(codec.encode(k, v, 0).blocks)
+    seen_k, seen_v = (
+        read_codes(blocks, side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v)
     )
-    seen_k, seen_v = (unpack_words(x, bits, torch.float32).transpose(0, 1) for x in words)
     reference = golden(f"kivi_b{bits}_g64")
     wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
     wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
@@ -123,6 +125,23 @@ def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors() -> None:
         assert float(error) == pytest.approx(relative_error(theirs[key][0], x), rel=0.01)
 
 
+@pytest.mark.parametrize(("sparsity", "of_k", "of_v"), [(0.02, 1.3, 0.88), (0.04, 1.06, 0.73)])
+def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(
+    sparsity: float, of_k: float, of_v: float
+) -> None:
+    """The codec itself. At 2 % it has one slot of 64 for a channel of K, 1.6 %; theirs are 2 % of
+    all heads together, and their V has no scales of each head."""
+    x = inputs()
+    codec = Gear(bits=4, backbone="kcvt", rank=4, sparsity=sparsity)
+    seen = codec.decode(codec.encode(*x, 0), codec.layer_group((0,), 4, 128, "float16"))
+    theirs, backbone = golden("gear_gear_kcvt_b4_s2_r4"), golden("gear_kcvt_b4")
+    keys = ("k_deq", "v_deq")
+    for ours, exact, key, ratio in zip(seen, x, keys, (of_k, of_v), strict=True):
+        error = relative_error(theirs[key][0], exact)
+        assert relative_error(ours, exact) == pytest.approx(ratio * error, rel=0.02)
+        assert relative_error(ours, exact) < 0.8 * relative_error(backbone[key][0], exact)
+
+
 def test_decoquant_rebuilds_what_its_decomposition_rebuilds() -> None:
     """With one rotation and one scale for all heads together, as in the reference."""
     x = inputs()[0].float().transpose(0, 1).flatten(1)[None]  # [1, 256, 512]
@@ -140,7 +159,7 @@ def test_decoquant_rebuilds_what_its_decomposition_rebuilds() -> None:
 def test_int8_codes_and_scales_are_the_expected_ones() -> None:
     k, v = inputs()
     codec = get_codec("int8")
-    assert isinstance(codec, PagedCodec)
+    assert isinstance(codec, QuantizedCodec)
     fmt = codec.format_of(codec.page_layout(128), None, 128)
     blocks = DenseBlocks(codec.encode(k, v, 0).blocks)
     theirs = golden("int8_fp8")
@@ -156,7 +175,23 @@ def test_int8_codes_and_scales_are_the_expected_ones() -> None:
 
 
 def test_fp8_codes_are_the_expected_ones_at_the_same_scale() -> None:
-    theirs = golden("int8_fp8")
-    for x, key in zip(inputs(), ("k", "v"), strict=True):
-        ours = float8_codes(x.float(), theirs[f"{key}_fs"][0])
-        assert torch.equal(ours.view(torch.uint8), theirs[f"{key}_f8"][0, :, :PREFIX])
+    """Theirs have one scale for all tokens; where a page's is the same, so are its codes."""
+    k, v = inputs()
+    codec, theirs = get_codec("fp8"), golden("int8_fp8")
+    assert isinstance(codec, QuantizedCodec)
+    fmt = codec.format_of(codec.page_layout(128), None, 128)
+    found = []
+    for x, key in ((k, "k"), (v, "v")):
+        x = x.clone()
+        largest = theirs[f"{key}_fs"][0].float() * 448  # every page and head gets that number
+        x[:, ::64, 0] = largest.reshape(-1, 1).expand(4, -1).half()
+        found.append(x)
+    blocks = DenseBlocks(codec.encode(*found, 0).blocks)
+    for side, key in ((fmt.k, "k"), (fmt.v, "v")):
+        codes = blocks.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
+        codes = (codes if key == "k" else codes.transpose(2, 3)).view(torch.uint8)
+        ours = codes.transpose(0, 1).flatten(1, 2)
+        wanted = theirs[f"{key}_f8"][0, :, :PREFIX].view(torch.uint8)
+        rest = torch.ones_like(ours, dtype=torch.bool)
+        rest[:, ::64, 0] = False
+        assert (ours == wanted)[rest].float().mean() > 0.999

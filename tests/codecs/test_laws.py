@@ -1,5 +1,7 @@
 """Every codec under every law: one table of codecs, one of laws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -196,12 +198,26 @@ def test_encoding_is_deterministic(codec: Codec) -> None:
     assert stored(compress(codec, k, v)) == stored(compress(codec, k.clone(), v.clone()))
 
 
-def test_a_block_is_exactly_as_long_as_its_layout_says(codec: Codec) -> None:
-    k, v = realistic(3, 700, 128)
-    cache = compress(codec, k, v)
-    pages = torch.cat([run.blocks for run in cache.runs()])
-    assert pages.shape[2] == cache.group.page.block_bytes
-    assert pages.shape[:2] == (cache.group.sealed(700) // codec.page_tokens, 3)
+def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec: Codec) -> None:
+    """A plane that nobody reads, or two that overlap, would go unnoticed elsewhere."""
+    group = codec.layer_group((3,), 2, 64, "float16")
+    for layout in group.layouts():
+        spans = sorted((p.offset, p.offset + p.nbytes) for p in layout.planes)
+        assert spans[0][0] == 0
+        gaps = zip(spans, [*spans[1:], (layout.block_bytes, 0)], strict=True)
+        assert all(0 <= start - end < 16 for (_, end), (start, _) in gaps)
+    cache = compress(codec, *realistic(2, 700, 64))
+    group, arena = cache.group, cache._arena.bytes
+    q = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
+    whole, first = cache.attend(q), group.address(group.page, cache._state.page_ids()[0], 0)
+    for plane in group.page.planes:
+        if plane.name in ("k_top", "v_top"):  # of AlignedKV: how much is read, not what
+            continue
+        last = first + plane.offset + plane.nbytes - 1
+        arena[last] ^= 0x3C
+        assert not torch.equal(cache.attend(q), whole), plane.name
+        arena[last] ^= 0x3C
+    assert torch.equal(cache.attend(q), whole)
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 130, 300])
@@ -247,7 +263,7 @@ def test_what_fp16_cannot_hold_saturates_in_pages(codec: Codec) -> None:
     cache = compress(codec, k.bfloat16(), v.bfloat16())
     sealed = cache.group.sealed(400)
     for seen in cache.reconstruct():
-        assert torch.isfinite(seen[:, :sealed]).all() != (codec.name == "raw")
+        assert torch.isfinite(seen[:, :sealed]).all()
 
 
 def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec: Codec) -> None:
@@ -259,3 +275,13 @@ def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec: Codec) 
         q = torch.randn(4, 64, generator=torch.Generator().manual_seed(n))
         assert torch.isfinite(cache.attend(q)).all()
         assert torch.isfinite(torch.stack(cache.reconstruct())).all()
+
+
+def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec: Codec) -> None:
+    """K and V in the dtype of the tail are rounded too: 0 times infinity would be NaN."""
+    k, v = (x.half() for x in realistic(2, 420, 64))
+    v[:, [5, 300, 415]] = torch.inf
+    cache = compress(codec, k[:, :400], v[:, :400])
+    cache.append(k[:, 400:], v[:, 400:])
+    cache.group = replace(cache.group, window=4)
+    assert torch.isfinite(cache.attend(torch.randn(4, 64))).all()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from disagg.bench.inputs import Knobs, generate
 from disagg.codecs import get_codec
-from disagg.kernels.formats_paged import Scale, Side
-from disagg.kernels.reference_aligned import FEWER_AT, exponents, k_drops, v_drops
-from disagg.kernels.reference_quantize import expand, quantize_side
+from disagg.kernels.formats import Scale, Side
+from disagg.kernels.reference.aligned import FEWER_AT, exponents, k_drops, v_drops
+from disagg.kernels.reference.quantize import expand, quantize_side
 from tests.codecs.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
 from tests.synthetic import relative_error
 

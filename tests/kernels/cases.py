@@ -1,15 +1,33 @@
 """Paged inputs for the kernel tests, and exact attention to hold the answers against."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ARENA_UNIT, QuantFormat, RawFormat
-from disagg.kernels.reference_encode import decode_quantized, encode_quantized
-from disagg.kernels.reference_pages import store_blocks
+from disagg.kernels.formats import (
+    ARENA_UNIT,
+    AlignedFormat,
+    ExactFormat,
+    Format,
+    LowRank,
+    PageFormat,
+    Rotation,
+    Scale,
+    Side,
+    Sparse,
+)
+from disagg.kernels.reference import aligned, codes
+from disagg.kernels.reference.encode import encode
+from disagg.kernels.reference.pages import store_blocks
+from disagg.kernels.sealing import Segmentation, Target
+from disagg.kernels.view import View
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BASE = 3 * 48  # an odd place for a layer page, 16-byte aligned
+SEGMENT_BASE = 16
+T = 64
 
 
 @dataclass(frozen=True)
@@ -17,48 +35,168 @@ class Case:
     """A ragged batch over shuffled pages; k, v [B, H, n, D] are what the pages hold."""
 
     q: Tensor
-    arena: Tensor
-    pages: Tensor
-    lo: Tensor
-    hi: Tensor
+    view: View
     k: Tensor
     v: Tensor
 
+    def seeing(self, **tables: Tensor) -> "Case":
+        """The same with another lo or hi."""
+        return replace(self, view=replace(self.view, **tables))
 
-def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: int = 64):
-    """The block of a KIVI page: planes one after another, 16-byte aligned."""
-    halves = 4 // bits
-    shapes = [(tokens // 4, head_dim // halves), (head_dim // 4, tokens // halves)]
-    shapes += 2 * [(tokens // k_group, head_dim)] + 2 * [(head_dim // v_group, tokens)]
-    offsets, end = [], 0
-    for rows, columns in shapes:
-        offsets.append(end)
-        end += -(-rows * columns * 2 // 16) * 16
-    return QuantFormat(bits, tokens, head_dim, k_group, v_group, end, *offsets)
+    def on(self, device: str) -> tuple[Tensor, View]:
+        """The query and the view on a device."""
+        moved = {name: x.to(device) for name, x in vars(self.view).items() if isinstance(x, Tensor)}
+        return self.q.to(device), replace(self.view, **moved)
 
 
-def raw_format(dtype: str, head_dim: int) -> RawFormat:
+class Planes:
+    """Offsets handed out one after another, each on 16 bytes."""
+
+    def __init__(self):
+        self.end = 0
+
+    def take(self, nbytes: int) -> int:
+        at, self.end = self.end, self.end + -(-nbytes // 16) * 16
+        return at
+
+
+def make_format(
+    head_dim=64, bits=2, k_by="column", v_by="column", group=64, v_group=0, tokens=T, zero=True,
+    k_shared=False, rank=0, slots=0, block=0, floating=False, valid=False,
+) -> PageFormat:  # fmt: skip
+    """Any format; KIVI's unless more is said."""
+    page, segment = Planes(), Planes()
+    sides = []
+    shapes = (("k", k_by, tokens, head_dim, group), ("v", v_by, head_dim, tokens, v_group or group))
+    for name, by, rows, columns, wanted in shapes:
+        shared = name == "k" and k_shared
+        over = {"column": rows, "row": columns, "block": 1}[by]
+        size = over if shared else min(wanted, over)
+        count = {"column": over // size * columns, "row": over // size * rows, "block": 2}[by]
+        there = segment if shared else page
+        scale = Scale(
+            by=by,
+            group=size,
+            scale=there.take(2 * count),
+            zero=there.take(2 * count) if zero else None,
+            center=0 if floating else -(1 << (bits - 1)),
+            shared=shared,
+        )
+        side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
+        low = LowRank(rank, page.take(2 * tokens * rank), segment.take(2 * head_dim * rank))
+        index, delta = page.take(columns * slots), page.take(2 * columns * slots)
+        turn = Rotation(block, segment.take(2 * block * block))
+        side = replace(
+            side,
+            low_rank=low if rank else None,
+            sparse=Sparse(slots, index, delta, slots % 2 == 0) if slots else None,
+            rotation=turn if block else None,
+            floating=floating,
+        )
+        sides.append(side)
+    mask = page.take(tokens // 8) if valid else None
+    return PageFormat(tokens, head_dim, page.end, segment.end, sides[0], sides[1], mask)
+
+
+def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: int = T):
+    return make_format(head_dim, bits, group=k_group, v_group=v_group, tokens=tokens)
+
+
+FORMATS = {
+    "kivi": {"group": 32},
+    "pertoken": {"bits": 4, "k_by": "row", "group": 32},
+    "pertoken-2bit": {"head_dim": 128, "k_by": "row"},
+    "kcvt": {"bits": 4, "k_shared": True, "head_dim": 80, "group": 80},
+    "int8": {"bits": 8, "k_by": "row", "zero": False},
+    "fp8": {"bits": 8, "k_by": "block", "v_by": "block", "zero": False, "floating": True},
+    "gear-l": {"rank": 4, "head_dim": 128},
+    "gear-l-shared": {"rank": 3, "bits": 4, "k_shared": True},
+    "gear": {"rank": 2, "slots": 2, "group": 32},
+    "gear-4bit": {"rank": 2, "slots": 1, "bits": 4},
+    "gear-odd": {"rank": 3, "slots": 3, "bits": 4},
+    "decoquant": {"bits": 4, "k_by": "row", "block": 16},
+    "decoquant-2bit": {"k_by": "row", "block": 8},
+    "ott": {"group": 32, "valid": True},
+}
+
+
+def raw_format(dtype: str, head_dim: int) -> ExactFormat:
     size = 16 * head_dim * getattr(torch, dtype).itemsize
-    return RawFormat(dtype, head_dim, 2 * size, 0, size)
+    return ExactFormat(dtype, head_dim, 2 * size, 0, size)
 
 
-def quant_case(fmt: QuantFormat, lengths: list[int], heads: int, width: int, m: int = 1) -> Case:
-    """Sequences of `lengths` tokens whose last page is full of tokens nobody sees."""
+def aligned_format(head_dim: int) -> AlignedFormat:
+    whole, half = T * head_dim, T * head_dim // 2
+    sizes = (whole, half, half, whole, half, half, head_dim, head_dim)
+    offsets = [sum(sizes[:i]) for i in range(8)]
+    return AlignedFormat(T, head_dim, sum(sizes), *offsets)
+
+
+def make_case(
+    fmt: Format, lengths: list[int], heads: int, width: int, m: int = 1, run: int = 2, loud=1.0
+) -> Case:
+    """Sequences of `lengths` tokens whose last page is full of tokens nobody sees.
+
+    run:  pages of a segment, where the format has segments
+    loud: what channel 5 of V is multiplied by in one token of 8
+    """
     k, v = random_kv(lengths, heads, fmt.head_dim, fmt.tokens)
-    blocks = [encode_quantized(k[i], v[i], fmt) for i in range(len(lengths))]
-    arena, pages = place(torch.stack(blocks))
-    decoded = decode_quantized(torch.stack(blocks), fmt)
-    exact = [x.transpose(1, 2).flatten(2, 3) for x in decoded]
-    return _case(arena, pages, lengths, heads * width, m, exact[0], exact[1])
-
-
-def raw_case(fmt: RawFormat, lengths: list[int], heads: int, width: int, m: int = 1) -> Case:
-    dtype = getattr(torch, fmt.dtype)
-    k, v = (x.to(dtype) for x in random_kv(lengths, heads, fmt.head_dim, fmt.tokens))
-    sides = [x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)]
-    blocks = torch.cat([x.contiguous().view(torch.uint8) for x in sides], -1)
+    v[..., 3::8, 5] *= loud
+    hi = torch.tensor([[max(0, n - m + 1 + j) for j in range(m)] for n in lengths]).int()
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(len(lengths), m, heads * width, fmt.head_dim, generator=generator)
+    view = partial(View, lo=torch.zeros_like(hi), hi=hi, fmt=fmt, base=BASE, heads=heads)
+    if isinstance(fmt, PageFormat):
+        return _code_case(fmt, q, view, k, v, lengths, run)
+    if isinstance(fmt, AlignedFormat):
+        k, v = k.half(), v.half()
+        blocks = torch.stack([aligned.encode(a, b, fmt) for a, b in zip(k, v, strict=True)])
+    else:
+        dtype = getattr(torch, fmt.dtype)
+        k, v = k.to(dtype), v.to(dtype)
+        sides = [x.unflatten(2, (-1, fmt.tokens)).transpose(1, 2).flatten(3) for x in (k, v)]
+        blocks = torch.cat([x.contiguous().view(torch.uint8) for x in sides], -1)
     arena, pages = place(blocks)
-    return _case(arena, pages, lengths, heads * width, m, k.float(), v.float())
+    _repeat_first(pages, lengths, fmt.tokens)
+    return Case(q, view(arena, pages), k.float(), v.float())
+
+
+def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
+    count = k.shape[2] // fmt.tokens
+    cut = Segmentation(run * fmt.tokens)
+    pairs = [encode(a, b, fmt, cut) for a, b in zip(k, v, strict=True)]
+    blocks = torch.stack([x for x, _ in pairs])
+    if fmt.valid is not None:
+        bits = torch.randint(0, 256, (*blocks.shape[:3], fmt.tokens // 8), dtype=torch.uint8)
+        blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = bits
+    arena, pages = place(blocks)
+    owned, shared = None, {}
+    if fmt.segment_bytes:
+        stack = torch.stack([x for _, x in pairs])  # [B, S, H, bytes]
+        arena, ids = append_records(arena, stack.flatten(0, 1), SEGMENT_BASE)
+        owner = (torch.arange(count) // run).int().repeat(len(lengths), 1)
+        owned = stack.repeat_interleave(run, 1)[:, :count]
+        shared = {"segments": ids.view(len(lengths), -1), "owner": owner}
+        _repeat_first(owner, lengths, fmt.tokens)
+    exact = [x.transpose(1, 2).flatten(2, 3) for x in codes.decode(blocks, owned, fmt)]
+    _repeat_first(pages, lengths, fmt.tokens)
+    return Case(q, view(arena, pages, **shared, segment_base=SEGMENT_BASE), *exact)
+
+
+def _repeat_first(table: Tensor, lengths: list[int], tokens: int) -> None:
+    """Short rows are padded with what comes first."""
+    for row, n in enumerate(lengths):
+        table[row, max(1, -(-n // tokens)) :] = table[row, 0]
+
+
+def append_records(arena: Tensor, records: Tensor, base: int) -> tuple[Tensor, Tensor]:
+    """The arena with records [N, H, bytes] behind what is there, last one first; their ids [N]."""
+    stride = -(-(base + records[0].numel()) // ARENA_UNIT)
+    ids = torch.arange(records.shape[0]).flip(0) * stride + arena.numel() // ARENA_UNIT
+    grown = arena.new_zeros((records.shape[0] + 1) * stride * ARENA_UNIT)
+    arena = torch.cat([arena, grown])
+    store_blocks(Target(arena, ids.int(), base), records)
+    return arena, ids.int()
 
 
 def random_kv(lengths: list[int], heads: int, head_dim: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -78,20 +216,18 @@ def place(blocks: Tensor) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(batch * count)
     pages = (torch.randperm(batch * count + 1, generator=generator)[1:] * stride + 1).int()
     arena = torch.zeros((batch * count + 2) * stride * ARENA_UNIT, dtype=torch.uint8)
-    store_blocks(arena, blocks.flatten(0, 1), pages, BASE)
+    store_blocks(Target(arena, pages, BASE), blocks.flatten(0, 1))
     return arena, pages.view(batch, count)
 
 
-def exact_attention(
-    case: Case, scale: float, k: Tensor | None = None, v: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def exact_attention(case: Case, scale: float) -> tuple[Tensor, Tensor]:
     """o [B, M, Hq, D] and lse [B, M, Hq] in fp64 from the K and V that the pages hold."""
-    k, v = (case.k if k is None else k).double(), (case.v if v is None else v).double()
+    k, v = case.k.double(), case.v.double()
     width = case.q.shape[2] // k.shape[1]
     k, v = k.repeat_interleave(width, 1), v.repeat_interleave(width, 1)
     scores = torch.einsum("bmhd,bhnd->bmhn", case.q.double(), k) * scale
     position = torch.arange(k.shape[2])
-    seen = (position >= case.lo[..., None]) & (position < case.hi[..., None])
+    seen = (position >= case.view.lo[..., None]) & (position < case.view.hi[..., None])
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
     p = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("bmhn,bhnd->bmhd", p, v), scores.logsumexp(-1)
@@ -99,14 +235,3 @@ def exact_attention(
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
-
-
-def _case(arena, pages, lengths, query_heads, m, k, v) -> Case:
-    batch = len(lengths)
-    hi = torch.tensor([[max(0, n - m + 1 + j) for j in range(m)] for n in lengths]).int()
-    generator = torch.Generator().manual_seed(query_heads)
-    q = torch.randn(batch, m, query_heads, k.shape[3], generator=generator)
-    for row, n in enumerate(lengths):  # short rows are padded with their first page
-        used = max(1, -(-n // (k.shape[2] // pages.shape[1])))
-        pages[row, used:] = pages[row, 0]
-    return Case(q, arena, pages, torch.zeros_like(hi), hi, k, v)

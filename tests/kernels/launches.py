@@ -32,9 +32,11 @@ from triton.compiler import CompiledKernel
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
+from disagg.codecs.contract import LastQueries
 from disagg.codecs.layer import attend_step, attend_tables, write_prompt, write_step
-from disagg.codecs.tables import GroupStep, Growth, plan_step
-from disagg.kernels import selftest
+from disagg.codecs.seals import Growth
+from disagg.codecs.tables import GroupStep, plan_step
+from disagg.kernels.gpu import bits
 from disagg.plan import LayerGroup
 from disagg.state import allocate_group
 
@@ -157,7 +159,7 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda _=None: (9, 0)
     FakeTensor.data_ptr = lambda self: ADDRESS + self.storage_offset() * self.element_size()
     triton.runtime.driver.set_active(FakeDriver())
-    load, ask = CompiledKernel._init_handles, selftest.takes_subnormals
+    load, ask = CompiledKernel._init_handles, bits.takes_subnormals
 
     def load_text(kernel: CompiledKernel) -> None:
         load(kernel)
@@ -170,7 +172,7 @@ def pretend() -> None:
             return True
 
     CompiledKernel._init_handles = load_text
-    selftest.takes_subnormals = ask_and_agree
+    bits.takes_subnormals = ask_and_agree
 
 
 def follow(scenario: Scenario) -> None:
@@ -188,7 +190,7 @@ def follow(scenario: Scenario) -> None:
         k, v, q = (tokens(n, x).transpose(0, 1) for x in (heads, heads, rows))
         if i == 0:
             whole = slice(group.sealed(n))
-            codec.encode_prompt(k[:, whole], v[:, whole], 0, LAYER, q[:, -8:], n)
+            codec.encode(k[:, whole], v[:, whole], 0, LAYER, LastQueries(q[:, -8:], n))
         states.append(allocate_group(group, n, arena))
         write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, q[:, -8:])
         lengths.append(n)

@@ -6,25 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import append, reference_append
-from disagg.kernels.formats import RawFormat
-from disagg.kernels.formats_paged import as_paged
-from disagg.kernels.reference_dropped import DroppedFormat
-from disagg.kernels.reference_paged import decode_paged
-from disagg.kernels.reference_pages import load_blocks
-from disagg.kernels.sealing import NO_PAGE, Sealing, SealRows, is_sealable
-from tests.kernels.cases import BASE, quant_format, random_kv, raw_format, relative_error
-from tests.kernels.test_aligned import make_format as aligned_format
-from tests.kernels.test_paged_pieces import FORMATS, make_format
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.gpu.append import append
+from disagg.kernels.reference import codes
+from disagg.kernels.reference import encode as reference
+from disagg.kernels.reference.pages import load_blocks
+from disagg.kernels.sealing import NO_PAGE, NewRows, Sealing, SealRows
+from tests.kernels.cases import (
+    BASE,
+    DEVICE,
+    FORMATS,
+    make_format,
+    quant_format,
+    random_kv,
+    raw_format,
+    relative_error,
+)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 2
 SEGMENT_BASE = 48
-DROPPED = DroppedFormat(64, 64, 80, 4 * 64 * 80, 0, 2 * 64 * 80, None)
+DROPPED = ExactFormat("float16", 80, 4 * 64 * 80, 0, 2 * 64 * 80, slots=64, tokens=64)
 SEALED = {
-    "kivi-4bit": as_paged(quant_format(4, 64, 32, 64)),
+    "kivi-4bit": quant_format(4, 64, 32, 64),
     "narrow": make_format(head_dim=48, bits=2, group=16),
-    "planes": aligned_format(80),
     "dropped": DROPPED,
     **{
         name: make_format(**FORMATS[name])
@@ -46,8 +50,9 @@ def test_bytes_equal_those_of_the_reference(dtype):
     slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
     expected = torch.zeros(1000 * 128, dtype=torch.uint8)
     arena = expected.to(DEVICE, copy=True)
-    reference_append.append(expected, k, v, pages, slots, fmt, BASE)
-    append.append(arena, *to_device(k, v, pages, slots), fmt, BASE)
+    reference.append(expected, k, v, NewRows(pages, slots, fmt, BASE))
+    moved = to_device(k, v, pages, slots)
+    append(arena, *moved[:2], NewRows(*moved[2:], fmt, BASE))
     assert torch.equal(arena.cpu(), expected)
     item = getattr(torch, dtype).itemsize
     assert (expected != 0).sum() > 5 * heads * 2 * 80 * (item - 1)  # five of six rows
@@ -59,16 +64,16 @@ def test_scattered_channels_are_refused():
     x = torch.zeros(1, 64, 2).transpose(1, 2)
     ids = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="adjacent"):
-        append.append(torch.zeros(65536, dtype=torch.uint8), x, x, ids, ids, fmt, 0)
+        append(torch.zeros(65536, dtype=torch.uint8), x, x, NewRows(ids, ids, fmt, 0))
 
 
-def page_ids(fmt, raw: RawFormat) -> tuple[int, int, int]:
+def page_ids(fmt, raw: ExactFormat) -> tuple[int, int, int]:
     """What a page id grows by, and the ids of the page that is sealed and of its segment."""
     stride = -(-(BASE + HEADS * max(raw.block_bytes, fmt.block_bytes)) // 128)
     return stride, 9 * stride, 10 * stride
 
 
-def make_tail(fmt, raw: RawFormat, own: bool):
+def make_tail(fmt, raw: ExactFormat, own: bool):
     """Two tails of T tokens and a row for each; the second one's page is complete.
 
     own: whether the row's token is the last one of that page; else it goes to another raw page
@@ -88,22 +93,23 @@ def make_tail(fmt, raw: RawFormat, own: bool):
     k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
     at = tails[1].int().repeat_interleave(16)
     slot = torch.arange(16).repeat(4).int()
-    reference_append.append(arena, k, v, at, slot, raw, BASE)
+    reference.append(arena, k, v, NewRows(at, slot, raw, BASE))
     if own:  # what was in its place before
         x = torch.full_like(k[-1:], 7)
-        reference_append.append(arena, x, x, at[-1:], slot[-1:], raw, BASE)
+        reference.append(arena, x, x, NewRows(at[-1:], slot[-1:], raw, BASE))
     new_k, new_v = (torch.stack([x[3] + 1, x[-1] if own else x[5]]) for x in (k, v))
     return arena, new_k, new_v, pages.int(), slots.int(), rows
 
 
-def append_both(fmt, raw: RawFormat, own: bool, seed: int = 3 << 20) -> tuple[Tensor, Tensor]:
+def append_both(fmt, raw: ExactFormat, own: bool, seed: int = 3 << 20) -> tuple[Tensor, Tensor]:
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
     found = expected.to(DEVICE, copy=True)
     sealing = Sealing(rows, fmt, BASE, SEGMENT_BASE, seed)
-    reference_append.append(expected, k, v, pages, slots, raw, BASE, sealing)
+    reference.append(expected, k, v, NewRows(pages, slots, raw, BASE), sealing)
     moved = SealRows(*to_device(rows.pages, rows.tails, rows.segments, rows.stretches))
     sealing = replace(sealing, rows=moved)
-    append.append(found, *to_device(k, v, pages, slots), raw, BASE, sealing)
+    k, v, pages, slots = to_device(k, v, pages, slots)
+    append(found, k, v, NewRows(pages, slots, raw, BASE), sealing)
     return found.cpu(), expected
 
 
@@ -113,7 +119,7 @@ def append_both(fmt, raw: RawFormat, own: bool, seed: int = 3 << 20) -> tuple[Te
 )
 def test_completed_pages_are_those_of_the_reference(name, dtype, own):
     fmt = SEALED[name]
-    assert is_sealable(fmt)
+    assert fmt.is_sealable
     raw = raw_format(dtype, fmt.head_dim)
     found, expected = append_both(fmt, raw, own)
     assert torch.equal(found, expected)
@@ -124,18 +130,18 @@ def test_completed_pages_are_those_of_the_reference(name, dtype, own):
 @pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit", "gear-odd"])
 def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(name):
     fmt = make_format(**FORMATS[name])
-    assert is_sealable(fmt)
+    assert fmt.is_sealable
     raw, decoded = raw_format("float16", fmt.head_dim), []
     page, segment = (torch.tensor([x]) for x in page_ids(fmt, raw)[1:])
     for arena in append_both(fmt, raw, True):
         block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)
         shared = load_blocks(arena, segment, SEGMENT_BASE, HEADS, fmt.segment_bytes)
-        decoded.append(decode_paged(block, shared, fmt))
+        decoded.append(codes.decode(block, shared, fmt))
     for x, y in zip(*decoded, strict=True):
         assert relative_error(x, y.double()) <= 1e-3
 
 
 def test_pages_that_need_more_than_one_tile_are_not_for_an_append():
     for name in ("decoquant", "ott"):
-        assert not is_sealable(make_format(**FORMATS[name]))
-    assert not is_sealable(replace(DROPPED, positions=0))
+        assert not make_format(**FORMATS[name]).is_sealable
+    assert not replace(DROPPED, positions=0).is_sealable

@@ -4,25 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.codecs import alignedkv, get_codec, h2o, kivi, layer, ott, paged, raw
+from disagg.codecs import get_codec
 from disagg.codecs.cache import CompressedKV
-from disagg.kernels import (
-    append,
-    compete,
-    encode,
-    encode_aligned,
-    paged_aligned,
-    paged_attention,
-    paged_exact,
-    paged_pieces,
-    reduce,
-)
-from disagg.kernels.formats_paged import as_paged
-from tests.kernels.cases import relative_error
+from disagg.kernels import ops
+from disagg.kernels.gpu import reduce
+from tests.kernels.cases import DEVICE, relative_error
 from tests.synthetic import realistic
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES = {  # how far the pages of the kernels are from those of the reference, relative
     "raw:dtype=fp16": 0.0,
     "kivi:bits=2,group=32,residual=16": 0.0,
@@ -36,14 +25,14 @@ PAGES = {  # how far the pages of the kernels are from those of the reference, r
     "alignedkv": 0.0,
 }
 LAUNCHES = {  # of attention in one layer
-    "raw:dtype=fp16": ["attend_raw_kernel", "merge_kernel"],
-    "kivi:bits=4": ["attend_pieces_kernel", "attend_raw_kernel", "merge_kernel"],
+    "raw:dtype=fp16": ["attend_exact_kernel", "merge_kernel"],
+    "kivi:bits=4": ["attend_codes_kernel", "attend_exact_kernel", "merge_kernel"],
     "gear:bits=2,backbone=kivi,group=64": [
-        *["run_spans_kernel", "attend_pieces_kernel"] * 2,  # of the prompt, and sealed since
-        *["attend_raw_kernel", "merge_kernel"],
+        *["attend_codes_kernel"] * 2,  # of the prompt, and sealed since
+        *["attend_exact_kernel", "merge_kernel"],
     ],
-    "ott": ["attend_pieces_kernel", *["attend_raw_kernel"] * 2, "merge_kernel"],
-    "h2o": [*["attend_raw_kernel"] * 3, "merge_kernel"],
+    "ott": ["attend_codes_kernel", *["attend_exact_kernel"] * 2, "merge_kernel"],
+    "h2o": [*["attend_exact_kernel"] * 3, "merge_kernel"],
 }
 
 
@@ -58,49 +47,29 @@ def make_cache(spec: str, device: str) -> tuple[CompressedKV, Tensor]:
     return cache, q[:, 0]
 
 
-def use_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Do what ops do on a GPU, on whatever device this is; the names of what is called."""
-    called = []
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Do what ops do on a GPU, on whatever device this is; the names of what is launched."""
+    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    launched: list[str] = []
+    kind = type(reduce.merge_kernel)
+    launch = kind.__getitem__
 
-    def use(module, name, kernel):
-        def call(*arguments):
-            called.append(name)
-            return kernel(*arguments)
+    def note(kernel, grid):
+        launched.append(kernel.__name__)
+        return launch(kernel, grid)
 
-        monkeypatch.setattr(module, name, call)
-
-    def seal_quantized(k, v, places, fmt):
-        encode.seal_segments(k, v, places, as_paged(fmt), [0], k.shape[1])
-
-    use(layer, "append", append.append)
-    use(raw, "attend_raw", paged_exact.attend_raw)
-    use(kivi, "seal_quantized", seal_quantized)
-    use(kivi, "attend_quantized", paged_attention.attend_quantized)
-
-    def seal_segments(k, v, places, fmt, seeds, tokens, absent=None):
-        return encode.seal_segments(k, v, places, fmt, seeds, tokens, absent=absent)
-
-    for module in (paged, ott):
-        use(module, "seal_segments", seal_segments)
-        use(module, "encode_segments", encode.encode_segments)
-    use(paged, "attend_paged", paged_pieces.attend_paged)
-    use(ott, "keep_outliers", compete.keep_outliers)
-    use(ott, "attend_kept", paged_exact.attend_kept)
-    use(h2o, "attend_dropped", paged_exact.attend_dropped)
-    use(alignedkv, "seal_aligned", encode_aligned.seal_aligned)
-    use(alignedkv, "attend_aligned", paged_aligned.attend_aligned)
-    return called
+    monkeypatch.setattr(kind, "__getitem__", note)
+    return launched
 
 
 @pytest.mark.parametrize("spec", PAGES)
 def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     reference, q = make_cache(spec, "cpu")
     expected = reference.attend(q.double())
-    called = use_kernels(monkeypatch)
+    launched = watch(monkeypatch)
     cache, q = make_cache(spec, DEVICE)
     found = cache.attend(q).cpu()
-    assert "attend_raw" in called
-    assert len(called) >= 2 or cache.codec.name == "raw", called
+    assert {"append_kernel", "attend_exact_kernel", "merge_kernel"} <= set(launched)
     assert relative_error(found, expected) <= 1e-3
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
@@ -110,20 +79,13 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
 @pytest.mark.parametrize("spec", ["kivi:residual=0", "gear:bits=2,backbone=kivi", "h2o", "kcvt"])
 def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monkeypatch):
     cache, _ = make_cache(spec, DEVICE)
-    use_kernels(monkeypatch)
+    launched = watch(monkeypatch)
     k, v = (x.half().to(DEVICE) for x in realistic(1, 64, 64))
     sealed = [cache.group.sealed(cache.num_tokens + more) for more in range(65)]
     count = sealed.index(sealed[0] + 64) - 1  # one less than completes the next page
     cache.append(k[:, :count], v[:, :count])
-    sealed, launched = len(cache._state.page_ids()), []
-    kind = type(reduce.merge_kernel)
-    launch = kind.__getitem__
-
-    def note(kernel, grid):
-        launched.append(kernel.__name__)
-        return launch(kernel, grid)
-
-    monkeypatch.setattr(kind, "__getitem__", note)
+    sealed = len(cache._state.page_ids())
+    launched.clear()
     cache.append(k[:, :1], v[:, :1])
     assert len(cache._state.page_ids()) == sealed + 1
     assert launched == ["append_kernel"]
@@ -132,15 +94,6 @@ def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monke
 @pytest.mark.parametrize("spec", LAUNCHES)
 def test_a_layer_takes_one_launch_for_each_page_table_and_one_to_merge(spec, monkeypatch):
     cache, q = make_cache(spec, DEVICE)
-    use_kernels(monkeypatch)
-    launched = []
-    kind = type(reduce.merge_kernel)
-    launch = kind.__getitem__
-
-    def count(kernel, grid):
-        launched.append(kernel.__name__)
-        return launch(kernel, grid)
-
-    monkeypatch.setattr(kind, "__getitem__", count)
+    launched = watch(monkeypatch)
     cache.attend(q)
     assert launched == LAUNCHES[spec]

@@ -1,38 +1,312 @@
-"""The Triton encoder writes the very bytes of the reference."""
+"""The Triton encoders against the torch reference: the same bytes, written where they belong."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from disagg.kernels import encode, reference_encode
-from tests.kernels.cases import quant_format, random_kv
+from disagg.kernels import ops
+from disagg.kernels.formats import PageFormat
+from disagg.kernels.gpu.encode import encode, in_order
+from disagg.kernels.gpu.lowrank import encode_low_rank
+from disagg.kernels.reference import encode as reference
+from disagg.kernels.reference.codes import decode
+from disagg.kernels.reference.lowrank import low_rank
+from disagg.kernels.reference.pages import store_blocks
+from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
+from tests.kernels.cases import (
+    BASE,
+    DEVICE,
+    FORMATS,
+    T,
+    aligned_format,
+    make_format,
+    quant_format,
+    random_kv,
+    relative_error,
+)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXACT = ("kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "decoquant", "ott")
+MORE = {
+    "8bit-column": {"bits": 8, "group": 32},
+    "symmetric-column": {"zero": False, "bits": 2},
+    "narrow": {"head_dim": 48, "bits": 2, "group": 16},
+    "narrow-fp8": FORMATS["fp8"] | {"head_dim": 48},
+}
 
 
+def encode_both(fmt: PageFormat, k: Tensor, v: Tensor, seed: int = 0, tokens: int = 2048):
+    cut = Segmentation(tokens, seed)
+    found = encode(k.to(DEVICE), v.to(DEVICE), fmt, cut)
+    return [None if x is None else x.cpu() for x in found], reference.encode(k, v, fmt, cut)
+
+
+def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """All sums of these are exact in fp32, and no two of a column or row are equal."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randperm(shape[1], generator=generator)[:, None] * 7
+    return ((rows + torch.arange(shape[2]) * 11) % 509 - 254).expand(shape).to(dtype) / 64
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float16) for name in (*EXACT, *MORE)]
+    + [(name, torch.bfloat16) for name in ("kcvt", "fp8")],
+)
+def test_codes_and_scales_are_those_of_the_reference(name, dtype):
+    fmt = make_format(**(MORE | FORMATS)[name])
+    k, v = (x[0].to(dtype) for x in random_kv([128], 2, fmt.head_dim, T))
+    found, expected = encode_both(fmt, k, v, 4, 64)
+    assert torch.equal(found[0], expected[0])
+    assert found[1] is None or torch.equal(found[1], expected[1])
+    assert found[0].any()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_tokens_that_leave_their_page_are_masked_and_a_mean_stands_for_them(rank):
+    fmt = make_format(group=32, valid=True, bits=4, rank=rank)
+    k, v = (whole_numbers((2, 128, 64), torch.float16), whole_numbers((2, 128, 64), torch.float16))
+    absent = torch.zeros(2, 128, dtype=torch.bool)
+    absent[0, [0, 9, 33, 34, 127]] = True
+    absent[1, 64:96] = True  # a group of which nobody is left
+    k[absent] = 500.0
+    cut = Segmentation()
+    found, segments = encode(*(x.to(DEVICE) for x in (k, v)), fmt, cut, absent.to(DEVICE))
+    expected, wanted = reference.encode(k, v, fmt, cut, absent)
+    mask = found[..., fmt.valid : fmt.valid + T // 8].cpu()
+    bits = (mask.unsqueeze(3) >> torch.arange(8)) & 1
+    assert torch.equal(bits.flatten(2).transpose(0, 1).flatten(1), (~absent).to(torch.uint8))
+    owner = torch.tensor([0, 0])
+    pairs = [(found.cpu(), segments), (expected, wanted)]
+    decoded = [decode(x, s if s is None else s.cpu()[owner], fmt) for x, s in pairs]
+    for x, y in zip(*decoded, strict=True):
+        assert relative_error(x, y.double()) <= 1e-3
+    assert decoded[0][0].abs().max() < 10  # nothing of the 500s widens a range
+
+
+def test_a_mask_is_whole_where_nobody_leaves():
+    fmt = make_format(**FORMATS["ott"])
+    k, v = (x[0].half() for x in random_kv([T], 1, fmt.head_dim, T))
+    for blocks in encode_both(fmt, k, v):
+        assert (blocks[0][..., fmt.valid : fmt.valid + T // 8] == 255).all()
+
+
+def test_tokens_leave_only_pages_that_can_say_so():
+    for name in ("kcvt", "int8"):
+        fmt = make_format(**FORMATS[name])
+        k = torch.zeros(1, T, fmt.head_dim)
+        absent = torch.zeros(1, T, dtype=torch.bool)
+        with pytest.raises(ValueError, match="mask"):
+            ops.encode(k, k, fmt, None, absent)
+    fmt = make_format(**FORMATS["ott"])
+    k = torch.zeros(1, T, fmt.head_dim)
+    with pytest.raises(ValueError, match="each token"):
+        ops.encode(k, k, fmt, None, absent[:, 1:])
+
+
+def test_numbers_that_hurt_encode_alike():
+    for name in ("int8", "fp8", "kcvt", "pertoken"):
+        fmt = make_format(**FORMATS[name])
+        k, v = (x[0] for x in random_kv([T], 1, fmt.head_dim, T))
+        for place, value in enumerate((torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9)):
+            k[0, place, place], v[0, 9 + place, place] = value, value
+        k[0, 20], v[0, 30] = 0.0, -3.25
+        found, expected = encode_both(fmt, k, v)
+        assert torch.equal(found[0], expected[0]), name
+
+
+def test_every_float8_is_rounded_as_torch_rounds_it():
+    fmt = make_format(**FORMATS["fp8"])
+    steps = torch.arange(2 * T * 64).float() / (2 * T * 64)
+    x = (448 * 2.0 ** (-20 * steps) * (1 - 2 * (torch.arange(2 * T * 64) % 2))).view(1, 2 * T, 64)
+    x[:, ::T, 0] = 448.0  # so that the scale is 1
+    found, expected = encode_both(fmt, x, x.roll(1, 2))
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(("shared", "slots"), [(False, 2), (True, 4)])
+def test_outliers_are_those_of_the_reference(ends, shared, slots):
+    fmt = make_format(slots=slots, k_shared=shared, head_dim=80, group=80, bits=4)
+    pick = {"sparse": replace(fmt.k.sparse, ends=ends)}
+    fmt = replace(fmt, k=replace(fmt.k, **pick))
+    k = whole_numbers((2, 128, 80), torch.float16)
+    found, expected = encode_both(fmt, k, k.flip(1))
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit"])
+def test_what_low_rank_pieces_add_is_what_the_reference_adds(name):
+    fmt = make_format(**FORMATS[name])
+    k, v = (x[0] for x in random_kv([192], 1, fmt.head_dim, T))  # fp32: no outliers are equal
+    found, expected = encode_both(fmt, k, v, 4, 128)
+    owner = torch.tensor([0, 0, 1])
+    for x, y in zip(*(decode(b, s[owner], fmt) for b, s in (found, expected)), strict=True):
+        assert relative_error(x, y.double()) <= 1e-3
+
+
+@pytest.mark.parametrize("inner", [0, 1, 3])
+def test_a_residual_of_less_than_the_rank_is_found_whole(inner):
+    fmt = make_format(rank=4)
+    generator = torch.Generator().manual_seed(inner)
+    x = torch.randn(2, 2, 128, inner, generator=generator)
+    missing = (x @ torch.randn(2, 2, inner, 64, generator=generator)).half()
+    a, b = fit(missing, fmt)
+    product = a.float() @ b.float().transpose(2, 3)
+    assert (product - missing.float()).norm() <= 2**-9 * missing.float().norm()
+    assert torch.isfinite(product).all()
+
+
+def test_the_factors_of_a_residual_with_one_loud_direction_are_a_projection():
+    fmt = make_format(rank=4)
+    missing = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(1))
+    missing += 100 * missing[:, :, :, :1] * missing[:, :, :1]
+    a, b = fit(missing.half(), fmt)
+    product = a.float() @ b.float().transpose(2, 3)
+    seeds = torch.arange(4).view(2, 2) % 2 * 2 + torch.arange(4).view(2, 2) // 2
+    expected = [low_rank(x.half().float(), 4, s) for x, s in zip(missing, seeds, strict=True)]
+    expected = torch.stack([x @ y.transpose(1, 2) for x, y in expected])
+    left = (missing - product).norm()  # in the faint directions the reference sees rounding only
+    assert left <= (missing - expected).norm() + 2**-10 * missing.norm()
+    lengths = a.float().norm(dim=2) / 128**0.5
+    assert torch.allclose(lengths, torch.ones_like(lengths), atol=2e-3)
+
+
+def fit(missing: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
+    """A [2, H, n, rank] and B [2, H, D, rank] fp16 of residuals [2, H, n, D], with seed 0."""
+    _, heads, n, _ = missing.shape
+    blocks = torch.zeros(n // T, heads, fmt.block_bytes, dtype=torch.uint8, device=DEVICE)
+    segments = torch.zeros(1, heads, fmt.segment_bytes, dtype=torch.uint8, device=DEVICE)
+    encode_low_rank(missing.to(DEVICE), in_order(blocks), segments, fmt, Segmentation(n))
+    factors = []
+    for side in (fmt.k, fmt.v):
+        part = slice(side.low_rank.a, side.low_rank.a + 2 * T * side.low_rank.rank)
+        a = blocks[..., part].view(torch.float16).unflatten(2, (T, -1))
+        part = slice(side.low_rank.b, side.low_rank.b + 2 * fmt.head_dim * side.low_rank.rank)
+        b = segments[0, :, part].view(torch.float16).unflatten(1, (fmt.head_dim, -1))
+        factors.append((a.transpose(0, 1).flatten(1, 2).cpu(), b.cpu()))
+    return torch.stack([a for a, _ in factors]), torch.stack([b for _, b in factors])
+
+
+@pytest.mark.parametrize("run", [encode, ops.encode])
+@pytest.mark.parametrize("name", ["int8", "fp8", "kcvt", "gear"])
+def test_pages_are_written_where_they_belong_and_nowhere_else(name, run):
+    fmt, cut = make_format(**FORMATS[name]), Segmentation(128, 7)
+    k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 2, fmt.head_dim, T))
+    blocks, segments = run(k, v, fmt, cut)
+    target = arena_for(blocks)
+    expected = target.arena.clone()
+    nothing, found = run(k, v, fmt, cut, target=target)
+    store_blocks(replace(target, arena=expected), blocks)
+    assert torch.equal(target.arena, expected)
+    assert not nothing.numel()
+    assert segments is None or torch.equal(found, segments)
+
+
+def arena_for(blocks: Tensor) -> Target:
+    """Places for three pages, with something around and beneath them."""
+    stride = -(-(BASE + blocks[0].numel()) // 128)
+    pages = (torch.tensor([4, 1, 2]) * stride + 1).int().to(DEVICE)
+    arena = torch.full((6 * stride * 128,), 0xA5, dtype=torch.uint8, device=DEVICE)
+    return Target(arena, pages, BASE)
+
+
+def test_bit_planes_go_to_their_pages_too():
+    fmt = aligned_format(64)
+    k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 2, 64, T))
+    blocks, _ = ops.encode(k, v, fmt)
+    target = arena_for(blocks)
+    expected = target.arena.clone()
+    ops.encode(k, v, fmt, target=target)
+    store_blocks(replace(target, arena=expected), blocks)
+    assert torch.equal(target.arena, expected)
+
+
+def test_what_would_be_written_elsewhere_is_refused():
+    fmt = quant_format(2, 64, 32, 32)
+    k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 2, 64, T))
+    target = arena_for(ops.encode(k, v, fmt)[0])
+    for wrong, error in (
+        (replace(target, pages=target.pages[:2]), ValueError),
+        (replace(target, pages=target.pages.long()), TypeError),
+        (replace(target, arena=target.arena.view(torch.int8)), TypeError),
+    ):
+        with pytest.raises(error):
+            ops.encode(k, v, fmt, target=wrong)
+
+
+def test_a_frozen_rotation_is_kept():
+    fmt = make_format(**FORMATS["decoquant"])
+    k, v = (x[0].half() for x in random_kv([128], 2, fmt.head_dim, T))
+    _, segments = reference.encode(k[:, :T], v[:, :T], fmt, Segmentation())
+    cut = Segmentation(frozen=segments[0])
+    expected = reference.encode(k[:, T:], v[:, T:], fmt, cut)
+    found = encode(*(x.to(DEVICE) for x in (k[:, T:], v[:, T:])), fmt, cut)
+    assert torch.equal(found[0].cpu(), expected[0])
+    assert torch.equal(found[1].cpu(), segments)
+
+
+def test_formats_whose_sides_have_different_ranks_are_left_to_the_reference():
+    fmt = make_format(rank=2)
+    odd = replace(fmt, v=replace(fmt.v, low_rank=replace(fmt.v.low_rank, rank=1)))
+    assert fmt.is_encodable
+    assert make_format(**FORMATS["fp8"]).is_encodable
+    assert not odd.is_encodable
+    assert not replace(fmt, k=replace(fmt.k, low_rank=None)).is_encodable
+
+
+@pytest.mark.parametrize("run", [encode, reference.encode])
+@pytest.mark.parametrize("name", ["gear-l", "gear"])
+def test_a_head_has_the_bytes_that_it_has_without_the_others(name, run):
+    """Seeds that went by how many heads a call has gave each split of the heads other pages."""
+    fmt, cut = make_format(**FORMATS[name]), Segmentation(128, seed=9)
+    k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 4, fmt.head_dim, T))
+    blocks, segments = run(k, v, fmt, cut)
+    some, shared = run(k[:2], v[:2], fmt, cut)
+    assert torch.equal(some, blocks[:, :2])
+    assert torch.equal(shared, segments[:, :2])
+    assert HEAD_STRIDE > 128  # or seeds of heads and segments would meet
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("bits", "head_dim", "k_group", "v_group"),
     [(2, 64, 64, 64), (4, 64, 32, 32), (2, 128, 64, 64), (4, 80, 64, 40), (2, 96, 32, 32)],
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_bytes_equal_those_of_the_reference(bits, head_dim, k_group, v_group, dtype):
+def test_groups_of_any_size_are_those_of_the_reference(bits, head_dim, k_group, v_group, dtype):
     fmt = quant_format(bits, head_dim, k_group, v_group)
-    k, v = (x[0].to(dtype) for x in random_kv([128], 3, head_dim, 64))
-    blocks = encode.encode_quantized(k.to(DEVICE), v.to(DEVICE), fmt).cpu()
-    assert torch.equal(blocks, reference_encode.encode_quantized(k, v, fmt))
+    k, v = (x[0].to(dtype) for x in random_kv([128], 3, head_dim, T))
+    found, expected = encode_both(fmt, k, v)
+    assert torch.equal(found[0], expected[0])
 
 
-def test_views_and_values_that_hurt_encode_alike():
+def test_views_encode_as_copies_do():
     fmt = quant_format(2, 64, 32, 32)
-    k, v = (x[0].transpose(0, 1).contiguous().transpose(0, 1) for x in random_kv([192], 2, 64, 64))
-    for place, value in enumerate((torch.inf, -torch.inf, 1e30, -7e4, torch.nan)):
-        k[0, 64 + place, place], v[1, 70 + place, place] = value, value
-    k[1, :, 7], v[0, 100] = 3.25, 0.0
-    k, v = k[:, 64:], v[:, 64:]
-    blocks = encode.encode_quantized(k.to(DEVICE), v.to(DEVICE), fmt).cpu()
-    assert torch.equal(blocks, reference_encode.encode_quantized(k, v, fmt))
+    k, v = (x[0].transpose(0, 1).contiguous().transpose(0, 1) for x in random_kv([192], 2, 64, T))
+    found, expected = encode_both(fmt, k[:, 64:], v[:, 64:])
+    assert torch.equal(found[0], expected[0])
+    copies = reference.encode(k[:, 64:].clone(), v[:, 64:].clone(), fmt, Segmentation())
+    assert torch.equal(copies[0], expected[0])
 
 
-def test_no_tokens_are_no_blocks():
-    fmt = quant_format(4, 64, 32, 32)
-    x = torch.zeros(2, 0, 64, device=DEVICE)
-    assert encode.encode_quantized(x, x, fmt).shape == (0, 2, fmt.block_bytes)
+@pytest.mark.parametrize("name", ["kivi", "gear"])
+def test_no_tokens_are_no_blocks(name):
+    fmt = make_format(**FORMATS[name])
+    x = torch.zeros(2, 0, fmt.head_dim, device=DEVICE)
+    for run in (encode, reference.encode):
+        blocks, segments = run(x, x, fmt, Segmentation())
+        assert blocks.shape == (0, 2, fmt.block_bytes)
+        assert (segments is None) == (not fmt.segment_bytes)
+
+
+def test_power_iteration_starts_where_the_reference_starts():
+    """A flat spectrum keeps the mark of its start, so another seed gives another answer."""
+    fmt = make_format(**FORMATS["gear-l"])
+    k, v = (x[0] for x in random_kv([T], 2, fmt.head_dim, T))
+    seed = (1 << 33) + 77
+    found, expected = encode_both(fmt, k, v, seed)
+    other = encode_both(fmt, k, v, seed + 1)[0]
+    exact = decode(expected[0], expected[1], fmt)[0].double()
+    assert relative_error(decode(found[0], found[1], fmt)[0], exact) <= 1e-3
+    assert relative_error(decode(other[0], other[1], fmt)[0], exact) > 1e-2

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(900)  # a compiler is at work
 KERNELS = {
     name
-    for file in (ROOT / "disagg" / "kernels").glob("*.py")
+    for file in (ROOT / "kernels" / "gpu").glob("*.py")
     for name in re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", file.read_text(), re.MULTILINE)
 }
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
@@ -89,7 +89,7 @@ def test_no_kernel_is_left_out(found):
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     assert not found["raw, longer"]["compiled"]
     assert not found["alignedkv, longer"]["compiled"]
-    assert not {"attend_pieces_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
+    assert not {"attend_codes_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
 
 
 @pytest.mark.slow

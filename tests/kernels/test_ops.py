@@ -6,32 +6,34 @@ import pytest
 import torch
 
 from disagg.kernels import ops
-from disagg.kernels.formats import QuantFormat
-from disagg.kernels.formats_paged import as_paged
-from disagg.kernels.sealing import Sealing, SealRows
+from disagg.kernels.cpu.library import CODE_ERRORS, backend
+from disagg.kernels.sealing import NewRows, Sealing, SealRows
 from tests.kernels.cases import (
     BASE,
     exact_attention,
-    quant_case,
+    make_case,
+    make_format,
     quant_format,
     raw_format,
     relative_error,
 )
-from tests.kernels.test_paged_pieces import make_format
 
 FMT = quant_format(4, 64, 32, 32)
 
 
 def attend(case, **changes):
-    case = replace(case, **changes)
-    return ops.attend_quantized(
-        case.q, case.arena, case.pages, case.lo, case.hi, FMT, BASE, 2, 0.125
-    )
+    q = changes.pop("q", case.q)
+    return ops.attend(q, [replace(case.view, **changes)], 0.125)
 
 
-def test_attention_runs_where_its_tensors_are():
-    case = quant_case(FMT, [100, 64], heads=2, width=3)
-    assert relative_error(attend(case)[0], exact_attention(case, 0.125)[0]) <= 1e-5
+def test_attention_over_several_views_is_one_answer():
+    case = make_case(FMT, [100, 64], 2, 3)
+    wanted = exact_attention(case, 0.125)[0]
+    assert relative_error(attend(case), wanted) <= CODE_ERRORS[backend()]
+    cut = torch.tensor([[70], [3]], dtype=torch.int32)
+    views = replace(case.view, hi=cut), replace(case.view, lo=cut)
+    assert relative_error(ops.attend(case.q, views, 0.125), wanted) <= CODE_ERRORS[backend()]
+    assert ops.attend(case.q, views, 0.125, torch.float16).dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -51,41 +53,48 @@ def test_attention_runs_where_its_tensors_are():
 )
 def test_attention_refuses_what_it_would_misread(changes, error):
     with pytest.raises(error):
-        attend(quant_case(FMT, [100, 64], heads=2, width=3), **changes)
+        attend(make_case(FMT, [100, 64], 2, 3), **changes)
 
 
 def test_encode_refuses_parts_of_pages_and_integers():
     x = torch.zeros(2, 65, 64)
     with pytest.raises(ValueError, match="multiple of 64"):
-        ops.encode_quantized(x, x, FMT)
+        ops.encode(x, x, FMT)
     with pytest.raises(TypeError):
-        ops.encode_quantized(x[:, :64].int(), x[:, :64].int(), FMT)
+        ops.encode(x[:, :64].int(), x[:, :64].int(), FMT)
     with pytest.raises(ValueError, match="64"):
-        ops.encode_quantized(x[:, :64, :32], x[:, :64, :32], FMT)
+        ops.encode(x[:, :64, :32], x[:, :64, :32], FMT)
 
 
 def test_encode_of_no_tokens_is_no_blocks():
     x = torch.zeros(2, 0, 64)
-    assert ops.encode_quantized(x, x, FMT).shape == (0, 2, FMT.block_bytes)
+    assert ops.encode(x, x, FMT)[0].shape == (0, 2, FMT.block_bytes)
 
 
 def test_decode_refuses_blocks_of_another_size():
     with pytest.raises(ValueError, match="bytes"):
-        ops.decode_quantized(torch.zeros(1, 16, dtype=torch.uint8), FMT)
+        ops.decode(torch.zeros(1, 16, dtype=torch.uint8), None, FMT)
 
 
-def test_merge_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="nothing"):
-        ops.merge([])
+def test_attention_to_nothing_is_refused():
+    with pytest.raises(ValueError, match="no views"):
+        ops.attend(torch.zeros(1, 1, 2, 64), [], 1.0)
+
+
+def test_pages_that_share_segments_are_not_attended_without_them():
+    case = make_case(make_format(rank=2), [100, 64], 2, 3)
+    with pytest.raises(ValueError, match="segments"):
+        attend(case, segments=None)
+    with pytest.raises(ValueError, match="owner"):
+        attend(case, owner=case.view.owner[:, :1])
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 3}, {"tokens": 62}, {"k_group": 48}, {"v_group": 24}, {"head_dim": 66}]
+    "options", [{"bits": 3}, {"tokens": 62}, {"group": 48}, {"v_group": 24}, {"head_dim": 66}]
 )
-def test_a_format_that_does_not_divide_is_refused(changes):
-    fields = {name: getattr(FMT, name) for name in QuantFormat.__dataclass_fields__}
-    with pytest.raises(ValueError, match=r"bits|multiple|divide"):
-        QuantFormat(**(fields | changes))
+def test_a_format_that_does_not_divide_is_refused(options):
+    with pytest.raises(ValueError, match=r"bits|words|divide"):
+        make_format(**options)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +108,9 @@ def test_a_format_that_does_not_divide_is_refused(changes):
 )
 def test_an_append_refuses_tables_that_do_not_fit_its_rows(changes, error):
     rows = SealRows(*(torch.full(shape, -1).int() for shape in ((2,), (2, 4), (2,), (2,))))
-    fmt = changes.pop("fmt", as_paged(FMT))
+    fmt = changes.pop("fmt", FMT)
     sealing = Sealing(replace(rows, **changes), fmt, BASE)
     arena, x, ids = torch.zeros(1 << 16, dtype=torch.uint8), torch.ones(2, 2, 64), rows.pages + 1
     with pytest.raises(error):
-        ops.append(arena, x, x, ids, ids, raw_format("float32", 64), BASE, sealing)
+        ops.append(arena, x, x, NewRows(ids, ids, raw_format("float32", 64), BASE), sealing)
     assert not arena.any()

@@ -1,26 +1,24 @@
-"""Parts become one answer in one launch, however many there are and whatever they come from."""
+"""Partial results become one answer in one launch, whatever they come from."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from disagg.kernels import ops, paged_attention, paged_exact, reduce, reference
-from disagg.kernels.parts import UnitPartials
-from disagg.kernels.units import MIN_TILES
+from disagg.kernels.gpu import codes as gpu_codes
+from disagg.kernels.gpu import exact as gpu_exact
+from disagg.kernels.gpu.reduce import UnitPartials, join, merge
+from disagg.kernels.reference import exact, softmax
 from tests.kernels.cases import (
-    BASE,
+    DEVICE,
     exact_attention,
-    quant_case,
+    make_case,
     quant_format,
-    raw_case,
     raw_format,
     relative_error,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log(0)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -34,39 +32,24 @@ def test_pairs_of_the_reference_merge_as_in_the_reference(count):
         unseen[0, 0, 0] = True
         parts.append((o.masked_fill(unseen[..., None], 0.0), lse.masked_fill(unseen, -torch.inf)))
     on_device = [(o.to(DEVICE), lse.to(DEVICE)) for o, lse in parts]
-    o, lse = (x.cpu() for x in reduce.join(on_device))
-    assert torch.allclose(o, reference.merge(parts), atol=1e-5)
+    o, lse = (x.cpu() for x in join(on_device))
+    assert torch.allclose(o, softmax.merge(parts), atol=1e-5)
     assert torch.allclose(lse, torch.stack([x[1] for x in parts]).logsumexp(0), atol=1e-4)
-    assert torch.equal(reduce.merge(on_device).cpu(), o)
+    assert torch.equal(merge(on_device).cpu(), o)
     assert lse[0, 0, 0] == -torch.inf
 
 
 def test_units_of_codes_of_a_tail_and_a_pair_are_one_answer():
-    codes, tail, more = (
-        quant_format(2, 64, 32, 32),
-        raw_format("float16", 64),
-        raw_format("float32", 64),
-    )
+    formats = quant_format(2, 64, 32, 32), raw_format("float16", 64), raw_format("float32", 64)
     lengths = [[450, 0, 70], [33, 1, 0], [20, 5, 0]]  # the last sequence is in the codes alone
-    cases = [
-        make(fmt, count, heads=2, width=3)
-        for make, fmt, count in zip(
-            (quant_case, raw_case, raw_case), (codes, tail, more), lengths, strict=True
-        )
+    cases = [make_case(fmt, n, 2, 3) for fmt, n in zip(formats, lengths, strict=True)]
+    found = [
+        run.attend(*case.on(DEVICE), 0.2)
+        for run, case in zip((gpu_codes, gpu_exact, exact), cases, strict=True)
     ]
-    cases = [replace(case, q=cases[0].q) for case in cases]
-    tables = [
-        [x.to(DEVICE) for x in (case.q, case.arena, case.pages, case.lo, case.hi)] for case in cases
-    ]
-    parts = [
-        paged_attention.attend_quantized(*tables[0], codes, BASE, 2, 0.2),
-        paged_exact.attend_raw(*tables[1], tail, BASE, 2, 0.2),
-        reference.attend_raw(*tables[2], more, BASE, 2, 0.2),
-    ]
-    assert [isinstance(part, UnitPartials) for part in parts] == [True, True, False]
-    o = ops.merge(parts).cpu()
-    exact = reference.merge([exact_attention(case, 0.2) for case in cases])
-    assert relative_error(o, exact) <= 1e-3
+    assert [isinstance(one, UnitPartials) for one in found] == [True, True, False]
+    wanted = softmax.merge([exact_attention(case, 0.2) for case in cases])
+    assert relative_error(merge(found).cpu(), wanted) <= 1e-3
 
 
 @pytest.mark.parametrize("units", [1, 33, 40, 130])
@@ -74,19 +57,19 @@ def test_any_number_of_units_of_a_sequence_is_one_answer(units):
     generator = torch.Generator().manual_seed(units)
     o = torch.randn(units + 9, 3, 80, generator=generator)
     lse = 9 * torch.randn(units + 9, 3, generator=generator)  # log2; 9 slots are nobody's
-    end = torch.tensor([units * MIN_TILES.value], dtype=torch.int32, device=DEVICE)
-    part = UnitPartials(o.to(DEVICE), lse.to(DEVICE), (1, 1, 3), (None, end))
-    found, total = (x.cpu() for x in reduce.join([part]))
+    starts = torch.tensor([0, units], dtype=torch.int32, device=DEVICE)
+    part = UnitPartials(o.to(DEVICE), lse.to(DEVICE), (1, 1, 3), starts)
+    found, total = (x.cpu() for x in join([part]))
     weights = (lse[:units] * math.log(2)).softmax(0)
     assert torch.allclose(found[0, 0], (o[:units] * weights.unsqueeze(2)).sum(0), atol=1e-5)
     assert torch.allclose(total[0, 0], (lse[:units] * math.log(2)).logsumexp(0), atol=1e-4)
 
 
-def test_parts_that_would_be_misread_are_refused():
+def test_partial_results_that_would_be_misread_are_refused():
     part = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2)
     with pytest.raises(ValueError, match="fp32"):
-        reduce.join([part, (part[0].double(), part[1])])
+        join([part, (part[0].double(), part[1])])
     with pytest.raises(ValueError, match="contiguous"):
-        reduce.join([part, (part[0].transpose(2, 3), part[1])])
+        join([part, (part[0].transpose(2, 3), part[1])])
     with pytest.raises(ValueError, match="not of one answer"):
-        reduce.join([part, (torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4))])
+        join([part, (torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4))])

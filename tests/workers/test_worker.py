@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.codecs import kivi
+from disagg.codecs.kivi import Kivi
 from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena
 from disagg.engine.sequence import SamplingParams
 from disagg.kernels import ops
+from disagg.kernels.sealing import Target
+from disagg.kernels.view import View
 from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
@@ -258,20 +260,20 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, attend, admit = ops.encode_quantized, kivi.attend_quantized, DecodeSide.admit
+    encode, views, admit = ops.encode, Kivi.views, DecodeSide.admit
 
-    def encoding(*args: Any) -> Tensor:
-        blocks = encode(*args)
+    def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
+        blocks, _ = encode(*args)
         encoded.update(digest(page.numpy().tobytes()) for page in blocks)
-        return blocks
+        return encode(*args, target=target)
 
-    def attending(q: Tensor, arena: Tensor, pages: Tensor, *rest: Any) -> Any:
-        fmt, base, heads = rest[2:5]
-        for page in pages.flatten().tolist():
-            start = page * ARENA_UNIT + base
-            block = arena[start : start + heads * fmt.block_bytes]
+    def attending(*args: Any) -> list[View]:
+        (view,) = views(*args)
+        for page in view.pages.flatten().tolist():
+            start = page * ARENA_UNIT + view.base
+            block = view.arena[start : start + view.heads * view.fmt.block_bytes]
             attended.add(digest(block.numpy().tobytes()))
-        return attend(q, arena, pages, *rest)
+        return [view]
 
     async def scene() -> None:
         async with house() as home:
@@ -291,8 +293,8 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
-    monkeypatch.setattr(ops, "encode_quantized", encoding)
-    monkeypatch.setattr(kivi, "attend_quantized", attending)
+    monkeypatch.setattr(ops, "encode", encoding)
+    monkeypatch.setattr(Kivi, "views", attending)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored

@@ -1,0 +1,379 @@
+"""What the compiler makes of the kernels, for chips that need not be there.
+
+    python -m disagg.bench.machine_code loops sm_90 kivi-2-4heads    # a row of JSON
+    python -m disagg.bench.machine_code others sm_90 low-rank        # a row for each name, or all
+
+The figure that decides decode speed is instructions per element of K and V in the loop over pages:
+an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bit. It is counted in
+the disassembly, so it can be held by a test on any machine. Of all other kernels it is asked
+whether they compile and spill. Pages are those of the codecs that are served, of 128 channels;
+queries 32 sequences of 8 KV heads. Some configurations abort the compiler, and the process too.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from disagg.codecs import get_codec
+from disagg.codecs.alignedkv import AlignedKV, aligned_format
+from disagg.codecs.exact import exact_format
+from disagg.codecs.quantized import QuantizedCodec, prompt_format
+from disagg.kernels.formats import AlignedFormat, ExactFormat, PageFormat
+from disagg.kernels.gpu import aligned, plan
+from disagg.kernels.gpu.append import append_kernel, append_warps
+from disagg.kernels.gpu.bits import PLAIN, PTX
+from disagg.kernels.gpu.codes import attend_codes_kernel
+from disagg.kernels.gpu.encode import (
+    CHANNELS,
+    encode_side_kernel,
+    encode_warps,
+    segment_scales_kernel,
+)
+from disagg.kernels.gpu.exact import attend_exact_kernel
+from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
+from disagg.kernels.gpu.lowrank import low_rank_kernel
+from disagg.kernels.gpu.reduce import COLUMNS, FEW, MANY, merge_kernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+HEAD_DIM = 128
+SPECS = {
+    "kivi-2": "kivi:bits=2",
+    "kivi-4": "kivi:bits=4",
+    "gear-l-2": "gear-l:bits=2,backbone=kivi",
+    "gear-l-4": "gear-l:bits=4,backbone=kivi",
+    "gear-2": "gear:bits=2,backbone=kivi",
+    "gear-4": "gear:bits=4",
+    "kcvt-4": "kcvt:bits=4",
+    "ott": "ott",
+    "int8": "int8",
+    "fp8": "fp8",
+    "raw-fp16": "raw:dtype=fp16",
+    "raw-bf16": "raw:dtype=bf16",
+    "h2o": "h2o",
+}
+LOOPS = tuple(f"{name}-{width}heads" for name in SPECS for width in (4, 8))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The loop over pages of one kernel on one target.
+
+    per_element: instructions of one thread lane for each element of K and V
+    spill_bytes: of a thread; load_bits: width of the loads that bring in most bytes
+    buffers:     pages that can be in flight while one is worked on, plus that one
+    """
+
+    kernel: str
+    target: str
+    per_element: float
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    load_bits: int
+    buffers: int
+
+
+@dataclass(frozen=True)
+class Spills:
+    """One kernel on one target; spill_bytes: of a thread; instructions: of the whole kernel."""
+
+    kernel: str
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    instructions: int
+
+
+@dataclass(frozen=True)
+class CompiledSource:
+    """A kernel with its compile-time arguments; types: of arguments that TYPES has otherwise."""
+
+    kernel: triton.JITFunction
+    constants: dict[str, Any]
+    num_warps: int = 1
+    options: dict[str, int | bool] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+
+    def compile(self, chip: GPUTarget) -> CompiledKernel:
+        """For a chip, as it is launched."""
+        names = self.kernel.arg_names
+        types = {x: _type_of(x) for x in names if x not in self.constants} | self.types
+        aligned_16 = {x for x, kind in types.items() if kind[0] == "*" or x.endswith("base")}
+        source = ASTSource(
+            fn=self.kernel,
+            signature={x: types.get(x, "constexpr") for x in names},
+            constexprs={(names.index(x),): value for x, value in self.constants.items()},
+            attrs={(names.index(x),): [["tt.divisibility", 16]] for x in aligned_16},
+        )
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": False} | self.options
+        return triton.compile(source, target=chip, options=options)
+
+
+# types of arguments by name; of others, those that end in _ptr are int32 and the rest whole numbers
+TYPES: dict[str, Any] = {
+    **{f"{name}_ptr": "*fp32" for name in ("q", "o", "lse", "scores", "p")},
+    **{f"{name}_ptr": "*fp16" for name in ("x", "missing", "k", "v")},
+    **{f"{name}_ptr": "*u8" for name in ("bytes", "segments", "absent", "arena")},
+    "words_ptr": "*i16",
+    "levels_ptr": "*i8",
+    "scale": "fp32",
+    "seed": "i64",
+    "views": (("*fp32", "*fp32", "*i32"),) * 3,
+}
+
+
+def _type_of(name: str) -> Any:
+    """A name of a type, or a tuple of such."""
+    return TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
+
+
+def page_format(spec: str) -> PageFormat | ExactFormat:
+    """The pages of a prompt under a codec."""
+    codec = get_codec(spec)
+    if isinstance(codec, QuantizedCodec):
+        return prompt_format(codec, HEAD_DIM)
+    return exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").page)
+
+
+def attention(fmt: PageFormat | ExactFormat, group: int, chip: GPUTarget) -> CompiledSource:
+    """Attention on such pages for so many query heads of a KV head, as it is launched."""
+    nvidia = chip.backend == "cuda"
+    columns = plan.NVIDIA_COLUMNS if nvidia else plan.AMD_COLUMNS
+    constants: dict[str, Any] = {"SHAPE": plan.shape_of(fmt, 1, group, columns), "FMT": fmt}
+    constants["STAGES"] = plan.pipeline_stages(fmt, nvidia)
+    options = plan.compile_options(fmt, nvidia)
+    if isinstance(fmt, PageFormat):
+        can_read = not fmt.k.floating or chip.arch != 80  # as gpu/codes.py chooses
+        constants["SPELLING"] = PTX if nvidia and can_read else PLAIN
+        return CompiledSource(attend_codes_kernel, constants, 1, options)
+    half = fmt.dtype == "float16"
+    constants["OPERAND"] = tl.float16 if half else tl.bfloat16
+    constants["PRECISION"] = "tf32x3" if nvidia else "ieee"
+    constants["units_ptr" if fmt.side else "sides_ptr"] = None
+    types = {"arena_ptr": "*fp16" if half else "*bf16"}
+    return CompiledSource(attend_exact_kernel, constants, 1, options, types)
+
+
+def measure_loop(kernel: str, target: str) -> Row:
+    """Compile one attention kernel for one target, in this process, and read the result."""
+    _check(kernel, LOOPS, target)
+    chip = TARGETS[target]
+    name, _, width = kernel.rpartition("-")
+    fmt = page_format(SPECS[name])
+    compiled = attention(fmt, int(width.removesuffix("heads")), chip).compile(chip)
+    slots = fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
+    if chip.backend == "cuda":
+        code, registers, spilled = read_cubin(compiled.asm["cubin"])
+        loop = pipelined(code)
+    else:
+        loop, registers, spilled = read_amdgcn(compiled.asm["amdgcn"])
+    return Row(
+        kernel=kernel,
+        target=target,
+        per_element=round(len(loop) * chip.warp_size / (2 * slots * HEAD_DIM), 3),
+        registers=registers,
+        spill_bytes=spilled,
+        shared_bytes=compiled.metadata.shared,
+        load_bits=load_width(loop),
+        buffers=count_buffers(compiled.asm["ttgir"]),
+    )
+
+
+def measure_spills(kernel: str, target: str) -> Spills:
+    """Compile one of the other kernels for one target, in this process, and read the result."""
+    _check(kernel, tuple(OTHERS), target)
+    chip = TARGETS[target]
+    compiled = OTHERS[kernel](chip).compile(chip)
+    if chip.backend == "cuda":
+        code, registers, spilled = read_cubin(compiled.asm["cubin"])
+        count = len(code)
+    else:
+        text = compiled.asm["amdgcn"]
+        registers, spilled = _amd_registers(text)
+        count = len(re.findall(r"^\t[vs]_\w", text, re.M))
+    return Spills(kernel, target, registers, spilled, compiled.metadata.shared, count)
+
+
+def _check(kernel: str, kernels: tuple[str, ...], target: str) -> None:
+    if kernel not in kernels:
+        raise ValueError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+    if target not in TARGETS:
+        raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
+
+
+def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS[name])
+    assert isinstance(fmt, PageFormat)
+    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v}
+    if fmt.valid is None:
+        constants["absent_ptr"] = None
+    along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
+    constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
+    return CompiledSource(encode_side_kernel, constants, encode_warps(fmt.v if is_v else fmt.k))
+
+
+def _scales(name: str, chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS[name])
+    assert isinstance(fmt, PageFormat)
+    constants = {"SIDE": fmt.k, "BYTES": fmt.segment_bytes, "CHANNELS": CHANNELS}
+    return CompiledSource(segment_scales_kernel, constants | {"stride_channel": 1}, 4)
+
+
+def _low_rank(chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS["gear-l-2"])
+    return CompiledSource(low_rank_kernel, {"FMT": fmt}, LOW_RANK_WARPS)
+
+
+def _append(name: str | None, chip: GPUTarget) -> CompiledSource:
+    codec = get_codec(SPECS[name] if name else "raw:dtype=fp16")
+    raw = exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").raw)
+    fmt = codec.seal_format(HEAD_DIM)
+    types = {"segments_ptr": "*i32"}
+    constants = {"RAW": raw, "FMT": fmt, "CODES": isinstance(fmt, PageFormat)}
+    return CompiledSource(append_kernel, constants, append_warps(fmt), types=types)
+
+
+def _kept(chip: GPUTarget) -> CompiledSource:
+    group = get_codec("ott").layer_group((0,), 8, HEAD_DIM, "float16")
+    return attention(exact_format(group.raw, group.side), 4, chip)
+
+
+def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
+    constants = {"VIEWS": 3, "D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS}
+    return CompiledSource(merge_kernel, constants, num_warps)
+
+
+def _planes(kernel: str, chip: GPUTarget) -> CompiledSource:
+    columns = plan.NVIDIA_COLUMNS if chip.backend == "cuda" else plan.AMD_COLUMNS
+    fmt: AlignedFormat = aligned_format(AlignedKV(), HEAD_DIM)
+    constants = {"FMT": fmt, "SHAPE": plan.shape_of(fmt, 1, 4, columns)}
+    return CompiledSource(getattr(aligned, kernel), constants, 4)
+
+
+ENCODED = ("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8")
+OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
+    **{
+        f"encode-{name}-{side}": partial(_encode, name, side == "v")
+        for name in ENCODED
+        for side in "kv"
+    },
+    **{f"append-{name}": partial(_append, name) for name in (*ENCODED, "h2o") if name != "ott"},
+    "append": partial(_append, None),
+    "segment-scales": partial(_scales, "kcvt-4"),
+    "segment-scales-sparse": partial(_scales, "gear-4"),
+    "low-rank": _low_rank,
+    "attend-kept": _kept,
+    "merge-few": partial(_merge, FEW, 1),
+    "merge-many": partial(_merge, MANY, 4),
+    "plane-scores": partial(_planes, "plane_scores_kernel"),
+    "plane-values": partial(_planes, "plane_values_kernel"),
+}
+
+
+def read_cubin(cubin: bytes) -> tuple[list[tuple[int, str]], int, int]:
+    """(address and text of every instruction, registers, bytes spilled) of NVIDIA machine code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code, use = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True)
+            for flag in ("-sass", "-res-usage")
+        )
+    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code.stdout)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", use.stdout + use.stderr)
+    assert usage is not None
+    found = [(int(address, 16), instruction) for address, instruction in lines]
+    return found, int(usage[1]), int(usage[2])
+
+
+def pipelined(code: list[tuple[int, str]]) -> list[str]:
+    """The loop that loads ahead; a loop with masks, for the ends of a sequence, does not."""
+    places = {address: i for i, (address, _) in enumerate(code)}
+    text = [instruction for _, instruction in code]
+    loops = []
+    for i, instruction in enumerate(text):
+        found = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        if found and places.get(int(found[1], 16), i) < i:
+            loops.append(text[places[int(found[1], 16)] : i + 1])
+    return max(loops, key=lambda loop: (sum("LDGSTS" in x for x in loop) > 4, -len(loop)))
+
+
+def read_amdgcn(code: str) -> tuple[list[str], int, int]:
+    """(vector instructions of the loop over pages, registers, bytes spilled) of AMD code.
+
+    Of the loops that multiply matrices the first is it: the other, for the ends of a sequence,
+    comes behind it. Loops within, of loads whose lanes differ, are counted as if run once.
+    """
+    lines = [line.split(";")[0].strip() for line in code.splitlines()]
+    labels = {line.removesuffix(":"): i for i, line in enumerate(lines) if line.endswith(":")}
+    loops = []
+    for i, line in enumerate(lines):
+        found = re.match(r"s_c?branch\w*\s+(\S+)", line)
+        if found and labels.get(found[1], i) < i:
+            body = lines[labels[found[1]] : i]
+            loops.append([x for x in body if re.match(r"(v|ds|global|buffer)_", x)])
+    loop = next(loop for loop in loops if any("mfma" in x for x in loop))
+    return loop, *_amd_registers(code)
+
+
+def _amd_registers(code: str) -> tuple[int, int]:
+    """(registers, bytes spilled) of AMD code."""
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", code)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", code)
+    assert registers is not None
+    assert spilled is not None
+    return int(registers[1]), 4 * int(spilled[1])
+
+
+def load_width(loop: list[str]) -> int:
+    """Bits a thread loads at once, for most of the bytes that the loop loads from memory."""
+    nbytes: Counter[int] = Counter()
+    for instruction in loop:
+        name = instruction.split()[1 if instruction.startswith("@") else 0]
+        if name.startswith("LDG"):
+            bits = next((int(x) for x in name.split(".") if x in ("64", "128")), 32)
+        elif "_load_" in name:
+            bits = 32 * int(name[-1]) if re.search(r"x\d$", name) else 32
+        else:
+            continue
+        nbytes[bits] += bits
+    return nbytes.most_common(1)[0][0]
+
+
+def count_buffers(ttgir: str) -> int:
+    """The least number of buffers of any 2-D tile that is loaded ahead in shared memory."""
+    found = re.findall(
+        r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i8|i16|f16|bf16)", ttgir
+    )
+    return min((int(count) for count in found), default=1)
+
+
+def main(kind: str, target: str, *names: str) -> None:
+    """Print a row of JSON for each kernel."""
+    known, measure = (LOOPS, measure_loop) if kind == "loops" else (tuple(OTHERS), measure_spills)
+    for name in names or known:
+        print(json.dumps(asdict(measure(name, target))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""The codec contract: what a compression method must say and do. One file per paper implements it.
+
+A codec is a frozen dataclass of its options; its spec string `name:option=value,...` rebuilds it.
+It is stateless over one layer:
+
+    encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
+    flush     the same for one page sealed while decoding; where a page can be sealed by itself, the
+              codec only says its `seal_format`, and the append of a decode step writes it
+    views     page tables                      ->  what attention reads, over disjoint tokens
+    decode    those bytes                      ->  the K' and V' that attention sees, for tests
+
+`encode` writes what travels, what the pool stores and what attention reads. Nothing on the way from
+prefill to a token calls `decode`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.tables import PageTable
+from disagg.errors import ConfigError
+from disagg.kernels.cpu.library import CODE_ERRORS, backend
+from disagg.kernels.ops import seal_page
+from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
+from disagg.kernels.view import View
+from disagg.page import FinalAt, Layout, make_raw_layout
+from disagg.plan import LayerGroup
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The bytes of consecutive sealed tokens of one layer.
+
+    blocks:   [P, H, block_bytes] u8 - pages in token order; none where they are in their places
+    segments: [S, H, segment block_bytes] u8, or None - the segments of these pages, in order
+    side:     [H, side block_bytes] u8, or None - the side record after these tokens
+    kept:     [K, H, raw block_bytes] u8, or None - raw pages of tokens that the side record names
+    flush:    the pages were sealed while decoding, so they have the flush layouts of their group
+    first:    position of the first token, for `decode`
+    """
+
+    blocks: Tensor
+    segments: Tensor | None = None
+    side: Tensor | None = None
+    kept: Tensor | None = None
+    flush: bool = False
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """q [Hq, W, D] of tokens total - W .. total - 1 of a prompt, after RoPE."""
+
+    q: Tensor
+    total: int
+
+
+@dataclass(frozen=True)
+class LayerCodec(ABC):
+    """One method with its options. A subclass's fields are its options.
+
+    final_at:      when the bytes of its pages are final
+    attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
+                   `decode` gives, in fp32; in fp64 it is 1e-12, unless it approximates by design
+    """
+
+    name: ClassVar[str]
+    final_at: ClassVar[FinalAt] = FinalAt.PAGE
+    page_tokens: ClassVar[int] = 64
+    attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
+
+    @property
+    def spec(self) -> str:
+        """The canonical spec: every option, in declaration order."""
+        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def attend_error(self) -> float:
+        """The bound of attention by what computes it on this machine."""
+        return self.attend_errors[backend()]
+
+    @property
+    def tail_tokens(self) -> int:
+        """R: the least number of exact tokens kept in the tail."""
+        return 0
+
+    def raw_dtype(self, model_dtype: str) -> str:
+        """The dtype of the tail: 16 bits for lossy codecs, whatever the model computes in."""
+        return model_dtype if model_dtype in ("float16", "bfloat16") else "float16"
+
+    @abstractmethod
+    def page_layout(self, head_dim: int) -> Layout:
+        """The planes of one page; ConfigError where the options do not divide `head_dim`."""
+
+    def segment_layout(self, head_dim: int) -> Layout | None:
+        """The planes that a stretch of 2,048 tokens shares, or None."""
+        return None
+
+    def side_layout(self, head_dim: int) -> Layout | None:
+        """The planes of a sequence's mutable state, or None."""
+        return None
+
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        """The planes of a page sealed while decoding; None: as any other page."""
+        return None
+
+    def flush_segment_layout(self, head_dim: int) -> Layout | None:
+        """The segment of each page sealed while decoding. None: it joins the first one, or, with
+        a layout of its own, has all that it needs."""
+        return None
+
+    def layer_group(
+        self,
+        layers: tuple[int, ...],
+        heads: int,
+        head_dim: int,
+        model_dtype: str,
+        window: int | None = None,
+    ) -> LayerGroup:
+        """The layouts of this codec for layers of `heads` KV heads."""
+        return LayerGroup(
+            layers=layers,
+            codec=self.spec,
+            window=window,
+            heads=heads,
+            head_dim=head_dim,
+            residual=self.tail_tokens,
+            final_at=self.final_at,
+            page=self.page_layout(head_dim),
+            raw=make_raw_layout(self.raw_dtype(model_dtype), head_dim),
+            segment=self.segment_layout(head_dim),
+            side=self.side_layout(head_dim),
+            flush_page=self.flush_page_layout(head_dim),
+            flush_segment=self.flush_segment_layout(head_dim),
+        )
+
+    @abstractmethod
+    def encode(
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
+    ) -> Encoded:
+        """The pages of tokens first .. first+n-1 of a prompt, in one layer.
+
+        k, v:   [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
+        first:  position of the first token; the start of a segment, or of a page
+        layer:  of the model
+        last:   queries of the end of the prompt, for codecs that choose by attention
+        target: where the blocks are written to; None: they are in the result
+        error:  see the codec's own docstring
+        """
+
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        """The page that the append of a decode step seals by itself; None: it calls `flush`."""
+        return None
+
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        """One page sealed while decoding: k, v [H, T, D].
+
+        before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
+                `side` and `kept` as they are, with room for what this seal may set aside
+        """
+        fmt = self.seal_format(k.shape[2])
+        assert fmt is not None, f"{self.name} says neither how an append seals nor how it does"
+        return Encoded(*seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
+
+    @abstractmethod
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        """What attention over the sealed tokens of a table reads, over disjoint tokens.
+
+        arena: [bytes] u8 - what page ids address
+        table: which pages each sequence has, which of their tokens each query sees
+        """
+
+    @abstractmethod
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """The (k', v') [H, n, D] of dtype that these bytes stand for; for tests and reports."""
+
+    def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
+        """Which tokens attention sees at all: [H, n] bool. Only a dropping codec has others."""
+        count, heads = encoded.blocks.shape[:2]
+        shape = (heads, count * group.page.tokens)
+        return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)
+
+
+def seed_of(layer: int, first: int) -> int:
+    """The seed of a segment: which layer it belongs to and the position where it begins."""
+    return (layer << 20) + first // STRETCH_TOKENS
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)

@@ -1,0 +1,49 @@
+"""Pages of exact K and V: what a kernel needs to know of them, and writing raw ones."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.formats import RAW_SLOTS, ExactFormat, SlotsFormat
+from disagg.page import RAW_TOKENS, Layout
+
+assert RAW_TOKENS == RAW_SLOTS  # kernels know no page.py
+
+
+@lru_cache(maxsize=1024)
+def exact_format(layout: Layout, side: Layout | None = None) -> ExactFormat:
+    """Raw pages, or pages of tokens that were not dropped; with a side record, those it names."""
+    planes = {plane.name: plane for plane in layout.planes}
+    k, positions = planes["k"], planes.get("positions")
+    return ExactFormat(
+        dtype=k.dtype,
+        head_dim=k.shape[1],
+        block_bytes=layout.block_bytes,
+        k=k.offset,
+        v=planes["v"].offset,
+        slots=k.shape[0],
+        tokens=layout.tokens,
+        positions=positions.offset if positions else None,
+        side=slots_format(side) if side else None,
+    )
+
+
+def slots_format(side: Layout) -> SlotsFormat:
+    """What a kernel needs to know of a side record."""
+    offsets = {plane.name: plane.offset for plane in side.planes}
+    return SlotsFormat(side.plane("states").shape[0], side.block_bytes, **offsets)
+
+
+def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
+    """Raw pages of n tokens: [ceil(n / 16), H, block_bytes] u8, the rest of the last page zero.
+
+    k, v: [H, n, D] in the raw dtype
+    """
+    heads, n, head_dim = k.shape
+    pages = -(-n // RAW_TOKENS)
+    blocks = k.new_zeros(pages, heads, 2, RAW_TOKENS * head_dim)
+    for index, x in enumerate((k, v)):
+        padded = torch.nn.functional.pad(x, (0, 0, 0, pages * RAW_TOKENS - n))
+        blocks[:, :, index] = padded.reshape(heads, pages, -1).transpose(0, 1)
+    return blocks.view(pages, heads, -1).view(torch.uint8)

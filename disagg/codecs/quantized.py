@@ -1,0 +1,182 @@
+"""Codecs of quantised pages: what they share, so that a codec is little but its planes.
+
+A codec of this kind names its planes; `page_format` turns their names, shapes and offsets into the
+numbers that kernels read:
+
+    page      {k,v}_codes   {k,v}_scale {k,v}_zero   {k,v}_low   {k,v}_index {k,v}_delta   valid
+    segment   k_scale k_zero (instead of the page's)   {k,v}_basis   {k,v}_rotation
+
+A scale without a zero belongs to symmetric codes.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, LastQueries, seed_of
+from disagg.codecs.seals import segment_layout
+from disagg.codecs.tables import PageTable
+from disagg.kernels import ops
+from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse
+from disagg.kernels.sealing import SealFormat, Segmentation, Target
+from disagg.kernels.view import View
+from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
+from disagg.plan import LayerGroup
+
+Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
+
+
+@dataclass(frozen=True)
+class QuantizedCodec(Codec):
+    """A codec whose pages are codes and what belongs to them.
+
+    k_by, v_by: how scales lie: "column", "row" or "block", see kernels/formats.py
+    """
+
+    k_by: ClassVar[str] = "column"
+    v_by: ClassVar[str] = "column"
+
+    @abstractmethod
+    def page_planes(self, head_dim: int) -> Planes:
+        """The planes of a page; ConfigError where the options do not divide `head_dim`."""
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        """The planes of a segment, or none."""
+        return []
+
+    def page_layout(self, head_dim: int) -> Layout:
+        planes = self.page_planes(head_dim)
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
+
+    def segment_layout(self, head_dim: int) -> Layout | None:
+        planes = self.segment_planes(head_dim)
+        return make_layout(self.spec, Kind.SEGMENT, SEGMENT_TOKENS, planes) if planes else None
+
+    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
+        """The numbers of a page layout of this codec and its segment."""
+        return page_format(page, segment, head_dim, self.k_by, self.v_by)
+
+    def encode(
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int = 0,
+        last: LastQueries | None = None,
+        target: Target | None = None,
+    ) -> Encoded:
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
+
+    def seal_format(self, head_dim: int) -> SealFormat | None:
+        fmt = flush_format(self, head_dim)
+        return fmt if fmt.is_sealable else None
+
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        frozen = None if before.segments is None else before.segments[0]
+        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first), frozen)
+        return Encoded(*ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True)
+
+    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
+        segment = segment_layout(group, table.layout)
+        fmt = self.format_of(table.layout, segment, group.head_dim)
+        return [table.view(arena, group, layer, fmt, segment)]
+
+    def decode(
+        self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        page = group.flush_page if encoded.flush and group.flush_page else group.page
+        fmt = self.format_of(page, segment_layout(group, page), group.head_dim)
+        segments = None
+        if encoded.segments is not None:
+            per_segment = SEGMENT_TOKENS // page.tokens
+            count, device = encoded.blocks.shape[0], encoded.blocks.device
+            owner = torch.arange(count, device=device) // per_segment
+            segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
+        k, v = ops.decode(encoded.blocks, segments, fmt, dtype)
+        return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+
+
+@lru_cache
+def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
+    """The format of pages of a prompt."""
+    page, segment = codec.page_layout(head_dim), codec.segment_layout(head_dim)
+    return codec.format_of(page, segment, head_dim)
+
+
+@lru_cache
+def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
+    """The format of a page sealed while decoding."""
+    page, segment = codec.flush_page_layout(head_dim), codec.flush_segment_layout(head_dim)
+    if page is None:
+        page = codec.page_layout(head_dim)
+        segment = segment or codec.segment_layout(head_dim)
+    return codec.format_of(page, segment, head_dim)
+
+
+def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
+    """The code words of K and V, as kernels/formats.py draws them."""
+    fields = min(4, 16 // bits)
+    halves = 16 // (fields * bits)
+    return [
+        ("k_codes", "int16", (tokens // fields, head_dim // halves)),
+        ("v_codes", "int16", (head_dim // fields, tokens // halves)),
+    ]
+
+
+@lru_cache(maxsize=1024)
+def page_format(
+    page: Layout, segment: Layout | None, head_dim: int, k_by: str, v_by: str
+) -> PageFormat:
+    """What a kernel needs to know of pages with these planes."""
+    valid = [plane.offset for plane in page.planes if plane.name == "valid"]
+    return PageFormat(
+        tokens=page.tokens,
+        head_dim=head_dim,
+        block_bytes=page.block_bytes,
+        segment_bytes=segment.block_bytes if segment else 0,
+        k=_side(page, segment, "k", page.tokens, head_dim, k_by),
+        v=_side(page, segment, "v", head_dim, page.tokens, v_by),
+        valid=valid[0] if valid else None,
+    )
+
+
+def _side(
+    page: Layout, segment: Layout | None, name: str, rows: int, columns: int, by: str
+) -> Side:
+    """K or V: the planes whose names begin with `name`."""
+    in_page = {x.name[2:]: x for x in page.planes if x.name.startswith(f"{name}_")}
+    planes = segment.planes if segment else ()
+    in_segment = {x.name[2:]: x for x in planes if x.name.startswith(f"{name}_")}
+    codes, turn = in_page["codes"], in_segment.get("rotation")
+    bits = 8 * codes.nbytes // (rows * columns)
+    there = in_segment if "scale" in in_segment else in_page
+    scale, zero = there["scale"], there.get("zero")
+    low, index = in_page.get("low"), in_page.get("index")
+    low_rank = LowRank(low.shape[1], low.offset, in_segment["basis"].offset) if low else None
+    sparse = None
+    if index:
+        sparse = Sparse(index.shape[1], index.offset, in_page["delta"].offset, name == "v")
+    return Side(
+        rows=rows,
+        columns=columns,
+        bits=bits,
+        codes=codes.offset,
+        scale=Scale(
+            by=by,
+            group=(rows if by == "column" else columns) // scale.shape[0],
+            scale=scale.offset,
+            zero=zero.offset if zero else None,
+            center=-(1 << (bits - 1)) if by != "block" else 0,
+            shared=there is in_segment,
+        ),
+        low_rank=low_rank,
+        sparse=sparse,
+        rotation=Rotation(turn.shape[0], turn.offset) if turn else None,
+        floating=codes.dtype == "float8_e4m3fn",
+    )

@@ -1,0 +1,52 @@
+"""A step's new tokens on a CPU, and the pages that they complete: reference/encode.py is the spec.
+
+Tokens are copied by the C library; a page that it can encode goes from the tail to its place.
+"""
+
+from torch import Tensor
+
+from disagg.kernels.cpu.encode import is_encoded, seal_pages
+from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call
+from disagg.kernels.formats import PageFormat
+from disagg.kernels.reference import encode as reference
+from disagg.kernels.reference.pages import gather_raw, store_blocks
+from disagg.kernels.sealing import NewRows, Sealing, Target
+
+
+def append(
+    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+) -> None:
+    """As the reference, to the byte."""
+    if backend() == TORCH:
+        reference.append(arena, k, v, rows, sealing)
+        return
+    _append_raw(arena, k, v, rows)
+    if sealing is not None:
+        for row, page in enumerate(sealing.rows.pages.tolist()):
+            if page >= 0:
+                _seal(arena, row, k.shape[1], rows, sealing)
+
+
+def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
+    size, fmt = k.element_size(), rows.fmt
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    held = rows.pages.contiguous(), rows.slots.contiguous()
+    strides = (size * x.stride(i) for x in (k, v) for i in (0, 1))
+    tensors = map(address, (arena, k, v, *held))
+    sizes = (size * fmt.head_dim, fmt.block_bytes, rows.base + fmt.k, rows.base + fmt.v)
+    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, *sizes))
+
+
+def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) -> None:
+    """Write the page that one row completes."""
+    tables, fmt, one = sealing.rows, sealing.fmt, slice(row, row + 1)
+    k, v = (x[0] for x in gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads))
+    target = Target(arena, tables.pages[one], sealing.base)
+    if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
+        segment = seal_pages(k, v, target, fmt, fmt.tokens)
+    else:
+        seed = sealing.seed + int(tables.stretches[row])
+        block, segment = reference.seal_page(k, v, fmt, seed)
+        store_blocks(target, block)
+    if segment is not None:
+        store_blocks(Target(arena, tables.segments[one], sealing.segment_base), segment)

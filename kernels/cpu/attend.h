@@ -1,0 +1,679 @@
+/* Attention on pages, four queries at a time. The algebra is that of reference/codes.py: scales go
+ * into the vector that codes are contracted with, zeros into one number. That vector is rounded to
+ * int16 of its largest number, the sums of products are exact. One softmax runs over all tables, in
+ * the order of tokens; what a query sees of a page depends on nothing but the query, so neither does
+ * its answer: a page that it does not see leaves its state as it was, to the bit. */
+#include "simd.h"
+
+typedef struct { /* four vectors as int16, for each group as simd.h wants them */
+    ALIGNED int16_t x[OPERANDS + 32];
+    float step[MAX_GROUPS][TILE], bias[MAX_GROUPS][TILE], sum[MAX_GROUPS][TILE];
+} Operand;
+
+typedef struct {
+    ALIGNED float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
+    float turned[TILE][LINE], done[TILE][LINE];
+    float total[TILE][16], top[TILE];
+    float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
+    int lo[TILE], hi[TILE], first, end, rows;
+    int64_t segment;
+    Operand k;
+} Tile;
+
+typedef float Four __attribute__((vector_size(16)));
+
+typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
+    ALIGNED float s[TILE][LINE], out[TILE][LINE], part[TILE][LINE];
+    ALIGNED float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
+    Four sparse[MAX_DIM];
+    ALIGNED float rows[TILE][LINE];
+    Operand v;
+} Room;
+
+static void clear(float (*x)[LINE], int64_t dim) {
+    for (int h = 0; h < TILE; h++) memset(x[h], 0, sizeof(float) * dim);
+}
+
+static void read_halves(float *to, const uint8_t *from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
+    for (; i < count; i++) {
+        uint16_t h;
+        memcpy(&h, from + 2 * i, 2);
+        to[i] = half_to_float(h);
+    }
+}
+
+static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
+static int halves_of(const Side *s) { return s->bits == 2 ? 2 : 1; }
+static float middle_of(const Side *s) { return s->zero < 0 ? 0.0f : (float)((1 << s->bits) - 1) / 2; }
+
+/* Columns of words first .. first+width of some pages, as an operand has them */
+typedef struct {
+    int64_t first, width;
+    int pages;
+} Span;
+
+static int64_t span_size(const Side *s, const Span *span) {
+    return span->pages * ((span->width + 31) / 32) * halves_of(s) * TILE * 32;
+}
+
+/* x, columns first .. end, times `by` and rounded, to where an operand has query h; their sum */
+static V put_rounded(const Side *s, const Span *span, const float *x, V by, int64_t first, int64_t end,
+                     int h, int16_t *to) {
+    const int64_t halves = halves_of(s), words = s->columns / halves;
+    const int64_t chunks = (span->width + 31) / 32, whole = words % 32 || span->width % 32;
+    Sum sum = sum_of_none();
+    V others = v_set(0);
+    to += 32 * h;
+    for (int page = 0; page < span->pages; page++, x += s->columns, to += chunks * halves * TILE * 32) {
+        for (int64_t half = 0; half < halves && !whole; half++) {
+            const int64_t c = half * words + span->first;
+            int16_t *at = to + half * TILE * 32;
+            if (c < first || c >= end) continue;
+            for (int64_t w = 0; w < span->width; w += 32, at += halves * TILE * 32)
+                sum = store_rounded(at, x + c + w, by, sum);
+        }
+        for (int64_t c = first; c < end && whole; c += 16) { /* eight may be of another half */
+            int16_t numbers[16];
+            for (int i = 0; i < 16; i += LANES) {
+                V r = v_round(v_mul(v_load(x + c + i), by));
+                others = v_add(others, r);
+                v_store_int16(numbers + i, r);
+            }
+            for (int64_t i = 0; i < 16; i += 8) {
+                const int64_t half = (c + i) / words, w = (c + i) % words - span->first;
+                memcpy(to + (w / 32 * halves + half) * TILE * 32 + w % 32, numbers + i, 16);
+            }
+        }
+    }
+    return v_add(v_of_sum(sum), others);
+}
+
+/* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand.
+ * biases: x times the zeros and the middle of the codes; sums: x. A code is then taken from the
+ * middle of its range, which halves the error of a rounded x. */
+static void round_group(const Side *s, const Span *span, float (*x)[LINE], const V *largest,
+                        const V *biases, const V *sums, int64_t g, int64_t first, int64_t end,
+                        Operand *op) {
+    const float middle = s->zero < 0 ? -(float)s->center : middle_of(s);
+    int16_t *to = op->x + g * span_size(s, span);
+    float most[TILE], found[16];
+    V all[16];
+    most_of_four(largest, most);
+    for (int h = 0; h < TILE; h++) {
+        V by = v_set(32767.0f / (most[h] + 1e-30f));
+        all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
+        all[4 + h] = all[12 + h] = biases[h];
+        all[8 + h] = sums[h];
+    }
+    sums_of(all, found);
+    for (int h = 0; h < TILE; h++) {
+        op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
+        op->sum[g][h] = found[8 + h];
+        op->bias[g][h] = found[4 + h] - middle * (op->step[g][h] * found[h]);
+    }
+}
+
+/* The operand of columns of some pages, each with a scale for groups of rows; x [4][LINE] */
+static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages, const float *x,
+                         Room *room, Operand *op) {
+    const Span span = {0, s->columns / halves_of(s), pages};
+    const V middle = v_set(middle_of(s));
+    for (int64_t g = 0; g < s->rows / s->group; g++) {
+        V most[TILE], biases[TILE];
+        for (int h = 0; h < TILE; h++) most[h] = biases[h] = v_set(0);
+        for (int page = 0; page < pages; page++) {
+            const uint8_t *scale = blocks[page] + s->scale + 2 * g * s->columns;
+            const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
+            const float *from = x + page * s->columns;
+            float *to = room->rows[0] + page * s->columns;
+            for (int64_t c = 0; c < s->columns; c += LANES) {
+                V by = v_half(scale + 2 * c), z = v_set(0);
+                if (s->zero >= 0) z = v_add(v_half(zero + 2 * c), middle);
+#pragma GCC unroll 4
+                for (int h = 0; h < TILE; h++) {
+                    V t = v_mul(v_load(from + h * LINE + c), by);
+                    v_store(to + h * LINE + c, t);
+                    most[h] = v_max(v_abs(t), most[h]);
+                    biases[h] = v_fma(t, z, biases[h]);
+                }
+            }
+        }
+        round_group(s, &span, room->rows, most, biases, biases, g, 0, s->columns, op);
+    }
+}
+
+/* The words of group g of columns, where each row has a scale: its own, or all */
+static Span span_of_group(const Side *s, int64_t g) {
+    const int64_t words = s->columns / halves_of(s);
+    if (words % s->group) return (Span){0, words, 1};
+    return (Span){g * s->group % words, s->group, 1};
+}
+
+/* The operand where each row has a scale, for groups of columns: a vector for each, 0 elsewhere */
+static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
+    int64_t groups = s->columns / s->group;
+    for (int64_t g = 0; g < groups; g++) {
+        const Span span = span_of_group(s, g);
+        const int64_t size = span_size(s, &span);
+        V most[TILE], sums[TILE], biases[TILE], middle = v_set(middle_of(s));
+        for (int h = 0; h < TILE; h++) {
+            most[h] = sums[h] = v_set(0);
+            for (int64_t c = g * s->group; c < (g + 1) * s->group; c += LANES) {
+                V t = v_load(x + h * LINE + c);
+                v_store(room->rows[h] + c, t);
+                most[h] = v_max(v_abs(t), most[h]);
+                sums[h] = v_add(sums[h], t);
+            }
+            biases[h] = v_mul(sums[h], middle);
+        }
+        if (groups > 1) memset(op->x + g * size, 0, 2 * size);
+        round_group(s, &span, room->rows, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
+    }
+}
+
+/* Blocks of some pages, and what is read after each of them */
+typedef struct {
+    const uint8_t *blocks[STRIP], *next[STRIP];
+    int count;
+} Strip;
+
+/* Word rows r .. r+rows and a span of words; group[f] is that of field f */
+static void multiply(const Side *s, const Strip *strip, const Span *span, const Operand *op,
+                     const int64_t *group, int64_t r, int64_t rows, float *out) {
+    static const float down[8] = {1, 0, 1 / 4.0f, 0, 1 / 16.0f, 0, 1 / 64.0f, 0};
+    int64_t halves = halves_of(s), words = s->columns / halves, part = PART / halves;
+    int planes = planes_of(s);
+    for (int64_t c = 0; c < span->width; c += part) {
+        const int64_t at = s->codes + 2 * (r * words + span->first + c);
+        Products p = {.stride = 2 * words, .width = span->width - c < part ? span->width - c : part,
+                      .page = span_size(s, span) / span->pages,
+                      .ld = LINE,
+                      .plane = s->rows / planes,
+                      .pages = strip->count,
+                      .rows = (int)rows,
+                      .more = c > 0,
+                      .out = out + r};
+        for (int i = 0; i < strip->count; i++) {
+            p.words[i] = strip->blocks[i] + at;
+            p.next[i] = strip->next[i] + at;
+        }
+        for (int f = 0; f < planes; f++)
+            p.x[f] = op->x + group[f] * span_size(s, span) + c * halves * TILE;
+        for (int i = 0; i < 16; i++) {
+            int f = i / 4 % planes;
+            p.times[i] = op->step[group[f]][i & 3] * down[f * s->bits & 7];
+            p.add[i] = c ? 0.0f : op->bias[group[f]][i & 3];
+        }
+        products(&p, s->bits);
+    }
+}
+
+static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out) {
+    const Span span = {0, s->columns / halves_of(s), strip->count};
+    int planes = planes_of(s);
+    int64_t plane = s->rows / planes, end, group[4];
+    for (int64_t r = 0; r < plane; r = end) { /* as far as every field stays in its group */
+        end = plane;
+        for (int f = 0; f < planes; f++) {
+            group[f] = (f * plane + r) / s->group;
+            int64_t last = (group[f] + 1) * s->group - f * plane;
+            if (last < end) end = last;
+        }
+        multiply(s, strip, &span, op, group, r, end - r, out);
+    }
+}
+
+static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room,
+                          float *out) {
+    const uint8_t *block = strip->blocks[0];
+    for (int64_t g = 0; g < s->columns / s->group; g++) {
+        const int64_t group[4] = {g, g, g, g};
+        const Span span = span_of_group(s, g);
+        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0]);
+        read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
+        if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
+        for (int h = 0; h < TILE; h++)
+            for (int64_t r = 0; r < s->rows; r += LANES) {
+                V y = v_load(room->part[h] + r), sum = v_set(op->sum[g][h]);
+                if (s->zero >= 0) y = v_fma(v_load(room->zero + r), sum, y);
+                y = v_mul(y, v_load(room->scale + r));
+                if (g) y = v_add(y, v_load(out + h * LINE + r));
+                v_store(out + h * LINE + r, y);
+            }
+    }
+}
+
+/* Rows of numbers, four at a time, times four vectors x [4][LINE]: out [4][LINE] */
+INLINE void multiply_numbers_of(
+    int type, const uint8_t *rows, int64_t stride, int64_t count, int64_t columns, const float *x,
+    float times, float *out) {
+    for (int64_t r = 0; r < count; r += 4) {
+        V a[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) a[i] = v_set(0);
+        for (int64_t c = 0; c < columns; c += LANES) {
+            V y[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
+#pragma GCC unroll 4
+            for (int h = 0; h < TILE; h++) {
+                V z = v_load(x + h * LINE + c);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) a[4 * h + i] = v_fma(y[i], z, a[4 * h + i]);
+            }
+        }
+        float sums[16];
+        sums_of(a, sums);
+        for (int i = 0; i < 16; i++) out[i / 4 * LINE + r + i % 4] = sums[i] * times;
+    }
+}
+static void multiply_numbers(int type, const uint8_t *rows, int64_t stride, int64_t count,
+                             int64_t columns, const float *x, float times, float *out) {
+#define TYPE(T)    \
+    if (type == T) \
+    multiply_numbers_of(T, rows, stride, count, columns, x, times, out)
+    TYPE(FP16);
+    TYPE(BF16);
+    TYPE(FP32);
+    TYPE(FP8);
+}
+
+static void transpose4(Four *a) {
+    Four x = __builtin_shufflevector(a[0], a[1], 0, 4, 1, 5);
+    Four y = __builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
+    Four z = __builtin_shufflevector(a[0], a[1], 2, 6, 3, 7);
+    Four w = __builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
+    a[0] = __builtin_shufflevector(x, y, 0, 1, 4, 5);
+    a[1] = __builtin_shufflevector(x, y, 2, 3, 6, 7);
+    a[2] = __builtin_shufflevector(z, w, 0, 1, 4, 5);
+    a[3] = __builtin_shufflevector(z, w, 2, 3, 6, 7);
+}
+
+/* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
+static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Four *rows) {
+    const uint8_t *index = block + s->index;
+    const int64_t step = s->slots > 64 ? 4 : 256 / s->slots & ~3;
+    float delta[1024];
+    for (int64_t start = 0; start < s->columns; start += step) {
+        int64_t end = start + step < s->columns ? start + step : s->columns;
+        read_halves(delta, block + s->delta + 2 * start * s->slots, (end - start) * s->slots);
+        const float *d = delta;
+        for (int64_t c = start; c < end; c += 4) {
+            Four by[4];
+            for (int h = 0; h < TILE; h++) memcpy(by + h, x + h * LINE + c, 16);
+            transpose4(by);
+            for (int j = 0; j < 4; j++)
+                for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
+        }
+    }
+}
+
+/* What was gathered, into out [4][LINE] */
+static void add_sparse(const Four *rows, int64_t count, float *out) {
+    for (int64_t r = 0; r < count; r += 4) {
+        Four a[4] = {rows[r], rows[r + 1], rows[r + 2], rows[r + 3]}, y;
+        transpose4(a);
+        for (int h = 0; h < TILE; h++) {
+            memcpy(&y, out + h * LINE + r, 16);
+            y += a[h];
+            memcpy(out + h * LINE + r, &y, 16);
+        }
+    }
+}
+
+/* A of a page [tokens][rank], lying: [rank][tokens] */
+static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
+    const float *flat = room->part[0];
+    read_halves(room->part[0], block + s->a, tokens * s->rank);
+    if (s->rank == 4) {
+        for (int64_t t = 0; t < tokens; t += 4) {
+            Four a[4];
+            memcpy(a, flat + 4 * t, sizeof a);
+            transpose4(a);
+            for (int i = 0; i < 4; i++) memcpy(room->lowered[i] + t, a + i, 16);
+        }
+    }
+    for (int64_t i = 0; i < s->rank && s->rank != 4; i++)
+        for (int64_t t = 0; t < tokens; t++) room->lowered[i][t] = flat[t * s->rank + i];
+}
+
+/* x T_S^T, block by block of channels, or back: y [4][LINE] */
+static void turn(const Side *s, const uint8_t *segment, const float *x, float *y, int64_t dim,
+                 int back) {
+    for (int64_t b = 0; b < dim; b += s->turn)
+        for (int64_t i = 0; i < s->turn; i++)
+            for (int h = 0; h < TILE; h++) {
+                float sum = 0;
+                for (int64_t j = 0; j < s->turn; j++) {
+                    int64_t at = back ? j * s->turn + i : i * s->turn + j;
+                    uint16_t m;
+                    memcpy(&m, segment + s->matrix + 2 * at, 2);
+                    sum += x[h * LINE + b + j] * half_to_float(m);
+                }
+                y[h * LINE + b + i] = sum;
+            }
+}
+
+/* What queries have to do with a segment, when its first page comes */
+static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
+    const Side *k = &f->k;
+    const float *x = t->q[0];
+    if (k->turn) {
+        turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
+        x = t->turned[0];
+    }
+    if (k->rank) {
+        float basis[16 * MAX_RANK];
+        memset(t->low_q, 0, sizeof t->low_q);
+        for (int64_t d = 0; d < f->head_dim; d++) {
+            const float *b = basis + d % 16 * k->rank;
+            if (d % 16 == 0) read_halves(basis, segment + k->b + 2 * d * k->rank, 16 * k->rank);
+            for (int h = 0; h < TILE; h++)
+                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * b[i];
+        }
+    }
+    if (k->shared) fold_columns(k, &segment, 1, x, room, &t->k);
+    if (k->by == BY_ROW && k->turn) fold_rows(k, x, room, &t->k);
+}
+
+/* What is gathered in terms of a segment becomes output */
+static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
+    const Side *v = &f->v;
+    if (v->turn) {
+        float back[TILE][LINE];
+        turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        for (int h = 0; h < TILE; h++)
+            for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] += back[h][d];
+        clear(t->o, f->head_dim);
+    }
+    if (v->rank) {
+        float basis[16 * MAX_RANK];
+        for (int64_t d = 0; d < f->head_dim; d++) {
+            const float *b = basis + d % 16 * v->rank;
+            if (d % 16 == 0) read_halves(basis, segment + v->b + 2 * d * v->rank, 16 * v->rank);
+            for (int h = 0; h < TILE; h++) {
+                float sum = 0;
+                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * b[i];
+                t->o[h][d] += sum;
+            }
+        }
+        memset(t->low_v, 0, sizeof t->low_v);
+    }
+}
+
+/* Scores s [4][LINE] of tokens from `first` on become weights; what was gathered is scaled down */
+static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, int64_t tokens,
+                   float *down) {
+    V most[TILE];
+    float top[16] = {0}, change[16] = {0};
+    for (int h = 0; h < TILE; h++) {
+        int64_t lo = t->lo[h] - first, hi = t->hi[h] - first;
+        for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
+        for (int64_t i = hi < 0 ? 0 : hi; i < tokens; i++) s[h][i] = -__builtin_inff();
+        most[h] = v_set(t->top[h]);
+        for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
+    }
+    most_of_four(most, top);
+    for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
+    v_store(change, v_exp2(v_load(change)));
+    for (int h = 0; h < TILE; h++) {
+        V sum = v_mul(v_load(t->total[h]), v_set(change[h])), from = v_set(top[h]);
+        for (int64_t i = 0; i < tokens; i += LANES) {
+            V p = v_exp2(v_sub(v_load(s[h] + i), from));
+            v_store(s[h] + i, p);
+            sum = v_add(sum, p);
+        }
+        v_store(t->total[h], sum);
+        t->top[h] = top[h];
+        down[h] = change[h];
+        if (f->v.turn && down[h] != 1.0f)
+            for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] *= down[h];
+    }
+}
+
+/* Scores of the tokens of one page: out [4][LINE] */
+static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room, float *out) {
+    const Side *k = &f->k;
+    const uint8_t *block = strip->blocks[0];
+    const float *x = k->turn ? t->turned[0] : t->q[0];
+    if (k->floating) {
+        float scale;
+        memcpy(&scale, block + k->scale, 4);
+        multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x, scale * 256, out);
+    } else if (k->by == BY_ROW) {
+        contract_rows(k, strip, &t->k, room, out);
+    } else {
+        if (!k->shared) fold_columns(k, &block, 1, x, room, &t->k);
+        contract_columns(k, strip, &t->k, out);
+    }
+    if (k->rank) {
+        lay_factor(k, block, f->tokens, room);
+        for (int h = 0; h < TILE; h++)
+            for (int64_t i = 0; i < f->tokens; i += LANES) {
+                V y = v_load(out + h * LINE + i);
+                for (int64_t r = 0; r < k->rank; r++)
+                    y = v_fma(v_set(t->low_q[h][r]), v_load(room->lowered[r] + i), y);
+                v_store(out + h * LINE + i, y);
+            }
+    }
+    if (k->slots) {
+        memset(room->sparse, 0, sizeof(Four) * k->rows);
+        gather_sparse(k, block, t->q[0], room->sparse);
+        add_sparse(room->sparse, k->rows, out);
+    }
+    for (int64_t i = 0; f->valid >= 0 && i < f->tokens; i++)
+        for (int h = 0; h < TILE && !(block[f->valid + i / 8] >> (i % 8) & 1); h++)
+            out[h * LINE + i] = -__builtin_inff();
+}
+
+/* Weighted sums of the values of a strip, weights in room->s: room->out, and low_v */
+static void sum_values(Tile *t, const Format *f, const Strip *strip, const float *down, Room *room) {
+    const Side *v = &f->v;
+    float(*out)[LINE] = room->out;
+    if (v->floating) {
+        for (int i = 0; i < strip->count; i++) {
+            float scale, *to = i ? room->part[0] : out[0];
+            memcpy(&scale, strip->blocks[i] + v->scale, 4);
+            multiply_numbers(FP8, strip->blocks[i] + v->codes, f->tokens, f->head_dim, f->tokens,
+                             room->s[0] + i * f->tokens, scale * 256, to);
+            for (int h = 0; h < TILE && i; h++)
+                for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
+        }
+    } else {
+        fold_columns(v, strip->blocks, strip->count, room->s[0], room, &room->v);
+        contract_columns(v, strip, &room->v, out[0]);
+    }
+    if (v->slots) {
+        memset(room->sparse, 0, sizeof(Four) * v->rows);
+        for (int i = 0; i < strip->count; i++)
+            gather_sparse(v, strip->blocks[i], room->s[0] + i * f->tokens, room->sparse);
+        add_sparse(room->sparse, v->rows, out[0]);
+    }
+    if (v->rank) {
+        V sums[TILE][MAX_RANK];
+        for (int i = 0; i < strip->count; i++) {
+            lay_factor(v, strip->blocks[i], f->tokens, room);
+            for (int h = 0; h < TILE; h++)
+                for (int64_t r = 0; r < v->rank; r++) {
+                    V sum = i ? sums[h][r] : v_set(0);
+                    for (int64_t j = 0; j < f->tokens; j += LANES)
+                        sum = v_fma(v_load(room->s[h] + i * f->tokens + j),
+                                    v_load(room->lowered[r] + j), sum);
+                    sums[h][r] = sum;
+                }
+        }
+        for (int h = 0; h < TILE; h++)
+            for (int64_t r = 0; r < v->rank; r++)
+                t->low_v[h][r] = t->low_v[h][r] * down[h] + v_sum(sums[h][r]);
+    }
+}
+
+static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
+    float down[TILE];
+    for (int i = 0; i < strip->count; i++) {
+        Strip one = {{strip->blocks[i]}, {strip->next[i]}, 1};
+        score_page(t, f, &one, room, room->s[0] + i * f->tokens);
+    }
+    soften(t, f, room->s, first, strip->count * f->tokens, down);
+    sum_values(t, f, strip, down, room);
+    for (int h = 0; h < TILE; h++)
+        for (int64_t d = 0; d < f->head_dim; d += LANES)
+            v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
+}
+
+/* o [4][D] = o * down + p [4][tokens] times rows [tokens][D] of V, tokens that a query sees */
+INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
+                                                                int64_t first, int64_t tokens,
+                                                                int64_t dim) {
+    int all = 1;
+    for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
+    for (int64_t d = 0; d < dim; d += LANES) {
+        V o[TILE];
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) o[h] = v_load(t->o[h] + d);
+        for (int64_t i = 0; i < tokens; i++) {
+            V y = v_read(rows + i * stride, d, type);
+#pragma GCC unroll 4
+            for (int h = 0; h < TILE; h++) /* what a query does not see may be no number */
+                if (all || (t->lo[h] <= first + i && first + i < t->hi[h]))
+                    o[h] = v_fma(v_set(p[h * LINE + i]), y, o[h]);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) v_store(t->o[h] + d, o[h]);
+    }
+}
+
+static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
+    const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
+    float down[TILE];
+    for (int i = 0; i < strip->count; i++)
+        multiply_numbers((int)f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
+                         1.0f, room->s[0] + i * tokens);
+    soften(t, f, room->s, first, strip->count * tokens, down);
+    for (int h = 0; h < TILE; h++)
+        for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
+            v_store(t->o[h] + d, v_mul(v_load(t->o[h] + d), v_set(down[h])));
+    for (int i = 0; i < strip->count; i++) {
+#define VALUES(T)     \
+    if (f->raw == T)  \
+    add_values_of(T, t, room->s[0] + i * tokens, strip->blocks[i] + f->raw_v, size * dim, \
+                  first + i * tokens, tokens, dim)
+        VALUES(FP16);
+        VALUES(BF16);
+        VALUES(FP32);
+    }
+}
+
+static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t head) {
+    return x->arena + page * UNIT + base + head * bytes;
+}
+
+/* The pages of a strip that begins at column p and ends before `end`: a multiple of STRIP ends it,
+ * and so does another segment, so that strips do not depend on who looks at them */
+static Strip strip_of(const Table *x, int64_t b, int64_t head, int64_t p, int64_t end) {
+    const Format *f = x->format;
+    const int32_t *pages = x->pages + b * x->num_pages, *owner = x->owner + b * x->num_pages;
+    int64_t most = PART / f->tokens < STRIP ? PART / f->tokens : STRIP;
+    Strip s = {.count = 0};
+    for (int64_t i = p; i < end && (i == p || i % most); i++) {
+        if (x->segments && owner[i] != owner[p]) break;
+        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, head);
+        int64_t ahead = i + most < end ? i + most : i;
+        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, head);
+    }
+    return s;
+}
+
+/* What the queries of some tiles see of one table */
+static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t head, Room *room) {
+    const Format *f = x->format;
+    const int64_t tokens = f->tokens, bytes = f->segment_bytes;
+    int64_t first = INT64_MAX, end = 0;
+    for (int i = 0; i < count; i++) {
+        Tile *t = tiles + i;
+        t->segment = -1;
+        if (t->end <= t->first) continue;
+        if (t->first / tokens < first) first = t->first / tokens;
+        if ((t->end + tokens - 1) / tokens > end) end = (t->end + tokens - 1) / tokens;
+        if (f->raw == NO_TYPE && f->k.by == BY_ROW && !f->k.turn)
+            fold_rows(&f->k, t->q[0], room, &t->k);
+    }
+    Strip strip;
+    for (int64_t p = first; p < end; p += strip.count) {
+        int64_t id = -1;
+        strip = strip_of(x, b, head, p, end);
+        if (x->segments) id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
+        for (int i = 0; i < count; i++) {
+            Tile *t = tiles + i;
+            if (t->first >= (p + strip.count) * tokens || t->end <= p * tokens) continue;
+            if (t->segment != id) {
+                if (t->segment >= 0)
+                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
+                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, head), room);
+                t->segment = id;
+            }
+            (f->raw == NO_TYPE ? attend_codes : attend_raw)(t, f, &strip, p * tokens, room);
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        Tile *t = tiles + i;
+        if (t->segment >= 0)
+            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
+        if (f->raw == NO_TYPE && f->v.turn) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
+    }
+}
+
+/* Sixteen queries of one KV head of one sequence */
+static void attend_unit(const Attention *a, int64_t unit) {
+    Tile tiles[ROWS / TILE];
+    Room room;
+    const int64_t n = a->m * a->width, chunks = (n + ROWS - 1) / ROWS, dim = a->head_dim;
+    const int64_t first = unit % chunks * ROWS, head = unit / chunks % a->heads;
+    const int64_t b = unit / chunks / a->heads, rows = n - first < ROWS ? n - first : ROWS;
+    const int count = (int)(rows + TILE - 1) / TILE;
+#define ROW(i, h) ((b * a->m + (first + (i) * TILE + (h)) / a->width) * a->heads * a->width + \
+                   head * a->width + (first + (i) * TILE + (h)) % a->width)
+    for (int i = 0; i < count; i++) {
+        Tile *t = tiles + i;
+        clear(t->o, dim);
+        clear(t->q, dim);
+        memset(t->total, 0, sizeof t->total);
+        t->rows = rows - i * TILE < TILE ? (int)(rows - i * TILE) : TILE;
+        for (int h = 0; h < TILE; h++) t->top[h] = -1e30f;
+        for (int h = 0; h < t->rows; h++)
+            for (int64_t d = 0; d < dim; d++)
+                t->q[h][d] = a->q[ROW(i, h) * dim + d] * (a->scale * 1.44269504f);
+    }
+    for (int64_t j = 0; j < a->num_tables; j++) {
+        const Table *x = a->tables + j;
+        for (int i = 0; i < count; i++) {
+            Tile *t = tiles + i;
+            t->first = INT32_MAX, t->end = 0;
+            memset(t->low_v, 0, sizeof t->low_v);
+            if (x->format->raw == NO_TYPE && x->format->v.turn) {
+                memcpy(t->done, t->o, sizeof t->o);
+                clear(t->o, dim);
+            }
+            for (int h = 0; h < TILE; h++) {
+                int64_t at = b * a->m + (first + i * TILE + h) / a->width;
+                t->lo[h] = h < t->rows ? x->lo[at] : 0;
+                t->hi[h] = h < t->rows ? x->hi[at] : 0;
+                if (t->hi[h] <= t->lo[h]) continue;
+                if (t->lo[h] < t->first) t->first = t->lo[h];
+                if (t->hi[h] > t->end) t->end = t->hi[h];
+            }
+        }
+        attend_table(x, tiles, count, b, head, &room);
+    }
+    for (int i = 0; i < count; i++)
+        for (int h = 0; h < tiles[i].rows; h++) {
+            float total = v_sum(v_load(tiles[i].total[h])), *to = a->o + ROW(i, h) * dim;
+            float by = total > 0 ? 1 / total : 0;
+            for (int64_t d = 0; d < dim; d++) to[d] = tiles[i].o[h][d] * by;
+            a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
+                                          : -__builtin_inff();
+        }
+#undef ROW
+}

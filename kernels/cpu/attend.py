@@ -1,0 +1,91 @@
+"""Attention on a CPU: one call of the C library serves all views of a query that it knows.
+
+What it does not know is left to the torch reference, view by view: fp64, and pages of other sizes.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.library import (
+    TORCH,
+    AttentionC,
+    TableC,
+    address,
+    backend,
+    call,
+    format_of,
+)
+from disagg.kernels.formats import RAW_SLOTS, ExactFormat, Format, PageFormat, Side
+from disagg.kernels.view import Partial, View
+
+MAX_DIM, MAX_TOKENS, MAX_RANK, OPERANDS, MAX_GROUPS, TILE, SPAN = 512, 128, 16, 16384, 64, 4, 256
+
+
+def is_served(fmt: Format, q: Tensor) -> bool:
+    """Whether the library attends to such pages for these queries."""
+    return q.dtype == torch.float32 and not q.is_cuda and backend() != TORCH and _is_known(fmt)
+
+
+def attend(q: Tensor, views: Sequence[View], scale: float) -> Partial:
+    """Attention over the tokens of all views: o [B, M, Hq, D], lse [B, M, Hq] fp32.
+
+    error: 1e-5 relative over raw pages, CODE_ERRORS over codes
+    """
+    q, heads = q.contiguous(), views[0].heads
+    batch, m, query_heads, head_dim = q.shape
+    o, lse = torch.empty_like(q), q.new_empty(batch, m, query_heads)
+    tables = (TableC * len(views))()
+    held = [_fill(table, view) for table, view in zip(tables, views, strict=True)]
+    job = AttentionC(
+        *(ctypes.addressof(tables), address(q), address(o), address(lse)),
+        *(len(views), batch, m, heads, query_heads // heads, head_dim),
+        scale,
+    )
+    call("disagg_attend", job)
+    del held  # the tensors that the library read
+    return o, lse
+
+
+def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
+    """Say where a view is; the tensors that have to stay until it was read."""
+    assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
+    tensors = (view.pages, view.lo, view.hi, view.segments, view.owner)
+    held = [None if x is None else x.contiguous() for x in tensors]
+    segments = 0 if view.segments is None else view.segments.shape[1]
+    values = (
+        *(ctypes.addressof(format_of(view.fmt)), address(view.arena), *map(address, held)),
+        *(view.pages.shape[1], segments, view.base, view.segment_base),
+    )
+    table.__init__(*values)  # type: ignore[misc]
+    return held
+
+
+@lru_cache(maxsize=256)
+def _is_known(fmt: Format) -> bool:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:
+        return False
+    if isinstance(fmt, ExactFormat):
+        return fmt.counted and fmt.tokens == RAW_SLOTS
+    if not isinstance(fmt, PageFormat):
+        return False
+    if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.by == "row":
+        return False
+    return all(_is_known_side(side) for side in (fmt.k, fmt.v))
+
+
+def _is_known_side(side: Side) -> bool:
+    scale = side.scale
+    if side.low_rank and (side.low_rank.rank > MAX_RANK or side.rotation):
+        return False
+    if side.sparse and side.rows > 256:
+        return False
+    if side.floating or scale.by == "block":
+        return side.floating and scale.by == "block"
+    if scale.by == "row" and (scale.group % 16 or side.sparse):
+        return False
+    groups = (side.rows if scale.by == "column" else side.columns) // scale.group
+    return groups <= MAX_GROUPS and groups * TILE * max(side.columns, SPAN) <= OPERANDS

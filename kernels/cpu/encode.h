@@ -1,0 +1,212 @@
+/* Encoders: the bytes of reference/encode.py and quantize.py, bit for bit. Every step is
+ * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
+ * x * inverse + shift once, so this does; nothing else is contracted. A side is a matrix
+ * whose groups run down its columns, so that vectors of columns are quantised. */
+
+typedef struct { /* of one group of each column: code = clamp(round(shift + x * inverse)) + after */
+    float low[MAX_DIM], high[MAX_DIM], shift[MAX_DIM], inverse[MAX_DIM];
+} Group;
+
+typedef struct {
+    ALIGNED float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
+    Group group;
+} Desk;
+
+#define LARGEST 65504.0f
+
+INLINE V v_finite(V x) {
+    return v_max(v_min(v_number(x), v_set(LARGEST)), v_set(-LARGEST));
+}
+
+static void read_page(float *to, const uint8_t *from, int type, int64_t stride, int64_t tokens,
+                      int64_t dim) {
+    int64_t size = type == FP32 ? 4 : 2;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < dim; d += LANES)
+            v_store(to + t * dim + d, v_finite(v_read(from + size * t * stride, d, type)));
+}
+
+/* x [rows][columns] -> y [columns][rows] */
+static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
+    for (int64_t r = 0; r < rows; r += 16)
+        for (int64_t c = 0; c < columns; c += 16) {
+#if defined(USE_AVX512)
+            V a[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) a[i] = v_load(x + (r + i) * columns + c);
+            transpose16(a);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) v_store(y + (c + i) * rows + r, a[i]);
+#else
+            for (int i = 0; i < 16; i++)
+                for (int j = 0; j < 16; j++) y[(c + i) * rows + r + j] = x[(r + j) * columns + c + i];
+#endif
+        }
+}
+
+static void clear_group(Group *g, int64_t columns) {
+    for (int64_t c = 0; c < columns; c++) g->low[c] = LARGEST, g->high[c] = -LARGEST;
+}
+
+static void see_rows(Group *g, const float *x, int64_t rows, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += LANES) {
+        V low = v_load(g->low + c), high = v_load(g->high + c);
+        for (int64_t r = 0; r < rows; r++) {
+            V y = v_load(x + r * columns + c);
+            low = v_min(low, y);
+            high = v_max(high, y);
+        }
+        v_store(g->low + c, low);
+        v_store(g->high + c, high);
+    }
+}
+
+/* Scales and zeros of a group, as they are stored, and what codes need of them */
+static void choose_scales(Group *g, int64_t columns, int bits, uint8_t *scales, uint8_t *zeros) {
+    const V least = v_set(0x1p-24f);
+    for (int64_t c = 0; c < columns; c += LANES) {
+        V low = v_load(g->low + c), high = v_load(g->high + c);
+        V largest = v_max(v_abs(low), v_abs(high)), scale;
+        if (zeros)
+            scale = v_max(v_div(v_sub(high, low), v_set((float)((1 << bits) - 1))),
+                          v_div(largest, v_set(1024.0f)));
+        else scale = v_div(largest, v_set((float)((1 << (bits - 1)) - 1)));
+        v_store_half(scales + 2 * c, v_max(scale, least));
+        V step = v_half(scales + 2 * c), shift = v_set(0);
+        if (zeros) {
+            v_store_half(zeros + 2 * c, v_div(low, step));
+            shift = v_sub(v_set(0), v_half(zeros + 2 * c));
+        }
+        v_store(g->shift + c, shift);
+        v_store(g->inverse + c, v_div(v_set(1.0f), step));
+    }
+}
+
+static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, int bits,
+                       int symmetric) {
+    const float limit = (float)((1 << (bits - 1)) - 1);
+    const V low = v_set(symmetric ? -limit : 0), after = v_set(symmetric ? limit + 1 : 0);
+    const V high = v_set(symmetric ? limit : (float)((1 << bits) - 1));
+    for (int64_t c = 0; c < columns; c += LANES) {
+        V shift = v_load(g->shift + c), inverse = v_load(g->inverse + c);
+        for (int64_t r = 0; r < rows; r++) {
+            float *at = x + r * columns + c;
+            V y = v_round(v_fused(v_load(at), inverse, shift));
+            v_store(at, v_add(v_min(v_max(y, low), high), after));
+        }
+    }
+}
+
+/* Codes [rows][columns] as words */
+static void pack(const Side *s, const float *codes, uint8_t *to) {
+    const int64_t halves = s->bits == 2 ? 2 : 1, words = s->columns / halves;
+    const int planes = s->bits == 8 ? 2 : 4;
+    const int64_t plane = s->rows / planes;
+    for (int64_t r = 0; r < plane; r++)
+        for (int64_t c = 0; c < words; c += LANES) {
+            int16_t found[LANES];
+            V w = v_set(0);
+            for (int f = 0; f < planes; f++)
+                for (int64_t half = 0; half < halves; half++) {
+                    V y = v_load(codes + (f * plane + r) * s->columns + half * words + c);
+                    w = v_add(w, v_mul(y, v_set((float)(1 << (f * s->bits + 8 * half)))));
+                }
+            v_store_int16(found, w);
+            memcpy(to + 2 * (r * words + c), found, 2 * (words - c < LANES ? words - c : LANES));
+        }
+}
+
+/* The codes of x [rows][columns], where `groups` runs down: in place, scales to their planes */
+static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uint8_t *block, Group *g) {
+    for (int64_t i = 0; i < rows / s->group; i++) {
+        float *part = x + i * s->group * columns;
+        int64_t at = 2 * i * columns;
+        clear_group(g, columns);
+        see_rows(g, part, s->group, columns);
+        choose_scales(g, columns, (int)s->bits, block + s->scale + at,
+                      s->zero < 0 ? NULL : block + s->zero + at);
+        make_codes(g, part, s->group, columns, (int)s->bits, s->zero < 0);
+    }
+}
+
+/* One scale for all numbers, and e4m3 of x over it, to nearest, ties to even */
+static void encode_float8(const Side *s, float *x, uint8_t *block) {
+    V largest = v_set(0);
+    const int64_t count = s->rows * s->columns;
+    for (int64_t i = 0; i < count; i += LANES) largest = v_max(v_abs(v_load(x + i)), largest);
+    float scale = v_most(largest) / 448.0f;
+    if (scale < 0x1p-100f) scale = 0x1p-100f;
+    memcpy(block + s->scale, &scale, 4);
+    for (int64_t i = 0; i < count; i += LANES) {
+        V y = v_div(v_load(x + i), v_set(scale));
+        v_store(x + i, v_max(v_min(y, v_set(448.0f)), v_set(-448.0f)));
+    }
+    uint8_t *to = block + s->codes;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t u, sign, tiny;
+        float f;
+        memcpy(&u, x + i, 4);
+        sign = u >> 24 & 0x80;
+        u &= 0x7fffffff;
+        memcpy(&f, &u, 4);
+        f += 0x1p14f; /* below 2**-6 this rounds to multiples of 2**-9 */
+        memcpy(&tiny, &f, 4);
+        uint32_t usual = (u + 0xc407ffff + (u >> 20 & 1)) >> 20;
+        to[i] = (uint8_t)(sign | ((u < 0x3c800000 ? tiny : usual) & 0x7f));
+    }
+}
+
+/* A side of one page: x [tokens][head dim] is overwritten. g: where the segment has its scales */
+static void encode_side(const Side *s, float *x, float *y, int values, uint8_t *block, Group *g,
+                        const Group *shared) {
+    const int64_t tokens = values ? s->columns : s->rows, dim = values ? s->rows : s->columns;
+    float *lying = x;
+    if (values) transpose(x, tokens, dim, y), lying = y;
+    if (s->floating) {
+        encode_float8(s, lying, block);
+        return;
+    }
+    if (shared) {
+        make_codes(shared, lying, s->rows, s->columns, (int)s->bits, s->zero < 0);
+    } else if (s->by == BY_COLUMN) {
+        quantise(s, lying, s->rows, s->columns, block, g);
+    } else { /* groups of a row: values lie that way as they come, keys do not */
+        float *other = values ? x : y;
+        if (!values) transpose(x, s->rows, s->columns, y);
+        quantise(s, other, s->columns, s->rows, block, g);
+        transpose(other, s->columns, s->rows, lying);
+    }
+    pack(s, lying, block + s->codes);
+}
+
+/* The pages of one head in one segment; where pages share nothing, one page */
+static void encode_unit(const Encoding *e, int64_t unit) {
+    const Format *f = e->format;
+    const int64_t span = f->k.shared ? e->segment_tokens : f->tokens, head = unit % e->heads;
+    const int64_t first = unit / e->heads * span, size = e->type == FP32 ? 4 : 2;
+    const int64_t end = first + span < e->tokens ? first + span : e->tokens;
+    const uint8_t *k = e->k + size * head * e->k_head, *v = e->v + size * head * e->v_head;
+    Desk desk;
+    Group shared;
+    if (f->k.shared) {
+        uint8_t *segment = e->segments + (unit / e->heads * e->heads + head) * f->segment_bytes;
+        clear_group(&shared, f->head_dim);
+        for (int64_t t = first; t < end; t += f->tokens) {
+            read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
+            see_rows(&shared, desk.x, f->tokens, f->head_dim);
+        }
+        choose_scales(&shared, f->head_dim, (int)f->k.bits, segment + f->k.scale,
+                      f->k.zero < 0 ? NULL : segment + f->k.zero);
+    }
+    for (int64_t t = first; t < end; t += f->tokens) {
+        int64_t page = t / f->tokens;
+        uint8_t *block = e->blocks + (e->pages ? e->pages[page] : page) * e->unit + e->base +
+                         head * f->block_bytes;
+        memset(block, 0, f->block_bytes); /* planes may leave gaps */
+        read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
+        encode_side(&f->k, desk.x, desk.y, 0, block, &desk.group, f->k.shared ? &shared : NULL);
+        read_page(desk.x, v + size * t * e->v_token, (int)e->type, e->v_token, f->tokens, f->head_dim);
+        encode_side(&f->v, desk.x, desk.y, 1, block, &desk.group, NULL);
+        if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
+    }
+}

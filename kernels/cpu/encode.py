@@ -1,0 +1,64 @@
+"""Encoders on a CPU: the bytes of reference/encode.py, in C, straight to where pages belong.
+
+KIVI, per-token, int8, fp8, KCVT and what else is codes and scales. Low rank, sparse slots and
+rotations are left to the torch reference.
+"""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS
+from disagg.kernels.cpu.library import TORCH, TYPES, EncodingC, address, backend, call, format_of
+from disagg.kernels.formats import PageFormat, Side
+from disagg.kernels.sealing import Target
+
+
+def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
+    """Whether the library seals pages of this format."""
+    return not k.is_cuda and backend() != TORCH and _is_known(fmt)
+
+
+def seal_pages(k: Tensor, v: Tensor, target: Target, fmt: PageFormat, tokens: int) -> Tensor | None:
+    """Write the pages of k, v [H, n, D] to where they belong; all their tokens are there.
+
+    tokens:  of a segment; returns segments [S, H, segment_bytes] u8, or None where there are none
+    """
+    k, v = _readable(k, v)
+    heads, n, _ = k.shape
+    segments = None
+    if fmt.segment_bytes:
+        count = max(1, -(-n // tokens))
+        segments = torch.zeros(count, heads, fmt.segment_bytes, dtype=torch.uint8)
+    if n:
+        pages = target.pages.contiguous()
+        job = EncodingC(
+            *(ctypes.addressof(format_of(fmt)), address(k), address(v)),
+            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            *(TYPES[k.dtype], n, heads, address(target.arena), address(segments), address(pages)),
+            *(target.base, target.unit, tokens),
+        )
+        call("disagg_encode", job)
+    return segments
+
+
+def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of one dtype that the library reads, channels side by side."""
+    if k.dtype != v.dtype or k.dtype not in TYPES:
+        k, v = k.float(), v.float()
+    return tuple(x if x.stride(2) == 1 else x.contiguous() for x in (k, v))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=256)
+def _is_known(fmt: PageFormat) -> bool:
+    if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
+        return False
+    return not fmt.v.scale.shared and all(_is_known_side(side) for side in (fmt.k, fmt.v))
+
+
+def _is_known_side(side: Side) -> bool:
+    if side.low_rank or side.sparse or side.rotation:
+        return False
+    return side.floating == (side.scale.by == "block")

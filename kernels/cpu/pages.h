@@ -1,0 +1,110 @@
+/* What the C of a CPU knows of pages: the numbers of formats.py, as library.py
+ * fills them in. Offsets are bytes from the start of a block; -1 says that a plane is not there. */
+#ifndef DISAGG_PAGES_H
+#define DISAGG_PAGES_H
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    UNIT = 128,         /* bytes of the arena that a page id counts */
+    TILE = 4,           /* queries that are computed together */
+    ROWS = 16,          /* queries of a unit of work: its pages stay in a cache for all of them */
+    MAX_DIM = 512,      /* head dims; library.py sends larger ones to the reference */
+    LINE = MAX_DIM + 16, /* floats from one query to the next: no two at the same place of a cache */
+    MAX_TOKENS = 128,   /* of a page */
+    STRIP = 4,          /* pages whose softmax is taken together: at most PART tokens */
+    MAX_RANK = 16,
+    OPERANDS = 16384,   /* int16 numbers of a vector that is contracted, all groups of 4 queries */
+    MAX_GROUPS = 64,
+    PART = 256          /* columns whose sums of codes fit 32 bits: 256 * 255 * 32767 < 2**31 */
+};
+enum { BY_COLUMN, BY_ROW, BY_BLOCK };
+enum { FP16, BF16, FP32, FP8, NO_TYPE };
+
+typedef struct {
+    int64_t rows, columns, bits, codes;
+    int64_t by, group, scale, zero, center, shared;
+    int64_t rank, a, b;
+    int64_t slots, index, delta;
+    int64_t turn, matrix;
+    int64_t floating;
+} Side;
+
+typedef struct {
+    int64_t tokens, head_dim, block_bytes, segment_bytes, valid;
+    int64_t raw, raw_k, raw_v; /* raw is NO_TYPE where pages hold codes */
+    Side k, v;
+} Format;
+
+typedef struct { /* one page table of every sequence, as a PageTable */
+    const Format *format;
+    const uint8_t *arena;
+    const int32_t *pages, *lo, *hi, *segments, *owner;
+    int64_t num_pages, num_segments, base, segment_base;
+} Table;
+
+typedef struct { /* queries [batch][m][heads * width][D]; o and lse alike */
+    const Table *tables;
+    const float *q;
+    float *o, *lse;
+    int64_t num_tables, batch, m, heads, width, head_dim;
+    float scale;
+} Attention;
+
+typedef struct { /* tokens of one layer, and where their blocks go */
+    const Format *format;
+    const uint8_t *k, *v;
+    int64_t k_head, k_token, v_head, v_token; /* strides, in numbers */
+    int64_t type, tokens, heads;
+    uint8_t *blocks, *segments; /* segments: [S][heads][segment_bytes] */
+    const int32_t *pages;       /* None: blocks lie in order */
+    int64_t base, unit, segment_tokens;
+} Encoding;
+
+typedef struct { /* one token per row, [rows][heads][D], into raw pages; a page below 0 is none */
+    uint8_t *arena;
+    const uint8_t *k, *v;
+    const int32_t *pages, *slots;
+    int64_t rows, heads, k_row, k_head, v_row, v_head; /* strides, in bytes */
+    int64_t token_bytes, block_bytes, k_base, v_base;
+} Append;
+
+typedef struct { /* one instruction set */
+    const char *name;
+    void (*attend)(const Attention *, int64_t unit);
+    void (*encode)(const Encoding *, int64_t unit);
+} Path;
+
+extern const Path path_c, path_avx2, path_avx512vnni;
+
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    if (rest >= 0x0f800000) rest += 0x70000000; /* infinite, or no number */
+    memcpy(&f, &rest, 4);
+    if (rest < 0x0f800000) f *= 0x1p112f;
+    memcpy(&rest, &f, 4);
+    rest |= sign;
+    memcpy(&f, &rest, 4);
+    return f;
+}
+
+/* to nearest, ties to even; x is a number */
+static inline uint16_t float_to_half(float x) {
+    uint32_t u, sign, half = 0x3f000000;
+    float f;
+    memcpy(&u, &x, 4);
+    sign = u >> 16 & 0x8000;
+    u &= 0x7fffffff;
+    if (u < 0x38800000) { /* below the normal numbers of fp16, adding 1/2 rounds the last bits */
+        memcpy(&f, &u, 4);
+        f += 0.5f;
+        memcpy(&u, &f, 4);
+        return (uint16_t)(sign | (u - half));
+    }
+    u += 0xc8000fff + (u >> 13 & 1);
+    u >>= 13;
+    return (uint16_t)(sign | (u > 0x7c00 ? 0x7c00 : u));
+}
+#endif

@@ -1,0 +1,4 @@
+/* Plain C, for any machine. */
+#define PATH path_c
+#define NAME "cpu-c"
+#include "path.h"

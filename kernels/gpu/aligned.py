@@ -1,0 +1,234 @@
+"""Attention on bit planes on a GPU: reference/aligned.py, whose two passes over pages are kernels.
+
+    torch           q and the largest exponents of K         -> levels of the channels of K
+    plane_scores    q, K at these levels                     -> scores of all tokens, in memory
+    torch           softmax; 32 weights, high plane of V     -> levels of the tokens of V
+    plane_values    weights, V at these levels               -> partial results
+
+A level says how much of a number is read: 0 all 16 bits, 1 the first 12, 2 the first 8; what is not
+read counts as 100...0. A plane is read where one of the queries of a program needs it. Nothing asks
+the host, so a CUDA graph can hold it. Planes are encoded by torch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.formats import AlignedFormat
+from disagg.kernels.gpu.plan import TENSOR_COLUMNS, check_tables, shape_of, units_of
+from disagg.kernels.gpu.reduce import LOG2_E, UnitPartials
+from disagg.kernels.gpu.tiles import column_of, find_unit, query_unit
+from disagg.kernels.reference.aligned import (
+    EXPONENT_BIAS,
+    GUARD,
+    STRIDE,
+    Bits,
+    exponents,
+    k_drops,
+    levels_of,
+    mean_bits,
+    tops_of,
+)
+from disagg.kernels.reference.pages import ArenaBlocks, plane_view
+from disagg.kernels.reference.softmax import columns_of, rows_of, seen_tokens
+from disagg.kernels.view import View
+
+
+@triton.jit(do_not_specialize=["queries", "width"])
+def plane_scores_kernel(
+    q_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, scores_ptr, scale, base, queries, width,
+    FMT: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Scores [B, H, P * T, M * G] fp32 of one unit.
+
+    levels_ptr: [B, H, D, M * G] i8, of channels
+    """
+    T: tl.constexpr = FMT.tokens
+    D: tl.constexpr = FMT.head_dim
+    C: tl.constexpr = SHAPE.columns
+    i_head, i_block = tl.program_id(0), tl.program_id(1)
+    i_b, start, end, _ = find_unit(units_ptr, tl.program_id(2))
+    if start >= end:
+        return
+    heads, count = tl.num_programs(0), queries * SHAPE.group
+    _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
+    o_row = (i_b * heads * count + i_row).to(tl.int64) * D
+    factor, unit = query_unit(q_ptr + o_row, m_c, scale * 0.6931471805599453, D)
+    o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
+    m_q = (o_d < D)[:, None] & m_c[None, :]
+    b_q = tl.load(q_ptr + o_row[None, :] + o_d[:, None], mask=m_q, other=0.0) * factor[None, :]
+    i_column = i_block * C + tl.arange(0, C)
+    first = (i_b * heads + i_head).to(tl.int64)
+    p_level = levels_ptr + (first * D + o_d)[:, None] * count + i_column[None, :]
+    level = tl.load(p_level, mask=m_q, other=3).to(tl.int32)
+    q = split_by_level(b_q, level)
+    for i in tl.range(start, end):
+        page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
+        block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
+        k = read_rows(block, tl.min(level, 1), T, FMT.k_high, FMT.k_middle, FMT.k_low)
+        s = add_product(k, q, tl.zeros([T, C], tl.float32)) * unit[None, :]
+        o_s = (first * width + i) * T + o_t
+        tl.store(scores_ptr + o_s[:, None] * count + i_column[None, :], s, mask=m_c[None, :])
+
+
+@triton.jit(do_not_specialize=["queries", "width"])
+def plane_values_kernel(
+    p_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, starts_ptr, o_ptr, base, queries, width,
+    FMT: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Sums over V of one unit, [U, M * Hq, D] fp32, times the units of its sequence: their mean is
+    the answer. p_ptr, levels_ptr: [B, H, P * T, M * G] fp32, i8 - weights and levels of tokens."""
+    T: tl.constexpr = FMT.tokens
+    D: tl.constexpr = FMT.head_dim
+    C: tl.constexpr = SHAPE.columns
+    i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, start, end, _ = find_unit(units_ptr, i_slot)
+    if start >= end:
+        return
+    heads, count = tl.num_programs(0), queries * SHAPE.group
+    _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
+    i_column = i_block * C + tl.arange(0, C)
+    o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
+    b_o = tl.zeros([o_d.shape[0], C], tl.float32)
+    first = (i_b * heads + i_head).to(tl.int64)
+    for i in tl.range(start, end):
+        page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
+        block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
+        o_p = ((first * width + i) * T + o_t)[:, None] * count + i_column[None, :]
+        p = tl.load(p_ptr + o_p, mask=m_c[None, :], other=0.0)
+        level = tl.load(levels_ptr + o_p, mask=m_c[None, :], other=3).to(tl.int32)
+        v = read_rows(block, tl.min(level, 1), D, FMT.v_high, FMT.v_middle, FMT.v_low)
+        b_o = add_product(v, split_by_level(p * 32768.0, level), b_o)
+    units = tl.load(starts_ptr + i_b + 1) - tl.load(starts_ptr + i_b)
+    i_out = (i_slot * heads * count + i_row).to(tl.int64)
+    p_o = o_ptr + i_out[None, :] * D + o_d[:, None]
+    tl.store(p_o, b_o * (units / 32768.0), mask=m_c[None, :] & (o_d < D)[:, None])
+
+
+@triton.jit
+def split_by_level(x, level):
+    """fp32 x as three fp16 tiles that add up to it, one for each level."""
+    x = x.to(tl.float16)
+    none = tl.zeros(x.shape, tl.float16)
+    return (
+        tl.where(level == 0, x, none),
+        tl.where(level == 1, x, none),
+        tl.where(level == 2, x, none),
+    )
+
+
+@triton.jit
+def read_rows(
+    block, least, COLUMNS: tl.constexpr,
+    HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Rows [R, COLUMNS padded] of fp16 at each level; a row's plane is read only where it is used.
+
+    block: u8 pointer to the block of a page; least: [R] the lowest level that any query asks for
+    """
+    PAD: tl.constexpr = triton.next_power_of_2(COLUMNS)
+    o_r = tl.arange(0, least.shape[0])[:, None]
+    o_c, o_h = tl.arange(0, PAD)[None, :], tl.arange(0, PAD // 2)[None, :]
+    m_c, m_h, least = o_c < COLUMNS, o_h < COLUMNS // 2, least[:, None]
+    word = tl.load(block + HIGH + o_r * COLUMNS + o_c, mask=(least <= 2) & m_c, other=0)
+    p_half = block + o_r * (COLUMNS // 2) + o_h
+    middle = tl.load(p_half + MIDDLE, mask=(least <= 1) & m_h, other=0).to(tl.int16)
+    low = tl.load(p_half + LOW, mask=(least == 0) & m_h, other=0).to(tl.int16)
+    word = word.to(tl.int16) << 8
+    longer = word | neighbours(middle) << 4
+    return as_fp16(longer | neighbours(low)), as_fp16(longer | 8), as_fp16(word | 0x80)
+
+
+@triton.jit
+def neighbours(packed):
+    """Bytes [R, C / 2] of two nibbles, the first one low -> [R, C]."""
+    both = tl.join(packed & 15, packed >> 4)
+    return tl.reshape(both, [packed.shape[0], 2 * packed.shape[1]])
+
+
+@triton.jit
+def as_fp16(words):
+    return words.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def add_product(x, y, total):
+    """total + x[0]^T y[0] + x[1]^T y[1] + x[2]^T y[2]; x [R, A] fp16, y [R, C] fp16."""
+    for i in tl.static_range(3):
+        total = tl.dot(tl.trans(x[i]), y[i], total)
+    return total
+
+
+def attend(q: Tensor, view: View, scale: float) -> tuple[UnitPartials, Bits]:
+    """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py, q fp32.
+
+    error: about 5e-4 relative to the reference, since q and p are rounded to fp16; of equal largest
+           weights of a class the first alone is in the estimate, which may read more bits
+    """
+    fmt = view.fmt
+    assert isinstance(fmt, AlignedFormat)
+    units = units_of(q, view)
+    check_tables(q, view.pages, view.lo, view.hi, units.table)
+    batch, queries, query_heads, head_dim = q.shape
+    width, slots, heads = view.pages.shape[1], units.table.shape[0], view.heads
+    shape = shape_of(fmt, queries, query_heads // heads, TENSOR_COLUMNS)
+    grid, options = (
+        (heads, shape.blocks(queries), slots),
+        {"num_warps": 4 if head_dim <= 128 else 8},
+    )
+    tables = view.arena, view.pages, units.table
+
+    blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)
+    seen = seen_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
+    pages = seen.squeeze(1).unflatten(1, (-1, fmt.tokens)).any(2)
+    columns = columns_of(q * scale, heads)
+    k_drop = k_drops(columns, tops_of(blocks, fmt.k_top, head_dim, pages, shape.group))
+    scores = q.new_zeros(batch, heads, width * fmt.tokens, columns.shape[3])
+    plane_scores_kernel[grid](
+        q, levels_of(k_drop).contiguous(), *tables, scores, scale, view.base, queries, width,
+        fmt, shape, **options,
+    )  # fmt: skip
+    scores.masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
+    lse = scores.logsumexp(2)
+    p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)).exp_()
+
+    tops = tops_of(blocks, fmt.v_top, head_dim, pages, shape.group)
+    allowed = exponents(_estimate(p, view, blocks)) - GUARD + EXPONENT_BIAS - tops
+    v_drop = allowed.amin(2, keepdim=True) - exponents(p)
+    v_level = torch.where(p > 0, levels_of(v_drop), 3).to(torch.int8)
+    o = torch.empty(slots, queries * query_heads, head_dim, device=q.device)
+    plane_values_kernel[grid](
+        p,
+        v_level.contiguous(),
+        *tables,
+        units.starts,
+        o,
+        view.base,
+        queries,
+        width,
+        fmt,
+        shape,
+        **options,
+    )
+    bits = Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
+    rows = rows_of(lse.unsqueeze(2), queries).view(batch, -1)
+    count = (units.starts[1:] - units.starts[:-1]).unsqueeze(1).clamp_min(1)
+    rows = rows * LOG2_E - count.log2()
+    own = units.table[:, 0].long()
+    return UnitPartials(o, rows[own], tuple(q.shape[:3]), units.starts), bits
+
+
+def _estimate(p: Tensor, view: View, blocks: ArenaBlocks) -> Tensor:
+    """Magnitudes of the output [B, H, D, N] from the largest weight of each class of tokens."""
+    fmt = view.fmt
+    assert isinstance(fmt, AlignedFormat)
+    weight, index = p.unflatten(2, (-1, STRIDE)).max(2)  # [B, H, 32, N]
+    token = index * STRIDE + torch.arange(STRIDE, device=p.device)[:, None]
+    ids = view.pages.long().gather(1, (token // fmt.tokens).flatten(1)).view_as(token)
+    head = torch.arange(view.heads, device=p.device)[:, None, None]
+    plane = plane_view(blocks, torch.uint8, fmt.v_high, (fmt.tokens, fmt.head_dim))
+    high = plane[ids, head, token % fmt.tokens]  # [B, H, 32, N, D]
+    words = (high.int() & 0x7F) << 8 | 0x80
+    values = words.short().view(torch.float16).float()
+    return (weight.unsqueeze(4) * values).sum(2).transpose(2, 3)

@@ -1,0 +1,203 @@
+"""Sealing pages on a GPU: the Triton form of reference/encode.py.
+
+    segment_scales_kernel   scales of the channels of a segment, where its pages share them
+    encode_side_kernel      outliers, codes, scales and sparse slots of one side of one block
+    lowrank.py              A B^T of what these left over
+
+Blocks go straight to where they belong, in an arena or in order. The decomposition behind a
+rotation is torch's on every device, in fp64: it is one small matrix for a segment and head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.formats import ARENA_UNIT, PageFormat, Rotation, Side
+from disagg.kernels.gpu.encode_tiles import (
+    LARGEST,
+    at,
+    axis_of,
+    choose_outliers,
+    encode_tile,
+    finite,
+    group_scale,
+    store_mask,
+    with_group_means,
+)
+from disagg.kernels.gpu.lowrank import encode_low_rank
+from disagg.kernels.reference import quantize
+from disagg.kernels.reference.lowrank import rotation, unrotate
+from disagg.kernels.reference.pages import DenseBlocks, store_blocks
+from disagg.kernels.sealing import Segmentation, Target, in_order
+
+CHANNELS = 32  # of a segment that one program reads
+
+
+@triton.jit
+def segment_scales_kernel(
+    x_ptr, segments_ptr, stride_head, stride_token, stride_channel, n, segment_tokens,
+    SIDE: tl.constexpr, BYTES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Scales and zeros of some channels, over one segment without its outliers.
+
+    x_ptr: [H, n, D] of any float dtype; segments_ptr: [S, H, BYTES] u8
+    """
+    i_segment, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
+    m_c = o_c < SIDE.columns
+    there = m_r[:, None] & m_c[None, :]
+    first = i_segment * segment_tokens
+    p_x = x_ptr + i_head.to(tl.int64) * stride_head + o_c[None, :].to(tl.int64) * stride_channel
+    low = tl.full([CHANNELS], LARGEST, tl.float32)
+    high = -low
+    for i in tl.range(first, tl.minimum(first + segment_tokens, n), SIDE.rows, num_stages=3):
+        p_page = p_x + (i + o_r)[:, None].to(tl.int64) * stride_token
+        x = finite(tl.load(p_page, mask=there, other=0.0))
+        if SIDE.sparse is not None:
+            x = choose_outliers(x, there, SIDE)[1]
+        low = tl.minimum(low, tl.min(tl.where(there, x, LARGEST), 0))
+        high = tl.maximum(high, tl.max(tl.where(there, x, -LARGEST), 0))
+    ends = tl.permute(tl.join(low, high), (1, 0))  # [2, CHANNELS]
+    scale, zero = group_scale(ends, ends == ends, 0, SIDE)
+    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * BYTES
+    tl.store(at(segment, SIDE.scale.scale, tl.float16) + o_c, scale, mask=m_c)
+    tl.store(at(segment, SIDE.scale.zero, tl.float16) + o_c, zero, mask=m_c)
+
+
+@triton.jit(do_not_specialize=["segment_pages"])
+def encode_side_kernel(
+    x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr, absent_ptr,
+    stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
+    unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr,
+):  # fmt: skip
+    """One side of one block.
+
+    x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
+    bytes_ptr, pages_ptr, unit, base: where blocks lie, as `Target` says
+    segments_ptr: [S, H, bytes] u8 with their scales; a segment has segment_pages pages
+    missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank product is fitted to, if any
+    absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are there
+    """
+    SIDE: tl.constexpr = FMT.v if IS_V else FMT.k
+    T: tl.constexpr = FMT.tokens
+    i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
+    o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
+    there = m_r[:, None] & m_c[None, :]
+    p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
+    p_x += o_r[:, None].to(tl.int64) * stride_row + o_c[None, :].to(tl.int64) * stride_column
+    x = finite(tl.load(p_x, mask=there, other=0.0))
+    page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
+    block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
+    i_segment = i_page // segment_pages
+    segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
+    p_absent = absent_ptr
+    if absent_ptr is not None:
+        p_absent += (i_head * tl.num_programs(0) + i_page) * T
+        if IS_V:
+            gone = tl.load(p_absent + o_c, mask=m_c, other=0)
+            x = with_group_means(x, there, gone, o_c, 1, T, FMT.k.scale.group)
+        else:
+            gone = tl.load(p_absent + o_r, mask=m_r, other=0)
+            x = with_group_means(x, there, gone, o_r, 0, T, FMT.k.scale.group)
+    if FMT.valid is not None and not IS_V:
+        store_mask(block + FMT.valid, p_absent, T)
+    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
+    if SIDE.low_rank is not None:
+        i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
+        p_out = missing_ptr + i_out + o_r[:, None] * missing_row + o_c[None, :] * missing_column
+        tl.store(p_out, missing.to(tl.float16), mask=there)
+
+
+def encode(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    cut: Segmentation,
+    absent: Tensor | None = None,
+    target: Target | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Seal the pages of consecutive segments, of one layer. As reference/encode.encode.
+
+    target: where the blocks are written; None: they are the result
+    error:  codes, scales and slots are the reference's, byte for byte, but where the mean of a
+            column, which is summed in another order, tips a rounding; A B^T is off by 2**-9 of it
+    """
+    heads, n, head_dim = k.shape
+    shape = (0 if target else n // fmt.tokens, heads, fmt.block_bytes)
+    make = torch.empty if fmt.written_bytes == fmt.block_bytes else torch.zeros
+    blocks = make(shape, dtype=torch.uint8, device=k.device)
+    shape = (cut.count(n), heads, fmt.segment_bytes)
+    segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    if cut.frozen is not None:
+        segments.copy_(cut.frozen)
+    if n:
+        where = target or in_order(blocks)
+        _clear_gaps(where, heads, fmt)
+        needed = 2 if fmt.k.low_rank is not None else 0
+        missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
+        gone = None if absent is None else absent.contiguous().view(torch.uint8)
+        for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
+            if side.rotation:
+                x = _rotate(x, side.rotation, segments, cut)
+            left = missing[i] if needed else x
+            _encode_side(x, i == 1, fmt, where, segments, left, gone, cut.tokens)
+        if needed:
+            encode_low_rank(missing, where, segments, fmt, cut)
+    return blocks, segments if fmt.segment_bytes else None
+
+
+def _clear_gaps(where: Target, heads: int, fmt: PageFormat) -> None:
+    """Leave nothing of what was there before between planes that do not fill their block."""
+    if where.unit == ARENA_UNIT and fmt.written_bytes != fmt.block_bytes:
+        shape = (where.pages.numel(), heads, fmt.block_bytes)
+        store_blocks(where, torch.zeros(shape, dtype=torch.uint8, device=where.arena.device))
+
+
+def _encode_side(
+    x: Tensor,
+    is_v: bool,
+    fmt: PageFormat,
+    where: Target,
+    segments: Tensor,
+    missing: Tensor,
+    absent: Tensor | None,
+    tokens: int,
+) -> None:
+    """K [H, n, D] of all pages, or V."""
+    side = fmt.v if is_v else fmt.k
+    heads, n, head_dim = x.shape
+    stride_head, stride_token, stride_channel = x.stride()
+    if side.scale.shared:
+        segment_scales_kernel[(segments.shape[0], heads, triton.cdiv(head_dim, CHANNELS))](
+            x, segments, stride_head, stride_token, stride_channel, n, tokens,
+            side, fmt.segment_bytes, CHANNELS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
+    dense = (1, head_dim) if is_v else (head_dim, 1)
+    encode_side_kernel[(n // fmt.tokens, heads)](
+        x, where.arena, where.pages, segments, missing, absent,
+        stride_head, *strides, fmt.tokens * stride_token, *dense,
+        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v,
+        num_warps=encode_warps(side), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def encode_warps(side: Side) -> int:
+    """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss."""
+    numbers = 32 if side.sparse or side.low_rank else 64
+    return 4 if side.rows * side.columns <= 4 * 32 * numbers else 8
+
+
+def _rotate(x: Tensor, turn: Rotation, segments: Tensor, cut: Segmentation) -> Tensor:
+    """T_L of x [H, n, D] fp32, by the T_S of each segment."""
+    matrices = DenseBlocks(segments).plane(torch.float16, turn.matrix, (turn.block, turn.block))
+    limit = quantize.LARGEST
+    parts = torch.nan_to_num(x.float(), nan=0.0).clamp(-limit, limit).split(cut.tokens, 1)
+    if cut.frozen is None:
+        for part, matrix in zip(parts, matrices, strict=True):
+            matrix.copy_(rotation(part, turn.block))
+    turned = [unrotate(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+    return torch.cat(turned, 1)

@@ -1,0 +1,280 @@
+"""Quantising one side of one block in registers: what encode.py and append.py are made of.
+
+A side is a matrix whose rows are cut into fields and whose columns are cut into halves; each part
+is padded to a power of two, so that packing is a plain sum over fields and halves and nothing is
+shuffled. What is not there is masked. The arithmetic is that of reference/quantize.py, operation by
+operation, so the bytes are the same.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(65504.0)  # of fp16
+SMALLEST_SCALE = tl.constexpr(2.0**-24)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
+
+
+@triton.jit
+def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist."""
+    PART: tl.constexpr = SIZE // PARTS
+    PAD: tl.constexpr = triton.next_power_of_2(PART)
+    tl.static_assert(PART * PARTS == SIZE, "fields and halves divide a side")
+    o = tl.arange(0, PARTS * PAD)
+    return o // PAD * PART + o % PAD, o % PAD < PART
+
+
+@triton.jit
+def finite(x):
+    """x in fp32; what fp16 cannot hold saturates, NaN becomes 0."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
+
+
+@triton.jit
+def at(block, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Items of DTYPE at a byte offset of a block; block: u8 pointer."""
+    return (block + OFFSET).to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
+    """Scale and zero, fp16, of what is `own` along an axis of x."""
+    low = tl.min(tl.where(own, x, LARGEST), AXIS)
+    high = tl.max(tl.where(own, x, -LARGEST), AXIS)
+    largest = tl.maximum(tl.abs(low), tl.abs(high))
+    if SIDE.scale.zero is None:
+        LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
+        scale = tl.maximum(tl.div_rn(largest, LIMIT * 1.0), SMALLEST_SCALE).to(tl.float16)
+        zero = tl.full(scale.shape, SIDE.scale.center, tl.float16)
+    else:
+        LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+        scale = tl.maximum(tl.div_rn(high - low, LEVELS * 1.0), largest * (1.0 / 1024))
+        scale = tl.maximum(scale, SMALLEST_SCALE).to(tl.float16)
+        zero = tl.div_rn(low, scale.to(tl.float32)).to(tl.float16)
+    return scale, zero
+
+
+@triton.jit
+def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
+    """Codes of x, and the numbers in fp32 that they stand for.
+
+    Adding ROUND leaves the rounded number in the last bits, so there is nothing to convert.
+    """
+    scale = tl.expand_dims(scale.to(tl.float32), AXIS)
+    zero = tl.expand_dims(zero.to(tl.float32), AXIS)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if SIDE.scale.zero is None:
+        LIMIT: tl.constexpr = (1 << (SIDE.bits - 1)) - 1
+        code = tl.minimum(tl.maximum(x * inverse, -LIMIT * 1.0), LIMIT * 1.0) + ROUND
+        whole = code.to(tl.int32, bitcast=True) + (LIMIT + 1)
+        code = (code - ROUND) + (LIMIT + 1)
+    else:
+        LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+        code = tl.fma(x, inverse, -zero)
+        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + ROUND
+        whole = code.to(tl.int32, bitcast=True)
+        code = code - ROUND
+    return whole & ((1 << SIDE.bits) - 1), (code + zero) * scale
+
+
+@triton.jit
+def encode_tile(
+    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr = False
+):  # fmt: skip
+    """Write one side of a block, and give what its codes and slots miss of x [R, C].
+
+    x:     finite numbers in fp32, 0 where nothing is `there`
+    FRESH: the page is all of its segment, so shared scales are found here and stored there
+    """
+    if SIDE.floating:
+        store_float8(x, there, row, column, block, SIDE)
+        missing = x
+    else:
+        means = x
+        if SIDE.sparse is not None:
+            picks, means = choose_outliers(x, there, SIDE)
+        codes, seen = quantize_tile(
+            means, there, row, column, m_r, m_c, block, segment, SIDE, FRESH
+        )
+        store_words(block, codes, row, column, SIDE)
+        missing = x - seen
+        if SIDE.sparse is not None:
+            missing = store_outliers(block, missing, picks, column, m_c, SIDE)
+    return missing
+
+
+@triton.jit
+def quantize_tile(
+    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr
+):  # fmt: skip
+    """Codes of x [R, C] in int32 and what they stand for; scales and zeros are stored.
+
+    block, segment: u8 pointers to the block of the page, and of the segment whose scales hold
+    """
+    AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
+    LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
+    PADDED: tl.constexpr = x.shape[0] != SIDE.rows or x.shape[1] != SIDE.columns
+    home = block
+    if SIDE.scale.shared:
+        home = segment
+    if SIDE.scale.shared and not FRESH:
+        p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
+        scale = tl.load(p_scale, mask=m_c, other=1.0)
+        zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
+        code, seen = codes_with(x, scale, zero, 0, SIDE)
+        code = tl.where(there, code, 0)
+    elif PADDED:
+        code, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
+        place, lane, m_lane = row[:, None], column, m_c
+        if AXIS == 1:
+            place, lane, m_lane = column[None, :], row, m_r
+        for g in tl.static_range(LENGTH // SIDE.scale.group):
+            own = there & (place // SIDE.scale.group == g)
+            scale, zero = group_scale(x, own, AXIS, SIDE)
+            store_scales(home, scale, zero, g, lane, m_lane, SIDE)
+            own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
+            code = tl.where(own, own_code, code)
+            seen = tl.where(own, own_seen, seen)
+    else:
+        COUNT: tl.constexpr = LENGTH // SIDE.scale.group
+        o_g = tl.arange(0, COUNT)
+        if AXIS == 0:
+            groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+            g, lane = o_g[:, None], column[None, :]
+        else:
+            groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
+            g, lane = o_g[None, :], row[:, None]
+        scale, zero = group_scale(groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE)
+        store_scales(home, scale, zero, g, lane, lane >= 0, SIDE)
+        code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
+        code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
+    return code, seen
+
+
+@triton.jit
+def store_scales(home, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
+    """Scales and zeros of groups g; home: u8 pointer to the block that has them."""
+    LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
+    o_scale = g * LANES + lane
+    tl.store(at(home, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
+    if SIDE.scale.zero is not None:
+        tl.store(at(home, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
+
+
+@triton.jit
+def store_words(block, codes, row, column, SIDE: tl.constexpr):
+    """Codes [fields * R, halves * U], 0 where nothing is, as words [R, U]."""
+    R: tl.constexpr = SIDE.rows // SIDE.fields
+    U: tl.constexpr = SIDE.columns // SIDE.halves
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    U_PAD: tl.constexpr = triton.next_power_of_2(U)
+    tl.static_assert(
+        codes.shape[0] == SIDE.fields * R_PAD and codes.shape[1] == SIDE.halves * U_PAD
+    )
+    fields = codes << (row // R * SIDE.bits)[:, None] << (column // U * 8)[None, :]
+    fields = tl.reshape(fields, [SIDE.fields, R_PAD, SIDE.halves, U_PAD])
+    words = tl.sum(tl.sum(fields, 2), 0)
+    w_r, w_u = tl.arange(0, R_PAD)[:, None], tl.arange(0, U_PAD)[None, :]
+    p_words = at(block, SIDE.codes, tl.int16) + w_r * U + w_u
+    tl.store(p_words, words.to(tl.int16), mask=(w_r < R) & (w_u < U))
+
+
+@triton.jit
+def float8_bits(x):
+    """The e4m3 byte of x in [-448, 448], ties to even, by integers: any chip can.
+
+    A normal number loses 20 bits of mantissa and 120 of its exponent. A smaller one is a multiple
+    of 2**-9, which is what the last bit of a number near 2**14 is worth.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    small = tl.abs(x)
+    normal = ((bits & 0x7FFFFFFF) + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
+    subnormal = (small + 16384.0).to(tl.int32, bitcast=True) & 15
+    return tl.where(small < 0.015625, subnormal, normal) | (bits >> 24 & 0x80)
+
+
+@triton.jit
+def store_float8(x, there, row, column, block, SIDE: tl.constexpr):
+    """x [R, C] over one scale, as bytes [rows][columns]; the scale in fp32, and zeros behind it up
+    to the 16 bytes that every field begins at."""
+    top = tl.max(tl.max(tl.where(there, tl.abs(x), 0.0), 1), 0)
+    scale = tl.maximum(tl.div_rn(top, 448.0), 2.0**-100)
+    o_scale = tl.arange(0, 4)
+    p_scale = at(block, SIDE.scale.scale, tl.float32) + o_scale
+    tl.store(p_scale, tl.where(o_scale == 0, scale, 0.0))
+    x = tl.div_rn(x, tl.zeros(x.shape, tl.float32) + scale)
+    codes = float8_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8)
+    tl.store(block + SIDE.codes + row[:, None] * SIDE.columns + column[None, :], codes, mask=there)
+
+
+@triton.jit
+def choose_outliers(x, there, SIDE: tl.constexpr):
+    """Places along the padded rows of the outliers of each column [C], one tile for each slot, and
+    x with the mean of its column where they were. Of equals the first is chosen."""
+    SLOTS: tl.constexpr = SIDE.sparse.slots
+    mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 0), SIDE.rows * 1.0)[None, :]
+    o_r = tl.arange(0, x.shape[0])[:, None]
+    rest, picks = there, ()
+    for i in tl.static_range(SLOTS):
+        if not SIDE.sparse.ends:
+            distance = tl.abs(x - mean)
+        elif i < SLOTS // 2:
+            distance = x
+        else:
+            distance = -x
+        pick = tl.argmax(tl.where(rest, distance, float("-inf")), 0)
+        rest = rest & (o_r != pick[None, :])
+        picks = picks + (pick,)
+    return picks, tl.where(rest, x, mean)
+
+
+@triton.jit
+def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
+    """Sparse slots of what is missing at `picks`; what is still missing then."""
+    SLOTS: tl.constexpr = SIDE.sparse.slots
+    R: tl.constexpr = SIDE.rows // SIDE.fields
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    o_r = tl.arange(0, missing.shape[0])[:, None]
+    for i in tl.static_range(SLOTS):
+        hit = o_r == picks[i][None, :]
+        delta = tl.sum(tl.where(hit, missing, 0.0), 0)
+        delta = tl.minimum(tl.maximum(delta, -LARGEST), LARGEST).to(tl.float16)
+        slot = column * SLOTS + i
+        index = (picks[i] // R_PAD * R + picks[i] % R_PAD).to(tl.uint8)
+        tl.store(block + SIDE.sparse.index + slot, index, mask=m_c)
+        tl.store(at(block, SIDE.sparse.delta, tl.float16) + slot, delta, mask=m_c)
+        missing = tl.where(hit, 0.0, missing)
+    return missing
+
+
+@triton.jit
+def with_group_means(
+    x, there, absent, o_t, T_AXIS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """x with the mean of the others of its group in the place of absent tokens.
+
+    x:      [R, C] fp32 with tokens along T_AXIS, where it is `there`
+    absent: of the tokens o_t along that axis, in groups of GROUP
+    """
+    gone = tl.expand_dims(absent, 1 - T_AXIS)
+    groups = tl.expand_dims(o_t // GROUP, 1 - T_AXIS)
+    for g in tl.static_range(TOKENS // GROUP):
+        own = there & (groups == g)
+        others = own & (gone == 0)
+        count = tl.maximum(tl.sum(others.to(tl.float32), T_AXIS), 1.0)
+        mean = tl.div_rn(tl.sum(tl.where(others, x, 0.0), T_AXIS), count)
+        x = tl.where(own & (gone != 0), tl.expand_dims(mean, T_AXIS), x)
+    return x
+
+
+@triton.jit
+def store_mask(p_mask, p_absent, TOKENS: tl.constexpr):
+    """A bit for each token that is there, low bit first; p_absent: [TOKENS] u8; None: all are."""
+    tl.static_assert(TOKENS % 8 == 0, "eight tokens share a byte")
+    o_t = tl.arange(0, TOKENS)
+    bits = tl.full([TOKENS], 1, tl.int32)
+    if p_absent is not None:
+        bits = (tl.load(p_absent + o_t) == 0).to(tl.int32)
+    bits = tl.reshape(bits << (o_t % 8), [TOKENS // 8, 8])
+    tl.store(p_mask + tl.arange(0, TOKENS // 8), tl.sum(bits, 1).to(tl.uint8))

@@ -1,0 +1,287 @@
+"""Attention on exact K and V on a GPU: tails, raw pages, kept tokens and those not dropped.
+
+The Triton form of reference/exact.py. An iteration takes a tile of four strips of 16 slots, each at
+its own address (four raw pages), so that bookkeeping is paid once for 64 tokens. fp16 goes to the
+tensor core as it is. bf16 has too few digits for q and p, so these go as two bf16 terms. fp32 goes
+as three tf32 products, or as fp32 where there are none: an exact cache stays exact.
+
+Which token is in a slot is the one thing in which these pages differ. Tokens that are counted need
+no load and leave whole tiles without a mask. Positions are loaded one tile ahead, beside the page
+ids, so that nothing waits for them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels import formats
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.gpu.plan import (
+    NVIDIA,
+    TENSOR_COLUMNS,
+    check_tables,
+    check_tile,
+    compile_options,
+    pipeline_stages,
+    shape_of,
+    units_of,
+)
+from disagg.kernels.gpu.reduce import UnitPartials
+from disagg.kernels.gpu.tiles import (
+    P_BIAS,
+    as_bytes,
+    below,
+    column_of,
+    empty_softmax,
+    find_unit,
+    hide,
+    load_tile,
+    query_unit,
+    softmax_step,
+    store_lse,
+    upper_lower,
+    whole_tiles,
+)
+from disagg.kernels.view import View
+
+STRIP = tl.constexpr(formats.STRIP)
+TILE = tl.constexpr(formats.STRIP * formats.TILE_STRIPS)
+FAR = tl.constexpr(1 << 30)  # behind all tokens: an empty slot
+IS_FREE = tl.constexpr(formats.FREE)
+PRECISION = "tf32x3" if NVIDIA else "ieee"
+OPERANDS = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+
+
+@triton.jit(do_not_specialize=["queries", "width"])
+def attend_exact_kernel(
+    q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, units_ptr, sides_ptr, o_ptr, lse_ptr,
+    scale, base, side_base, queries, width,
+    FMT: tl.constexpr, SHAPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of C columns over the tiles of one unit; tables as view.py draws them.
+
+    arena_ptr: the arena as items of the raw dtype; OPERAND: dtype of what is multiplied
+    queries:   M; width: columns of the page table
+    o_ptr:     [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
+    """
+    D: tl.constexpr = FMT.head_dim
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    C: tl.constexpr = SHAPE.columns
+    tl.static_assert(FMT.strips * FMT.tile_pages * STRIP == TILE, "a tile is whole pages")
+    i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, start, end = find_tiles(units_ptr, i_slot, width, FMT)
+    if start >= end:
+        return
+    rows = queries * tl.num_programs(0) * SHAPE.group
+    i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
+    p_lo = i_b * queries + i_m
+    lo = tl.load(lo_ptr + p_lo, mask=m_c, other=0)
+    hi = tl.load(hi_ptr + p_lo, mask=m_c, other=0)
+    limit = last_slot(hi, width, FMT)
+    p_q = q_ptr + (i_b * rows + i_row) * D
+    factor, unit = query_unit(p_q, m_c, scale, D)
+    o_d = tl.arange(0, D_PAD)
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
+    q = operands(tl.trans(b_q * factor[:, None]), OPERAND)
+    m, l = empty_softmax(STRIP, C)
+    state = (m, l, tl.zeros([D_PAD, C], tl.float32))
+
+    ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
+    block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
+    where_ptr = find_positions(arena_ptr, sides_ptr, base, side_base, i_b, i_head, FMT)
+    row_ptr = pages_ptr + i_b * width
+    whole, whole_end = start, end
+    if FMT.counted:
+        whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
+    pages = load_pages(row_ptr, whole, width, FMT)
+    at = load_positions(where_ptr, pages, whole, limit, FMT)
+    for i in tl.range(whole, whole_end, num_stages=STAGES):
+        blocks = addresses(block_ptr, pages, FMT)
+        seen = () if FMT.counted else (at, i, lo, hi)
+        pages = load_pages(row_ptr, i + 1, width, FMT)
+        at = load_positions(where_ptr, pages, i + 1, limit, FMT)
+        state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
+    if FMT.counted:
+        for i in tl.range(start, end - (whole_end - whole), num_stages=1):
+            i_tile = tl.where(i < whole, i, i + (whole_end - whole))
+            blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
+            seen = ((), i_tile, lo, hi)
+            state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
+
+    m, l, b_o = state
+    i_out = i_slot * rows + i_row
+    inverse = store_lse(lse_ptr + i_out, m, l, P_BIAS, m_c)
+    p_o = o_ptr + i_out.to(tl.int64)[None, :] * D + o_d[:, None]
+    tl.store(p_o, b_o * inverse[None, :], mask=m_c[None, :] & (o_d < D)[:, None])
+
+
+@triton.jit
+def operands(x, DTYPE: tl.constexpr):
+    """fp32 x as what a product with DTYPE takes: a tuple of one or two tiles whose sum is x."""
+    x_high = x.to(DTYPE)
+    if DTYPE == tl.bfloat16:
+        return x_high, (x - x_high.to(tl.float32)).to(DTYPE)
+    else:
+        return (x_high,)
+
+
+@triton.jit
+def load_pages(row_ptr, i_tile, width, FMT: tl.constexpr):
+    """The page id of each of the four strips of a tile; beyond the table the last one again."""
+    ids = ()
+    for j in tl.static_range(4):
+        i_page = i_tile * FMT.tile_pages + j // FMT.strips
+        ids = ids + (tl.load(row_ptr + tl.minimum(i_page, width - 1)),)
+    return ids
+
+
+@triton.jit
+def addresses(block_ptr, pages, FMT: tl.constexpr):
+    """Where the four strips of a tile begin, but for the offset of K or V."""
+    ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
+    blocks = ()
+    for j in tl.static_range(4):
+        o_strip = pages[j].to(tl.int64) * (128 // ITEM) + j % FMT.strips * STRIP * FMT.head_dim
+        blocks = blocks + (block_ptr + o_strip,)
+    return blocks
+
+
+@triton.jit
+def add_tile(
+    blocks, q, unit, seen, state, FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The state (m, l, o) after one more tile, whose strips begin at four pointers.
+
+    q:    tiles [D, C], to be summed
+    seen: (positions, index of the tile, lo, hi), or () for a tile that all columns see whole
+    """
+    m, l, b_o = state
+    D: tl.constexpr = FMT.head_dim
+    D_PAD: tl.constexpr = b_o.shape[0]
+    WHOLE: tl.constexpr = D == D_PAD and FMT.slots == FMT.strips * STRIP
+    ITEM: tl.constexpr = blocks[0].dtype.element_ty.primitive_bitwidth // 8
+    o_d, o_t = tl.arange(0, D_PAD), tl.arange(0, STRIP)
+    o_k = o_t[:, None] * D + o_d[None, :]
+    o_v = o_d[:, None] + o_t[None, :] * D
+    s = ()
+    for j in tl.static_range(4):
+        m_t = j % FMT.strips * STRIP + o_t < FMT.slots
+        m_k = m_t[:, None] & (o_d < D)[None, :]
+        b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(OPERAND)  # [16, D]
+        b_s = tl.dot(b_k, q[0], input_precision=PRECISION)
+        for i in tl.static_range(1, len(q)):
+            b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
+        s = s + (b_s,)
+    s = below(below(s[0], s[1]), below(s[2], s[3]))
+    if len(seen) > 0:
+        s = hide_slots(s, seen[0], seen[1], seen[2], seen[3], FMT)
+    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP)
+    first, second = upper_lower(p)
+    p = upper_lower(first) + upper_lower(second)
+    b_o *= decay[None, :]
+    for j in tl.static_range(4):
+        m_t = j % FMT.strips * STRIP + o_t < FMT.slots
+        m_v = (o_d < D)[:, None] & m_t[None, :]
+        b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(OPERAND)  # [D, 16]
+        terms = operands(p[j], OPERAND)
+        for i in tl.static_range(len(terms)):
+            b_o = tl.dot(b_v, terms[i], b_o, input_precision=PRECISION)
+    return m, l, b_o
+
+
+@triton.jit
+def find_tiles(units_ptr, i_slot, width, FMT: tl.constexpr):
+    """(sequence, first tile, end tile) of a program; slots of a side record are one unit."""
+    if FMT.side is not None:
+        return i_slot, 0, tl.cdiv(tl.minimum(width * STRIP, FMT.side.slots), TILE)
+    else:
+        i_b, start, end, _ = find_unit(units_ptr, i_slot)
+        return i_b, start, end
+
+
+@triton.jit
+def last_slot(hi, width, FMT: tl.constexpr):
+    """What is behind it is empty: slots of the side record that have pages; or tokens that the
+    sequence shows, because a short row of a table repeats pages behind them."""
+    if FMT.side is not None:
+        return tl.minimum(width * STRIP, FMT.side.slots)
+    else:
+        return tl.max(hi, 0)
+
+
+@triton.jit
+def find_positions(arena_ptr, sides_ptr, base, side_base, i_b, i_head, FMT: tl.constexpr):
+    """int32 pointer to the block of the side record of a sequence, or of page 0."""
+    words_ptr = arena_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if FMT.side is not None:
+        block = (side_base + i_head * FMT.side.block_bytes) // 4
+        return words_ptr + (tl.load(sides_ptr + i_b).to(tl.int64) * 32 + block)
+    else:
+        return words_ptr + (base + i_head * FMT.block_bytes) // 4
+
+
+@triton.jit
+def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
+    """Positions [TILE] of the tokens in the slots of a tile, FAR where none is; () if counted.
+
+    where_ptr, limit: see above; pages: the page id of each strip
+    """
+    o_s = tl.arange(0, TILE)
+    if FMT.counted:
+        at = ()
+    elif FMT.side is not None:
+        o_slot = i_tile * TILE + o_s
+        m_s = o_slot < limit
+        p_state = as_bytes(where_ptr, FMT.side.states) + o_slot
+        free = tl.load(p_state, mask=m_s, other=IS_FREE) == IS_FREE
+        p_at = where_ptr + FMT.side.positions // 4 + o_slot
+        at = tl.where(free, FAR, tl.load(p_at, mask=m_s, other=FAR))
+    else:
+        STRIPS: tl.constexpr = FMT.strips
+        o_strip = o_s // STRIP
+        page = tl.where(o_strip == 0, pages[0], pages[1])
+        page = tl.where(o_strip == 2, pages[2], tl.where(o_strip == 3, pages[3], page))
+        o_slot = o_strip % STRIPS * STRIP + o_s % STRIP
+        first = (i_tile * FMT.tile_pages + o_strip // STRIPS) * FMT.tokens
+        p_at = where_ptr + page.to(tl.int64) * 32 + FMT.positions // 4 + o_slot
+        m_s = (o_slot < FMT.slots) & (first < limit)
+        at = tl.load(p_at, mask=m_s, other=FAR)
+    return at
+
+
+@triton.jit
+def hide_slots(s, at, i_tile, lo, hi, FMT: tl.constexpr):
+    """Scores [TILE, C] of a tile; those of tokens outside [lo, hi) of their column become -inf."""
+    if FMT.counted:
+        return hide(s, i_tile * TILE + tl.arange(0, TILE), lo, hi)
+    else:
+        return hide(s, at, lo, hi)
+
+
+def attend(q: Tensor, view: View, scale: float) -> UnitPartials:
+    """Attention over exact tokens. Arguments as in reference/exact.py, q in fp32.
+
+    error: about 5e-4 relative for fp16 and bf16 pages (q and p are rounded), 1e-5 for fp32 pages
+    """
+    fmt = view.fmt
+    assert isinstance(fmt, ExactFormat)
+    check_tile(fmt)
+    units = None if fmt.side else units_of(q, view)
+    table = None if units is None else units.table
+    check_tables(q, view.pages, view.lo, view.hi, view.sides, table)
+    batch, queries, query_heads, head_dim = q.shape
+    shape = shape_of(fmt, queries, query_heads // view.heads, TENSOR_COLUMNS)
+    slots, rows = batch if table is None else table.shape[0], queries * query_heads
+    o = torch.empty(slots, rows, head_dim, device=q.device)
+    lse = torch.empty(slots, rows, device=q.device)
+    # the interpreter cannot multiply bf16
+    operand = OPERANDS["float32" if q.device.type == "cpu" else fmt.dtype]
+    attend_exact_kernel[(view.heads, shape.blocks(queries), slots)](
+        q, view.arena.view(getattr(torch, fmt.dtype)), view.pages, view.lo, view.hi, table,
+        view.sides, o, lse, scale, view.base, view.side_base, queries, view.pages.shape[1],
+        fmt, shape, operand, PRECISION, pipeline_stages(fmt, NVIDIA),
+        **compile_options(fmt, NVIDIA),
+    )  # fmt: skip
+    return UnitPartials(o, lse, tuple(q.shape[:3]), None if units is None else units.starts)

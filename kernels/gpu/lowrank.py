@@ -1,0 +1,207 @@
+"""Power iteration on a GPU: A and B of what codes and sparse slots left over of a segment.
+
+One program takes one side of one head and segment, and reads its residual X [n, D] five times:
+
+    the largest number of X, so that nothing overflows
+    Q <- orthonormal X^T X Q    twice, from a seeded start
+    Z  = X^T X Q;  W: such that X Q W is orthonormal, found from Q^T Z
+    A  = X Q W sqrt(n),  B = Z W / sqrt(n)
+
+Nothing is added up across programs, so the same input gives the same bytes. Factors that meet X are
+two fp16 terms over a power of two known before: X is fp16 and goes to the tensor core as it is. The
+reference takes A from a QR decomposition; A B^T is the same, whatever basis A has.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.formats import PageFormat
+from disagg.kernels.gpu.encode_tiles import at
+from disagg.kernels.sealing import HEAD_STRIDE, STRETCH_TOKENS, Segmentation, Target
+
+WIDTH = tl.constexpr(16)  # columns of a factor: ranks are padded to what a tensor core takes
+WARPS = 8
+STRIDE = tl.constexpr(HEAD_STRIDE)
+STRETCH = tl.constexpr(STRETCH_TOKENS)
+BUFFERED = tl.constexpr(64 * 128)  # numbers of a page of which two are loaded ahead, not one
+INDEPENDENT = tl.constexpr(1e-13)  # of a squared length: a column with less left is in the others
+LONGEST = tl.constexpr(16.0)  # of a vector of 256 numbers in [-1, 1]
+FAINTEST = tl.constexpr(1e-7)  # of the largest squared length: what rounding leaves of nothing
+
+
+@triton.jit(do_not_specialize=["seed"])
+def low_rank_kernel(
+    x_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base, seed,
+    FMT: tl.constexpr,
+):  # fmt: skip
+    """A of all pages of a segment, and its B, of one side and head.
+
+    x_ptr:     [2, H, n, D] fp16; seed: of the first segment
+    bytes_ptr, pages_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
+    """
+    T: tl.constexpr = FMT.tokens
+    D: tl.constexpr = FMT.head_dim
+    RANK: tl.constexpr = FMT.k.low_rank.rank
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    STAGES: tl.constexpr = 3 if T * D_PAD <= BUFFERED else 2
+    tl.static_assert(RANK <= WIDTH and D <= 256, "a factor has 16 columns of 256 at most")
+    i_segment, i_head, i_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    o_d, o_r, o_t = tl.arange(0, D_PAD), tl.arange(0, WIDTH), tl.arange(0, T)
+    m_b = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+    o_b = o_d[:, None] * RANK + o_r[None, :]
+    start = i_segment * segment_tokens
+    length = tl.minimum(segment_tokens, n - start)
+    p_x = x_ptr + ((i_side * heads + i_head).to(tl.int64) * n + start) * D
+    seed = seed_of(seed + i_segment * (segment_tokens // STRETCH), i_head, i_side)
+    # no row of X times a vector of length 1 is above this
+    most = power_above(loudest(p_x, length, FMT)) * LONGEST
+    q = tl.where(m_b, uniform(seed, o_b), 0.0) / LONGEST
+    for _ in tl.static_range(2):
+        z = squared_product(p_x, q, most, length, FMT)
+        q = orthonormal(z / power_above(z), RANK)
+    z = squared_product(p_x, q, most, length, FMT)
+    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
+    size = tl.sqrt(length.to(tl.float32))
+    b = tl.dot(z, w, input_precision="ieee") / size
+    segment = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
+    segment += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
+    tl.store(at(segment, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
+
+    q = tl.dot(q, w, input_precision="ieee") * size
+    q_most = power_above(q)
+    offset = base + i_head.to(tl.int64) * FMT.block_bytes
+    offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
+    for i in tl.range(0, length // T, num_stages=STAGES):
+        a = times(load_rows(p_x, i, FMT), q, q_most)
+        page = tl.load(pages_ptr + start // T + i).to(tl.int64) * unit + offset
+        p_a = at(bytes_ptr + page, 0, tl.float16) + o_t[:, None] * RANK + o_r[None, :]
+        tl.store(p_a, a.to(tl.float16), mask=(o_r < RANK)[None, :])
+
+
+@triton.jit
+def fit_page(x, o_d, m_d, seed, RANK: tl.constexpr):
+    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x [T, D_PAD] fp16 is in
+    registers: what low_rank_kernel finds. o_d: the channels of x; m_d: those that exist."""
+    o_r = tl.arange(0, WIDTH)[None, :]
+    x_t = tl.trans(x)
+    most = power_above(x.to(tl.float32)) * LONGEST
+    q = tl.where(m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
+    q /= LONGEST
+    for _ in tl.static_range(2):
+        z = times(x_t, times(x, q, 1.0), most)
+        q = orthonormal(z / power_above(z), RANK)
+    z = times(x_t, times(x, q, 1.0), most)
+    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
+    SIZE: tl.constexpr = x.shape[0] ** 0.5
+    q = tl.dot(q, w, input_precision="ieee") * SIZE
+    return times(x, q, power_above(q)), tl.dot(z, w, input_precision="ieee") / SIZE
+
+
+@triton.jit
+def seed_of(seed, i_head, i_side):
+    """Where the power iteration of a side and head starts, of a segment with this seed."""
+    return (seed.to(tl.int64) * STRIDE + i_head) * 2 + i_side
+
+
+@triton.jit
+def uniform(seed, index):
+    """Numbers in [0, 1), the bits of reference/lowrank.seeded_uniform."""
+    x = seed.to(tl.uint32) * 0x9E3779B9 + index.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return (x >> 8).to(tl.float32) * (1.0 / (1 << 24))
+
+
+@triton.jit
+def load_rows(p_x, i, FMT: tl.constexpr):
+    """The tokens of page i: [T, D] fp16."""
+    D: tl.constexpr = FMT.head_dim
+    o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    o_t = i * FMT.tokens + tl.arange(0, FMT.tokens)[:, None]
+    return tl.load(p_x + o_t * D + o_d, mask=o_d < D, other=0.0)
+
+
+@triton.jit
+def loudest(p_x, length, FMT: tl.constexpr):
+    """The largest magnitudes of X by place in a page: [T, D] fp32."""
+    found = tl.abs(load_rows(p_x, 0, FMT))
+    STAGES: tl.constexpr = 3 if found.shape[0] * found.shape[1] <= BUFFERED else 2
+    for i in tl.range(1, length // FMT.tokens, num_stages=STAGES):
+        found = tl.maximum(found, tl.abs(load_rows(p_x, i, FMT)))
+    return found.to(tl.float32)
+
+
+@triton.jit
+def squared_product(p_x, q, most, length, FMT: tl.constexpr):
+    """X^T (X q): [D, 16] fp32. Columns of q are not longer than 1, numbers of X q below `most`."""
+    z = tl.zeros(q.shape, tl.float32)
+    STAGES: tl.constexpr = 3 if FMT.tokens * q.shape[0] <= BUFFERED else 2
+    for i in tl.range(0, length // FMT.tokens, num_stages=STAGES):
+        x = load_rows(p_x, i, FMT)
+        z += times(tl.trans(x), times(x, q, 1.0), most)
+    return z
+
+
+@triton.jit
+def times(x, y, most):
+    """x @ y of fp16 x and fp32 y, whose two terms reach 24 bits below `most`, a power of two."""
+    y = y * (1.0 / most)
+    high = y.to(tl.float16)
+    product = tl.dot(x, high)
+    return tl.dot(x, (y - high.to(tl.float32)).to(tl.float16), product) * most
+
+
+@triton.jit
+def power_above(x):
+    """A power of two that is not below any number of x, nor far above the largest."""
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30))))
+
+
+@triton.jit
+def orthonormal(b, RANK: tl.constexpr):
+    """Columns that span what the columns of b [D, 16] span; a column in the others becomes 0."""
+    o_r = tl.arange(0, WIDTH)[None, :]
+    q = tl.zeros(b.shape, tl.float32)
+    for j in range(RANK):
+        x = tl.sum(tl.where(o_r == j, b, 0.0), 1)
+        size = tl.sum(x * x, 0)
+        for _ in tl.static_range(2):  # the second time takes away what rounding left of the first
+            x -= tl.sum(q * tl.sum(q * x[:, None], 0)[None, :], 1)
+        left = tl.sum(x * x, 0)
+        x *= tl.where(left > size * INDEPENDENT, tl.rsqrt(tl.maximum(left, 1e-30)), 0.0)
+        q = tl.where(o_r == j, x[:, None], q)
+    return q
+
+
+@triton.jit
+def orthonormal_by(gram, RANK: tl.constexpr):
+    """W [16, 16] with W^T gram W = 1, column by column; 0 where a column is in the others."""
+    o_r = tl.arange(0, WIDTH)
+    w = tl.zeros(gram.shape, tl.float32)
+    floor = tl.maximum(tl.max(tl.max(gram, 1), 0) * FAINTEST, 1e-30)
+    for j in range(RANK):
+        x = (o_r == j).to(tl.float32)
+        for _ in tl.static_range(2):
+            image = tl.sum(gram * x[None, :], 1)
+            x -= tl.sum(w * tl.sum(w * image[:, None], 0)[None, :], 1)
+        left = tl.sum(x * tl.sum(gram * x[None, :], 1), 0)
+        x *= tl.where(left > floor, tl.rsqrt(tl.maximum(left, floor)), 0.0)
+        w = tl.where((o_r == j)[None, :], x[:, None], w)
+    return w
+
+
+def encode_low_rank(
+    missing: Tensor, where: Target, segments: Tensor, fmt: PageFormat, cut: Segmentation
+) -> None:
+    """Write A of every page and B of every segment.
+
+    missing: [2, H, n, D] fp16 of K and V; segments: [S, H, segment_bytes] u8
+    """
+    heads, n = missing.shape[1:3]
+    low_rank_kernel[(segments.shape[0], heads, 2)](
+        missing, where.arena, where.pages, segments, n, cut.tokens, where.unit, where.base,
+        cut.seed, fmt, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""How attention is launched on a GPU, in plain numbers: shapes, options, and units of work.
+
+    sequence 0            sequence 1   sequence 2
+    |  u0  |  u1  |  u2  |     u3     |  u4  |  u5  |        a program each; and for every KV head
+
+A unit is some tiles (a page, or a few exact ones) of one sequence, and of one segment where pages
+share segments: so that what a segment shares is absorbed into the query once. Units of a run are
+equally long. The host, which knows all lengths, makes the table of them once for a step; recorded
+steps take tables of other lengths in a buffer as long as `most_units` says. Knows no Triton.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from disagg.kernels.formats import STRIP, TILE_STRIPS, AlignedFormat, ExactFormat, PageFormat, Side
+from disagg.kernels.view import Units, View
+
+NVIDIA = torch.version.hip is None
+NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
+AMD_COLUMNS = 16
+TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
+NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
+AMD_SHARED_BYTES = 64 << 10
+MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
+FLOAT8_CAPABILITY = (8, 9)  # the first NVIDIA chips that convert float8
+
+LoopFormat = ExactFormat | PageFormat
+Ints = NDArray[np.signedinteger]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel needs to know of the queries.
+
+    group:   query heads of a KV head
+    columns: C, queries times heads of one program
+    copies:  how often each column is repeated in the product with K, to fill the tensor core
+    groups:  V groups that lie side by side in the product with V, likewise
+    """
+
+    group: int
+    columns: int
+    copies: int = 1
+    groups: int = 1
+
+    def blocks(self, queries: int) -> int:
+        """Programs that share the queries of a sequence and KV head."""
+        return -(-queries * self.group // self.columns)
+
+
+def shape_of(fmt: LoopFormat | AlignedFormat, queries: int, group: int, columns: int) -> Shape:
+    """The shape for so many queries of each sequence; columns: of the tensor core.
+
+    Where half of them are enough, each query takes two in pages of codes: both are the same for K,
+    so that no thread holds a score twice, and they carry two groups of channels of V.
+    """
+    if not isinstance(fmt, PageFormat):
+        return Shape(group, columns)
+    groups = fmt.head_dim // fmt.v.scale.group if fmt.v.scale.by == "column" else 1
+    pairs = groups % 2 == 0 and fmt.v.fields % groups == 0
+    if pairs and queries * group <= columns // 2:
+        return Shape(group, columns // 2, 2, 2)
+    return Shape(group, columns)
+
+
+def compile_options(fmt: LoopFormat, nvidia: bool) -> dict[str, int | bool]:
+    """What the compiler is told. One warp: the softmax then never crosses warps.
+
+    Left alone, ptxas stops at 168 registers for some kernels and spills (Triton 3.9).
+    """
+    options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
+    if nvidia:
+        options["maxnreg"] = 224 if isinstance(fmt, ExactFormat) else 255
+    return options
+
+
+def pipeline_stages(fmt: LoopFormat, nvidia: bool) -> int:
+    """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
+
+    Tokens kept beside codes are few: most often there is one tile.
+    """
+    if isinstance(fmt, ExactFormat) and fmt.side is not None:
+        return 2
+    return _stages(tile_of(fmt).nbytes, nvidia)
+
+
+def is_supported(fmt: PageFormat) -> bool:
+    """Whether the kernel attends to such pages; the reference does to any."""
+    k, v = fmt.k, fmt.v
+    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
+        return False
+    if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
+        return False
+    if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
+        return False
+    if (k.sparse or v.sparse) and fmt.head_dim & (fmt.head_dim - 1):
+        return False
+    return all(_is_turnable(side, fmt.head_dim) for side in (k, v))
+
+
+def converts_float8(device: torch.device) -> bool:
+    """Whether a device has an instruction for it; an interpreter has none."""
+    if device.type != "cuda" or not NVIDIA:
+        return False
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+
+
+def check_tables(*tables: Tensor | None) -> None:
+    """Refuse what a kernel would misread."""
+    for x in tables:
+        if x is None:
+            continue
+        if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
+            raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the pages of a format are cut into units.
+
+    tokens:   of a tile; counted: its tokens follow from where it is, so a window hides whole tiles
+    programs: that a GPU runs at once for each KV head
+    """
+
+    tokens: int
+    counted: bool
+    programs: int
+
+    def most_units(self, batch: int, tokens: int, segments: int = 0) -> int:
+        """Units that so many sequences of at most so many tokens can have."""
+        tiles = -(-tokens // self.tokens)
+        return batch * max(1, segments) + min(self.programs, batch * tiles // MIN_TILES)
+
+    def units(
+        self, lo: Ints, hi: Ints, owner: Ints | None = None, segments: Ints | None = None
+    ) -> tuple[Ints, Ints]:
+        """The tables of `Units`, int32.
+
+        lo, hi:   [B] - the tokens that any query of each sequence sees
+        owner:    [B, P], segments: [B, S] - as `View` has them
+        """
+        first = lo // self.tokens if self.counted else np.zeros_like(lo)
+        end = np.where(hi > lo, -(-hi // self.tokens), first)
+        batch = np.arange(len(lo))
+        ids = np.zeros_like(batch)
+        if owner is not None and segments is not None:
+            spans = [_runs(owner[b], first[b], end[b]) for b in batch]
+            batch = np.repeat(batch, [len(starts) for starts, _ in spans])
+            first, end = (np.concatenate(x) for x in zip(*spans, strict=True))
+            ids = segments[batch, owner[batch, np.minimum(first, owner.shape[1] - 1)]]
+        tiles = np.maximum(end - first, 0)
+        longest = max(-(-int(tiles.sum()) // self.programs), MIN_TILES)
+        count = -(-tiles // longest)
+        run = np.repeat(np.arange(len(tiles)), count)
+        index = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        size = -(-tiles // np.maximum(count, 1))
+        start = first[run] + index * size[run]
+        stop = np.minimum(start + size[run], end[run])
+        table = np.zeros((max(1, len(run)), 4), dtype=np.int32)
+        table[: len(run)] = np.stack([batch[run], start, stop, ids[run]], 1)
+        starts = np.zeros(len(lo) + 1, dtype=np.int32)
+        starts[1:] = np.cumsum(np.bincount(batch[run], minlength=len(lo)))
+        return table, starts
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one iteration takes of each KV head: tokens and bytes; counted: as above."""
+
+    tokens: int
+    nbytes: int
+    counted: bool = True
+
+
+def tile_of(fmt: LoopFormat | AlignedFormat) -> Tile:
+    """A page, or a few exact ones."""
+    if isinstance(fmt, ExactFormat):
+        return Tile(fmt.tokens * fmt.tile_pages, fmt.block_bytes * fmt.tile_pages, fmt.counted)
+    return Tile(fmt.tokens, fmt.block_bytes)
+
+
+def tiling_of(tile: Tile, heads: int, device: torch.device) -> Tiling:
+    """How a device cuts pages, for so many KV heads; programs are resident 8 times by registers."""
+    buffered = (_stages(tile.nbytes, True) - 1) * tile.nbytes
+    resident = max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
+    return Tiling(tile.tokens, tile.counted, max(1, resident * count_processors(device) // heads))
+
+
+def units_of(q: Tensor, view: View) -> Units:
+    """The units of a view; where nobody planned them the host asks for its lengths."""
+    if view.units is not None:
+        return view.units
+    tables = (view.lo.amin(1), view.hi.amax(1), view.owner, view.segments)
+    host = [None if x is None else x.cpu().numpy().astype(np.int64) for x in tables]
+    lo, hi, owner, segments = host
+    assert lo is not None
+    assert hi is not None
+    tiling = tiling_of(tile_of(view.fmt), view.heads, q.device)
+    found = tiling.units(lo, hi, owner, segments)
+    table, starts = (torch.from_numpy(x).to(q.device) for x in found)
+    return Units(table, starts)
+
+
+def count_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; one in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _runs(owner: Ints, first: int, end: int) -> tuple[Ints, Ints]:
+    """First and end page of the runs of equal owners from page `first` to page `end`."""
+    changes = np.flatnonzero(np.diff(owner[first:end])) + first + 1
+    starts = np.concatenate([[first], changes])
+    return starts, np.concatenate([changes, [end]])
+
+
+def _stages(nbytes: int, nvidia: bool) -> int:
+    shared = NVIDIA_SHARED_BYTES if nvidia else AMD_SHARED_BYTES
+    return 3 if 2 * nbytes + 2048 <= shared else 2
+
+
+def _is_turnable(side: Side, head_dim: int) -> bool:
+    """Whether the rotation of a side, if it has one, stays within tiles; and ranks fit one."""
+    if side.low_rank and (side.rotation or side.low_rank.rank > 16):
+        return False
+    if not side.rotation:
+        return True
+    within = head_dim // (4 if side.rows == head_dim else side.halves)
+    return head_dim & (head_dim - 1) == 0 and within % side.rotation.block == 0
+
+
+def check_tile(fmt: ExactFormat) -> None:
+    """Refuse pages that fill more than a tile."""
+    most = STRIP * TILE_STRIPS
+    if fmt.slots > most:
+        raise ValueError(f"pages of {fmt.slots} slots; at most {most} are known")
+    if fmt.counted and fmt.slots != fmt.strips * STRIP:
+        raise ValueError(f"{fmt.slots} slots without positions; whole strips are wanted")

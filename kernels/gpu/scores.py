@@ -1,0 +1,384 @@
+"""Scores of a page of codes: what a unit of work makes of its queries once, and then of each page.
+
+A unit never leaves a segment, so whatever a segment shares is multiplied into q before its pages:
+its rotation, its scales, its low-rank basis. Then come codes under any scale, low rank, sparse
+slots and the mask. formats.py says what there is.
+"""
+
+import triton
+import triton.language as tl
+
+from disagg.kernels.formats import Side
+from disagg.kernels.gpu.bits import field, float8, float8_weight, weight
+from disagg.kernels.gpu.sparse import sparse_sums
+from disagg.kernels.gpu.tiles import (
+    as_bytes,
+    as_scales,
+    below,
+    first_of,
+    in_halves,
+    load_tile,
+    settle,
+    upper_lower,
+)
+
+
+@triton.jit
+def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.constexpr):
+    """(q, folded, low, sums) and the power of two that scores are multiplied by, [C].
+
+    p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
+    q:       fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
+    folded:  what `fold_scale` gives for scales of the segment, else ()
+    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q, or ()
+    sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
+    """
+    SIDE: tl.constexpr = FMT.k
+    PARTS: tl.constexpr = query_parts(SIDE, p_q.shape[0] * COPIES)
+    H: tl.constexpr = FMT.head_dim // PARTS
+    o_h = tl.arange(0, triton.next_power_of_2(H))[None, :]
+    top = tl.max(tl.zeros([p_q.shape[0], 2], tl.float32), 1) + 1e-30
+    parts = ()
+    for j in tl.static_range(PARTS):
+        b_q = tl.load(p_q[:, None] + j * H + o_h, mask=m_c[:, None] & (o_h < H), other=0.0)
+        b_q = b_q * (scale * 1.4426950408889634)
+        if SIDE.rotation is not None:
+            b_q = rotate_rows(b_q, segment, SIDE)
+        top = tl.maximum(top, tl.max(tl.abs(b_q), 1))
+        parts = parts + (b_q,)
+    unit = tl.exp2(tl.ceil(tl.log2(top)))
+    q = operand(parts, unit, COPIES)
+    folded, low, sums = (), (), ()
+    if SIDE.low_rank is not None:
+        b_low, shrink = project(segment, q, SIDE)
+        low, unit = (b_low,), unit / shrink
+        q = operand(parts, unit, COPIES)
+    if SIDE.scale.shared:
+        folded = fold_scale(segment, 0, q, SIDE)
+    if SIDE.scale.by == "row":
+        for g in tl.static_range(SIDE.columns // SIDE.scale.group):
+            sums = sums + (group_sum(q, g, SIDE),)
+    return (q, folded, low, sums), unit
+
+
+@triton.jit
+def operand(parts, unit, COPIES: tl.constexpr):
+    """fp16 [H, C * COPIES] of each of the parts [C, H] of q, in a unit [C]."""
+    q = ()
+    for j in tl.static_range(len(parts)):
+        q = q + (tl.trans(repeat_rows((parts[j] / unit[:, None]).to(tl.float16), COPIES)),)
+    return q
+
+
+@triton.constexpr_function
+def query_parts(side: Side, columns: int) -> int:
+    """In how many tiles the columns of K are worked on: two where `fold_scale` can use `two_rows`.
+
+    columns: of the product; a tile has at least 16 of those of K
+    """
+    can_use = side.scale.by == "column" and side.rotation is None and side.columns >= 32
+    return 2 if can_use and columns == 8 else side.halves
+
+
+@triton.jit
+def repeat_rows(x, COPIES: tl.constexpr):
+    """[C, H] -> [C * COPIES, H]."""
+    if COPIES == 1:
+        return settle(x)
+    else:
+        x = tl.broadcast_to(x[:, None, :], [x.shape[0], COPIES, x.shape[1]])
+        return tl.reshape(x, [x.shape[0] * COPIES, x.shape[2]])
+
+
+@triton.jit
+def rotate_rows(x, segment, SIDE: tl.constexpr):
+    """Rows x [C, H] times the transpose of the segment's matrix, block by block of channels."""
+    BLOCK: tl.constexpr = SIDE.rotation.block
+    tl.static_assert(x.shape[1] % BLOCK == 0, "a half of the channels is whole blocks")
+    o_b = tl.arange(0, BLOCK)
+    b_m = tl.load(as_scales(segment, SIDE.rotation.matrix) + o_b[None, :] * BLOCK + o_b[:, None])
+    rows = tl.reshape(x, [x.shape[0] * (x.shape[1] // BLOCK), BLOCK])
+    turned = tl.dot(rows, b_m.to(tl.float32), input_precision="ieee")
+    return tl.reshape(turned, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def fold_scale(block, g, q, SIDE: tl.constexpr):
+    """q with the scales of row group g folded in, and what the zeros add to its sums.
+
+    q:       [H, C] fp16 for each of `query_parts`
+    returns: [H, C] fp16 for each of them; bias [R, C] fp32, all rows equal
+    """
+    PARTS: tl.constexpr = len(q)
+    R: tl.constexpr = SIDE.rows // SIDE.fields
+    C: tl.constexpr = q[0].shape[1]
+    H: tl.constexpr = SIDE.columns // PARTS
+    H_PAD: tl.constexpr = q[0].shape[0]
+    o_c = tl.arange(0, PARTS * H_PAD)
+    m_c = o_c % H_PAD < H
+    if H != H_PAD:
+        o_c = o_c // H_PAD * H + o_c % H_PAD
+    first = g * SIDE.columns
+    p_scale = as_scales(block, SIDE.scale.scale) + first + o_c
+    b_scale = in_halves(load_tile(p_scale, m_c, H == H_PAD)[:, None], PARTS)
+    folded = ()
+    if PARTS == 2 and C == 8 and R % 8 == 0:
+        folded = (q[0] * b_scale[0], q[1] * b_scale[1])
+        b_rows = two_rows(block, first, H, H, H_PAD, SIDE)
+        b_bias = upper_lower(tl.dot(b_rows, folded[0]))[0]
+        b_bias += upper_lower(tl.dot(b_rows, folded[1]))[1]
+        b_bias = tl.reshape(tl.broadcast_to(b_bias[None, :, :], [R // 8, 8, C]), [R, C])
+    else:
+        if SIDE.scale.zero is None:
+            b_zero = tl.full([PARTS * H_PAD, 1], SIDE.scale.center, tl.float16)
+        else:
+            p_zero = as_scales(block, SIDE.scale.zero) + first + o_c
+            b_zero = load_tile(p_zero, m_c, H == H_PAD)[:, None]
+        b_bias = tl.zeros([R, C], tl.float32)
+        for j in tl.static_range(PARTS):
+            b_rows = tl.broadcast_to(tl.trans(in_halves(b_zero, PARTS)[j]), [R, H_PAD])
+            b_q = q[j] * b_scale[j]
+            b_bias = tl.dot(b_rows, b_q, b_bias)
+            folded = folded + (b_q,)
+    return folded, b_bias
+
+
+@triton.jit
+def two_rows(block, first, apart, H: tl.constexpr, H_PAD: tl.constexpr, SIDE: tl.constexpr):
+    """A tensor-core operand of zeros [16, H_PAD] fp16: 8 equal rows, and 8 others that are equal.
+
+    H zeros from `first` on, and as many from `apart` behind it. Were all 16 rows equal, two moves
+    would be due for each of its registers. So two products share the operand: of one the upper
+    rows are wanted, of the other the lower, and what else comes of them is dropped.
+    """
+    if SIDE.scale.zero is None:
+        return tl.full([16, H_PAD], SIDE.scale.center, tl.float16)
+    else:
+        o_h, o_kind = tl.arange(0, H_PAD)[None, None, :], tl.arange(0, 2)[:, None, None]
+        p_zero = as_scales(block, SIDE.scale.zero) + first + o_kind * apart + o_h
+        b_zero = load_tile(p_zero, o_h < H, H == H_PAD)
+        return tl.reshape(tl.broadcast_to(b_zero, [2, 8, H_PAD]), [16, H_PAD])
+
+
+@triton.jit
+def project(segment, q, SIDE: tl.constexpr):
+    """B^T q as fp16 [16, C], and what it and q are multiplied by so that it fits.
+
+    That is 1 unless B has numbers above 256, and never below 2**-8, which leaves q exact enough.
+    """
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    H: tl.constexpr = SIDE.columns // len(q)
+    o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[0])[None, :]
+    b_low = tl.zeros([16, q[0].shape[1]], tl.float32)
+    for j in tl.static_range(len(q)):
+        p_b = as_scales(segment, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
+        b_b = tl.load(p_b, mask=(o_r < RANK) & (o_h < H), other=0.0)
+        b_low = tl.dot(b_b, q[j], b_low)
+    top = tl.max(tl.max(tl.abs(b_low), 1), 0) + 1e-30
+    shrink = tl.exp2(tl.minimum(15.0 - tl.ceil(tl.log2(top)), 0.0))
+    return settle((b_low * shrink).to(tl.float16)), shrink
+
+
+@triton.jit
+def in_group(x, j, g, SIDE: tl.constexpr):
+    """Half j of q with 0 for all columns outside group g of row scales."""
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    o_h = tl.arange(0, x.shape[0])[:, None]
+    return tl.where((j * H + o_h) // SIDE.scale.group == g, x, 0.0)
+
+
+@triton.jit
+def group_sum(q, g, SIDE: tl.constexpr):
+    """The sum of q over the columns of group g of row scales: [C] fp32."""
+    HALVES: tl.constexpr = SIDE.halves
+    total = tl.sum(in_group(q[0], 0, g, SIDE).to(tl.float32), 0)
+    for j in tl.static_range(1, HALVES):
+        total += tl.sum(in_group(q[j], j, g, SIDE).to(tl.float32), 0)
+    return total
+
+
+@triton.jit
+def load_codes(block, j, PARTS: tl.constexpr, SIDE: tl.constexpr):
+    """Part j of the code words of a side: int16 [rows/fields, columns/halves/PARTS].
+
+    Of floats the bytes.
+    """
+    R: tl.constexpr = SIDE.rows // SIDE.fields
+    S: tl.constexpr = SIDE.columns // SIDE.halves
+    H: tl.constexpr = S // PARTS
+    R_PAD: tl.constexpr = triton.next_power_of_2(R)
+    H_PAD: tl.constexpr = triton.next_power_of_2(H)
+    o_r, o_h = tl.arange(0, R_PAD)[:, None], tl.arange(0, H_PAD)[None, :]
+    WHOLE: tl.constexpr = R == R_PAD and H == H_PAD
+    mask = (o_r < R) & (o_h < H)
+    if SIDE.floating:
+        p = (block + SIDE.codes // 2).to(tl.pointer_type(tl.int8), bitcast=True)
+        return load_tile(p + o_r * S + j * H + o_h, mask, WHOLE)
+    else:
+        return load_tile(block + SIDE.codes // 2 + o_r * S + j * H + o_h, mask, WHOLE)
+
+
+@triton.jit
+def codes_of(words, f: tl.constexpr, j: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """The codes of one field and half as fp16, times 1 / weight_of."""
+    if SIDE.floating:
+        return float8(words, SPELLING)
+    else:
+        return field(words, f, j, SIDE.bits, SPELLING)
+
+
+@triton.jit
+def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """What sums over codes_of a field are multiplied by to be sums over codes."""
+    if SIDE.floating:
+        return float8_weight(SPELLING)
+    else:
+        return weight(f, SIDE.bits, SPELLING)
+
+
+@triton.jit
+def stack(s, FIELDS: tl.constexpr):
+    """The fields of a tile, one below the other."""
+    if FIELDS == 4:
+        return below(below(s[0], s[1]), below(s[2], s[3]))
+    elif FIELDS == 2:
+        return below(s[0], s[1])
+    else:
+        return s[0]
+
+
+@triton.jit
+def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
+    """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
+
+    block:  int16 pointer to the page's block
+    query:  as `prepare_query` gives it; own: as `sparse_rows` does
+    """
+    q, folded, low, sums = query
+    SIDE: tl.constexpr = FMT.k
+    b_words = load_codes(block, 0, len(q) // SIDE.halves, SIDE)
+    if SIDE.scale.by == "column":
+        s = column_scores(block, b_words, q, folded, low, COPIES, SIDE, SPELLING)
+    else:
+        s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
+        if SIDE.low_rank is not None:
+            s += first_of(tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]), COPIES)
+    o_t = tl.arange(0, FMT.tokens)
+    if SIDE.sparse is not None:
+        if COPIES == 1:
+            s = sparse_sums(block, q, (s,), own[0], own[2], 1, 1, SIDE, SPELLING)[0]
+        else:
+            b_parts = sparse_sums(block, q, (), own[0], own[2], COPIES, COPIES, SIDE, SPELLING)
+            s += stack(b_parts, COPIES)
+    if FMT.valid is not None:
+        b_bits = tl.load(as_bytes(block, FMT.valid) + o_t // 8).to(tl.int32)
+        s = tl.where(((b_bits >> (o_t % 8)) & 1)[:, None] != 0, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def column_scores(
+    block, words, q, folded, low,
+    COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr,
+):  # fmt: skip
+    """Codes with scales by column: these are in q already, or go into it here. And low rank.
+
+    Low rank is added by a product that continues from s. That costs nothing more, and because it
+    comes last, p reaches the tensor core as the codes of V do: behind a `join` the compiler would
+    take four items of a row at a time, which fits neither ldmatrix nor the zeros (Triton 3.9).
+    """
+    PARTS: tl.constexpr = len(q)
+    HALVES: tl.constexpr = SIDE.halves
+    FIELDS: tl.constexpr = SIDE.fields
+    GROUPS: tl.constexpr = SIDE.rows // SIDE.scale.group
+    tl.static_assert(SIDE.fields % GROUPS == 0, "a group of rows is whole fields")
+    parts = (words,)
+    if HALVES < PARTS:
+        parts = (words, load_codes(block, 1, PARTS, SIDE))
+    groups = ()
+    for g in tl.static_range(GROUPS):
+        if SIDE.scale.shared:
+            groups = groups + (folded,)
+        else:
+            groups = groups + (fold_scale(block, g, q, SIDE),)
+    s = ()
+    for f in tl.static_range(FIELDS):
+        b_q, b_bias = groups[f * GROUPS // SIDE.fields]
+        b_s = tl.zeros(b_bias.shape, tl.float32)
+        for j in tl.static_range(PARTS):
+            b_codes = codes_of(parts[j % len(parts)], f, j % HALVES, SIDE, SPELLING)
+            b_s = tl.dot(b_codes, b_q[j], b_s)
+        b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
+        s = s + (b_s if SIDE.low_rank is not None else first_of(b_s, COPIES),)
+    s = stack(s, SIDE.fields)
+    if SIDE.low_rank is not None:
+        s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
+    return s
+
+
+@triton.jit
+def row_scores(
+    block, words, q, sums, COPIES: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr
+):
+    """Codes with scales by row, or one for all: the sum over each group of columns is scaled."""
+    HALVES: tl.constexpr = SIDE.halves
+    FIELDS: tl.constexpr = SIDE.fields
+    R: tl.constexpr = words.shape[0]
+    H: tl.constexpr = SIDE.columns // SIDE.halves
+    GROUPS: tl.constexpr = SIDE.columns // SIDE.scale.group if SIDE.scale.by == "row" else 1
+    o_r = tl.arange(0, SIDE.rows)
+    ROWS: tl.constexpr = SIDE.rows
+    s = tl.zeros([ROWS, q[0].shape[1] // COPIES], tl.float32)
+    for g in tl.static_range(GROUPS):
+        fields = ()
+        for f in tl.static_range(FIELDS):
+            b_s = tl.zeros([R, q[0].shape[1]], tl.float32)
+            for j in tl.static_range(HALVES):
+                if GROUPS == 1:
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), q[j], b_s)
+                elif j * H < (g + 1) * SIDE.scale.group and g * SIDE.scale.group < (j + 1) * H:
+                    b_q = in_group(q[j], j, g, SIDE)
+                    b_s = tl.dot(codes_of(words, f, j, SIDE, SPELLING), b_q, b_s)
+            fields = fields + (first_of(b_s, COPIES) * weight_of(f, SIDE, SPELLING),)
+        b_s = stack(fields, SIDE.fields)
+        if SIDE.scale.by == "block":
+            p_scale = (block + SIDE.scale.scale // 2).to(tl.pointer_type(tl.float32), bitcast=True)
+            s += b_s * tl.load(p_scale)
+        else:
+            b_sum = first_of(sums[g][None, :], COPIES)
+            o_group = g * SIDE.rows + o_r
+            b_scale = tl.load(as_scales(block, SIDE.scale.scale) + o_group).to(tl.float32)
+            if SIDE.scale.zero is None:
+                b_s += b_sum * SIDE.scale.center
+            else:
+                b_zero = tl.load(as_scales(block, SIDE.scale.zero) + o_group).to(tl.float32)
+                b_s += b_zero[:, None] * b_sum
+            s += b_s * b_scale[:, None]
+    return s
+
+
+@triton.jit
+def load_factor(block, o_t, o_r, SIDE: tl.constexpr):
+    """A of a page: fp16 at tokens o_t and ranks o_r.
+
+    Beyond the rank there is 0 or, where that needs no mask, A again: what it meets there is 0, or
+    what comes of it is dropped.
+    """
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    p_a = as_scales(block, SIDE.low_rank.a) + o_t * RANK
+    if 16 % RANK == 0:
+        return tl.load(p_a + o_r % RANK)
+    else:
+        return tl.load(p_a + o_r, mask=o_r < RANK, other=0.0)
+
+
+@triton.jit
+def repeat_factor(block, SIDE: tl.constexpr, T: tl.constexpr):
+    """A of a page: fp16 [T, 16], as `load_factor` has it but loaded once."""
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    if 16 % RANK == 0:
+        b_a = tl.load(as_scales(block, SIDE.low_rank.a) + tl.arange(0, T * RANK))
+        b_a = tl.broadcast_to(tl.reshape(b_a, [T, 1, RANK]), [T, 16 // RANK, RANK])
+        return tl.reshape(b_a, [T, 16])
+    else:
+        return load_factor(block, tl.arange(0, T)[:, None], tl.arange(0, 16)[None, :], SIDE)

@@ -1,0 +1,232 @@
+"""Sealing pages, in plain torch: the spec of the encode kernels, and what a CPU can always do.
+
+For each side, in this order, what its format has of
+
+    rotate      x -> T_L with T_L T_S = x                       T_S of the segment, new or frozen
+    set aside   the outliers of each column -> sparse slots     their mean takes their place
+    quantise    -> codes, scales, zeros                         of the page or of the segment
+    low rank    what is still missing -> A B^T
+
+all in fp32, every number rounded as it is stored before the next step uses it.
+"""
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.formats import ExactFormat, LowRank, PageFormat, Rotation, Side
+from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
+from disagg.kernels.reference.pages import (
+    DenseBlocks,
+    append_raw,
+    codes_plane,
+    gather_raw,
+    pack_words,
+    store_blocks,
+)
+from disagg.kernels.reference.quantize import (
+    LARGEST,
+    choose_outliers,
+    expand,
+    finite,
+    quantize_side,
+    to_float8,
+    to_fp16,
+    with_group_means,
+    with_means,
+)
+from disagg.kernels.sealing import (
+    HEAD_STRIDE,
+    NewRows,
+    SealFormat,
+    Sealing,
+    Segmentation,
+    Target,
+)
+
+# elements of K encoded at once: their floats stay in a core's second-level cache
+CHUNK_ELEMENTS = 1 << 17
+
+
+def encode(
+    k: Tensor, v: Tensor, fmt: PageFormat, cut: Segmentation, absent: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Seal the pages of consecutive segments, of one layer.
+
+    k, v:    [H, n, D] of any float dtype - n is a multiple of fmt.tokens; NaN becomes 0, what fp16
+             cannot hold saturates
+    absent:  [H, n] bool - tokens that the mask of their page leaves out; the mean of their group of
+             K's scales takes their place, in K and in V. None: all are there
+    returns: blocks [n / tokens, H, block_bytes] u8, segments [S, H, segment_bytes] u8 if any
+    """
+    if absent is not None:
+        k, v = (with_group_means(finite(x), absent, fmt.k.scale.group) for x in (k, v))
+    heads, n, _ = k.shape
+    shape = (n // fmt.tokens, heads, fmt.block_bytes)
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+    segments = None
+    if fmt.segment_bytes:
+        shape = (cut.count(n), heads, fmt.segment_bytes)
+        segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
+        if cut.frozen is not None:
+            segments.copy_(cut.frozen)
+        pages = cut.tokens // fmt.tokens
+        for i, seed in enumerate(cut.seeds(n) if n else ()):
+            part = slice(i * cut.tokens, (i + 1) * cut.tokens)
+            some = blocks[i * pages : (i + 1) * pages]
+            _encode_segment(k[:, part], v[:, part], fmt, some, segments[i], seed, cut.frozen)
+    else:
+        step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
+        for start in range(0, blocks.shape[0], step):
+            part = slice(start * fmt.tokens, (start + step) * fmt.tokens)
+            for x, side in ((k, fmt.k), (v, fmt.v)):
+                _encode(x[:, part], side, fmt, DenseBlocks(blocks[start : start + step]))
+    if fmt.valid is not None:
+        mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
+        mask.fill_(255)
+        if absent is not None:
+            mask.squeeze(-2).copy_(pack_mask(absent, fmt.tokens))
+    return blocks, segments
+
+
+def pack_mask(absent: Tensor, tokens: int) -> Tensor:
+    """Bits of the tokens of pages that are there, low bit first.
+
+    absent: [H, n] bool; returns [n / tokens, H, tokens / 8] u8
+    """
+    bits = (~absent).unflatten(1, (-1, tokens // 8, 8)).transpose(0, 1)
+    weights = 1 << torch.arange(8, device=absent.device)
+    return (bits * weights).sum(-1).to(torch.uint8)
+
+
+def append(
+    arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
+) -> None:
+    """Write one token per row into raw pages, then the pages that they complete.
+
+    k, v:    [N, H, D] of the raw dtype
+    sealing: which rows complete a page, as sealing.py draws it; None: no row does
+    """
+    written = rows.pages >= 0
+    there = slice(None) if bool(written.all()) else written
+    at = rows.pages[there], rows.slots[there], rows.fmt, rows.base
+    append_raw(arena, k[there], v[there], *at)
+    if sealing is None:
+        return
+    tables, heads = sealing.rows, k.shape[1]
+    for row, page in enumerate(tables.pages.tolist()):
+        if page < 0:
+            continue
+        one = slice(row, row + 1)
+        tail = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
+        seed = sealing.seed + int(tables.stretches[row])
+        block, segment = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed)
+        store_blocks(Target(arena, tables.pages[one], sealing.base), block)
+        if segment is not None:
+            store_blocks(Target(arena, tables.segments[one], sealing.segment_base), segment)
+
+
+def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+    """One page by itself: block [1, H, block_bytes] u8, and its segment where it has one.
+
+    k, v: [H, T, D] - exact
+    """
+    if not isinstance(fmt, ExactFormat):
+        return encode(k, v, fmt, Segmentation(fmt.tokens, seed))
+    assert fmt.k < fmt.v
+    both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
+    return both.flatten(1).view(torch.uint8).unsqueeze(0), None
+
+
+def _encode_segment(
+    k: Tensor,
+    v: Tensor,
+    fmt: PageFormat,
+    blocks: Tensor,
+    segment: Tensor,
+    seed: int,
+    frozen: Tensor | None,
+) -> None:
+    """The pages of one segment, head by head, and the segment [H, segment_bytes] u8."""
+    for head in range(k.shape[0]):
+        one = slice(head, head + 1)
+        pages, shared = DenseBlocks(blocks[:, one]), DenseBlocks(segment[one])
+        for odd, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
+            start = 2 * (seed * HEAD_STRIDE + head) + odd
+            _encode(x[one], side, fmt, pages, shared, start, frozen is None)
+
+
+def _encode(
+    x: Tensor,
+    side: Side,
+    fmt: PageFormat,
+    pages: DenseBlocks,
+    shared: DenseBlocks | None = None,
+    seed: int = 0,
+    fresh: bool = True,
+) -> None:
+    """Write one side of x [H, n, D] into its pages and its segment."""
+    x = finite(x)
+    if side.rotation and shared is not None:
+        x = _rotate(x, side.rotation, shared, fresh)
+    values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
+    if side is fmt.v:
+        values = values.transpose(2, 3)
+    missing = _encode_codes(values, side, pages, shared)
+    if side.low_rank and shared is not None and missing is not None:
+        if side is fmt.v:
+            missing = missing.transpose(2, 3)
+        tokens = missing.transpose(0, 1).flatten(1, 2)
+        _encode_low_rank(tokens, side.low_rank, fmt, pages, shared, seed)
+
+
+def _encode_codes(
+    x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks | None
+) -> Tensor | None:
+    """Write codes, scales and slots of x [P, H, rows, columns]; what they miss of x, if needed."""
+    if side.floating:
+        codes, scales = to_float8(x)
+        codes_plane(pages, side).copy_(codes)
+        pages.plane(torch.float32, side.scale.scale, (1, 1)).copy_(scales)
+        return None
+    index = choose_outliers(x, side.sparse) if side.sparse else None
+    codes, scales, zeros = quantize_side(x if index is None else with_means(x, index), side)
+    codes_plane(pages, side).copy_(pack_words(codes, side.bits))
+    there = shared if side.scale.shared and shared is not None else pages
+    there.plane(torch.float16, side.scale.scale, side.scale_shape).copy_(scales)
+    if side.scale.zero is not None:
+        there.plane(torch.float16, side.scale.zero, side.scale_shape).copy_(zeros)
+    if side.sparse is None and side.low_rank is None:
+        return None
+    seen = (codes + expand(zeros, side)).mul_(expand(scales, side))
+    missing = x - seen
+    if side.sparse and index is not None:
+        shape = (side.columns, side.sparse.slots)
+        by_column = missing.transpose(2, 3)
+        pages.plane(torch.uint8, side.sparse.index, shape).copy_(index)
+        delta = by_column.gather(3, index).clamp_(-LARGEST, LARGEST)
+        pages.plane(torch.float16, side.sparse.delta, shape).copy_(delta)
+        by_column.scatter_(3, index, 0.0)
+    return missing
+
+
+def _encode_low_rank(
+    missing: Tensor,
+    factors: LowRank,
+    fmt: PageFormat,
+    pages: DenseBlocks,
+    shared: DenseBlocks,
+    seed: int,
+) -> None:
+    """Write A and B of what is missing [1, n, D]."""
+    a, b = low_rank(missing, factors.rank, torch.tensor([seed], device=missing.device))
+    by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
+    pages.plane(torch.float16, factors.a, (fmt.tokens, factors.rank)).copy_(by_page)
+    shared.plane(torch.float16, factors.b, (fmt.head_dim, factors.rank)).copy_(b)
+
+
+def _rotate(x: Tensor, turn: Rotation, shared: DenseBlocks, fresh: bool) -> Tensor:
+    """T_L of x [1, n, D], by the segment's T_S."""
+    matrix = shared.plane(torch.float16, turn.matrix, (turn.block, turn.block))
+    if fresh:
+        matrix.copy_(rotation(x, turn.block))
+    return unrotate(x, matrix)

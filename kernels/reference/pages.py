@@ -1,0 +1,187 @@
+"""Pages in plain torch: code words, planes of blocks, and blocks at their addresses in the arena.
+
+A plane is read through `ArenaBlocks`, from pages at their addresses, or `DenseBlocks`, from bytes
+in order. Nothing here computes; attention is in codes.py and exact.py, sealing in encode.py.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side
+from disagg.kernels.sealing import Target
+
+
+class Blocks(Protocol):
+    """Blocks of equal layout, of pages, segments or side records."""
+
+    def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        """One plane of every block: [..., *shape] of dtype."""
+
+
+@dataclass(frozen=True)
+class ArenaBlocks:
+    """The blocks of one layer of records `ids` [B, P] in an arena; planes are [B, H, P, ...]."""
+
+    arena: Tensor
+    ids: Tensor
+    base: int
+    heads: int
+    block_bytes: int
+
+    def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        found = plane_view(self, dtype, offset, shape).index_select(0, self.ids.flatten())
+        return found.unflatten(0, self.ids.shape).transpose(1, 2)
+
+    def some(self, columns: slice) -> "ArenaBlocks":
+        """The blocks of some of the record columns."""
+        return ArenaBlocks(
+            self.arena, self.ids[:, columns], self.base, self.heads, self.block_bytes
+        )
+
+
+@dataclass(frozen=True)
+class DenseBlocks:
+    """Blocks [..., block_bytes] u8 in order; planes are views and can be written to."""
+
+    blocks: Tensor
+
+    def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        return self.blocks[..., offset : offset + nbytes].view(dtype).unflatten(-1, shape)
+
+
+def plane_view(
+    blocks: ArenaBlocks, dtype: torch.dtype, offset: int, shape: tuple[int, int]
+) -> Tensor:
+    """One plane of whatever pages could be: [page ids, heads, *shape], a view of the arena."""
+    size, stride = dtype.itemsize, blocks.block_bytes
+    offset += blocks.base
+    last = offset + (blocks.heads - 1) * stride + shape[0] * shape[1] * size
+    count = (blocks.arena.numel() - last) // ARENA_UNIT + 1
+    return blocks.arena.view(dtype).as_strided(
+        (count, blocks.heads, *shape),
+        (ARENA_UNIT // size, stride // size, shape[1], 1),
+        offset // size,
+    )
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., rows, columns] of whole numbers -> int16 words, as `Side` draws them."""
+    fields, halves = _split(bits)
+    by_field = codes.unflatten(-2, (fields, -1))
+    words = by_field[..., 0, :, :].clone()
+    for field in range(1, fields):
+        words.add_(by_field[..., field, :, :], alpha=float(1 << (field * bits)))
+    by_half = words.unflatten(-1, (halves, -1))
+    words = by_half[..., 0, :]
+    for half in range(1, halves):
+        words.add_(by_half[..., half, :], alpha=float(1 << (8 * half)))
+    return words.int().short()  # at most 65535, which wraps to the int16 of the same bits
+
+
+def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The codes of words [..., rows/fields, columns/halves]: [..., rows, columns] of dtype."""
+    fields, halves = _split(bits)
+    rows, columns = words.shape[-2:]
+    shape = (*words.shape[:-2], fields, rows, halves, columns)
+    codes = torch.empty(shape, dtype=dtype, device=words.device)
+    shifted = torch.empty_like(words)
+    for field in range(fields):
+        for half in range(halves):
+            torch.bitwise_right_shift(words, field * bits + 8 * half, out=shifted)
+            codes[..., field, :, half, :] = shifted.bitwise_and_((1 << bits) - 1)
+    return codes.flatten(-2).flatten(-3, -2)
+
+
+def _split(bits: int) -> tuple[int, int]:
+    fields = min(4, 16 // bits)
+    return fields, 16 // (fields * bits)
+
+
+def codes_plane(blocks: Blocks, side: Side) -> Tensor:
+    """The stored codes of a side: int16 words, or floats."""
+    if side.floating:
+        return blocks.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
+    shape = side.rows // side.fields, side.columns // side.halves
+    return blocks.plane(torch.int16, side.codes, shape)
+
+
+def read_codes(blocks: Blocks, side: Side, dtype: torch.dtype) -> Tensor:
+    """[..., rows, columns] of dtype."""
+    stored = codes_plane(blocks, side)
+    return stored.to(dtype) if side.floating else unpack_words(stored, side.bits, dtype)
+
+
+def read_scales(blocks: Blocks, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [..., *side.scale_shape] of dtype; `blocks` of the segment if shared."""
+    stored = torch.float32 if side.scale.by == "block" else torch.float16
+    scales = blocks.plane(stored, side.scale.scale, side.scale_shape).to(dtype)
+    if side.scale.zero is None:
+        return scales, scales.new_tensor(float(side.scale.center)).expand_as(scales)
+    return scales, blocks.plane(stored, side.scale.zero, side.scale_shape).to(dtype)
+
+
+def read_factor(blocks: Blocks, offset: int, length: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """A or B of a low-rank product: [..., length, rank] of dtype."""
+    return blocks.plane(torch.float16, offset, (length, rank)).to(dtype)
+
+
+def read_sparse(blocks: Blocks, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows (int64) and deltas (dtype) of the sparse slots: both [..., columns, slots]."""
+    assert side.sparse is not None
+    shape = (side.columns, side.sparse.slots)
+    index = blocks.plane(torch.uint8, side.sparse.index, shape).long()
+    return index, blocks.plane(torch.float16, side.sparse.delta, shape).to(dtype)
+
+
+def read_valid(blocks: Blocks, offset: int, tokens: int) -> Tensor:
+    """Which tokens are there: [..., tokens] bool."""
+    packed = blocks.plane(torch.uint8, offset, (tokens // 8, 1))
+    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed >> bits) & 1).bool().flatten(-2)
+
+
+def append_raw(
+    arena: Tensor, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, fmt: ExactFormat, base: int
+) -> None:
+    """Write one token per row into raw pages.
+
+    k, v:  [N, H, D] of the raw dtype
+    pages: [N] i32 - page id; slots: [N] i32 - which of its tokens
+    """
+    blocks = ArenaBlocks(arena, pages, base, k.shape[1], fmt.block_bytes)
+    for offset, x in ((fmt.k, k), (fmt.v, v)):
+        plane = plane_view(blocks, x.dtype, offset, (fmt.slots, fmt.head_dim))
+        plane[pages.long(), :, slots.long()] = x
+
+
+def gather_raw(
+    arena: Tensor, pages: Tensor, fmt: ExactFormat, base: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of pages [B, P] i32 in order: k, v [B, heads, P * slots, D] of the raw dtype."""
+    blocks = ArenaBlocks(arena, pages, base, heads, fmt.block_bytes)
+    dtype, shape = getattr(torch, fmt.dtype), (fmt.slots, fmt.head_dim)
+    k, v = (blocks.plane(dtype, offset, shape).flatten(2, 3) for offset in (fmt.k, fmt.v))
+    return k, v
+
+
+def store_blocks(target: Target, blocks: Tensor) -> None:
+    """Copy blocks [P, H, block_bytes] u8 to where they belong."""
+    if blocks.numel():
+        records = _records(target.arena, target.base, blocks[0].numel())
+        records.index_copy_(0, target.pages.long(), blocks.flatten(1))
+
+
+def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
+    """The blocks of pages [P] i32: [P, heads, block_bytes] u8."""
+    found = _records(arena, base, heads * block_bytes).index_select(0, pages)
+    return found.view(-1, heads, block_bytes)
+
+
+def _records(arena: Tensor, base: int, size: int) -> Tensor:
+    """`size` bytes at `base` of every page: [page ids, size], a view of the arena."""
+    count = (arena.numel() - base - size) // ARENA_UNIT + 1
+    return arena.as_strided((count, size), (ARENA_UNIT, 1), base)

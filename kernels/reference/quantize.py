@@ -1,0 +1,149 @@
+"""The quantisers, in plain torch.
+
+Per group of K (tokens of one channel) or V (channels of one token), x in fp32, saturated to fp16:
+
+    asymmetric   scale = fp16(max((max - min) / (2**bits - 1), max|x| / 1024, 2**-24))
+                 zero  = fp16(min / scale)                 in code units; |zero| <= about 1024
+                 code  = clamp(round(x / scale - zero), 0, 2**bits - 1)   from the rounded ones
+    symmetric    scale = fp16(max|x| / (2**(bits-1) - 1)), code = round(x / scale) + 2**(bits-1)
+    float8       scale = max|x| / 448, code = e4m3(x / scale), saturated
+
+The second term makes a constant group exact in fp16 and keeps the zero in range; the third keeps
+the scale from vanishing. Rounding is to nearest, ties to even. x' = scale * (code + zero).
+"""
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.formats import Side, Sparse
+
+LARGEST = 65504.0  # of fp16
+ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
+SMALLEST_SCALE = 2.0**-24  # the least positive fp16
+LARGEST_FLOAT8 = 448.0
+SMALLEST_FLOAT8_SCALE = 2.0**-100
+
+
+def finite(x: Tensor) -> Tensor:
+    """x in fp32; NaN becomes 0, what fp16 cannot hold saturates."""
+    x = x.float()
+    if not bool((x.abs().amax() <= LARGEST).all()):  # also where one is NaN
+        x = torch.nan_to_num(x, nan=0.0).clamp(-LARGEST, LARGEST)
+    return x
+
+
+def to_fp16(x: Tensor) -> Tensor:
+    """x as fp16, saturated at +-65504; NaN becomes 0."""
+    return torch.nan_to_num(x.float(), nan=0.0).clamp(-LARGEST, LARGEST).half()
+
+
+def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of groups of rows.
+
+    x:       [..., rows, columns] fp32, finite
+    returns: codes [..., rows, columns] fp32, scales and zeros [..., rows/group, columns] fp16
+    """
+    levels = (1 << bits) - 1
+    groups = x.unflatten(-2, (-1, group))
+    low, high = groups.amin(-2), groups.amax(-2)  # ten times as fast as aminmax
+    largest = torch.maximum(low.abs(), high.abs())
+    scale = torch.maximum((high - low) / levels, largest / ZERO_LIMIT)
+    scale = scale.clamp_min_(SMALLEST_SCALE).half()
+    steps = scale.float()
+    zero = (low / steps).half()
+    inverse = steps.reciprocal_().unsqueeze(-2)
+    codes = torch.addcmul(-zero.float().unsqueeze(-2), groups, inverse)
+    return codes.round_().clamp_(0, levels).flatten(-3, -2), scale, zero
+
+
+def quantize_side(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of x [P, H, rows, columns] fp32 as a side stores them.
+
+    returns: codes [P, H, rows, columns] fp32; scales and zeros fp16 [P, H, *side.scale_shape], or
+             [H, 1, columns] where the segment holds them
+    """
+    if side.scale.shared:
+        return _quantize_shared(x, side.bits)
+    if side.scale.zero is None:
+        return _quantize_symmetric(x, side)
+    if side.scale.by == "column":
+        return quantize(x, side.scale.group, side.bits)
+    codes, scales, zeros = quantize(x.transpose(-1, -2), side.scale.group, side.bits)
+    return codes.transpose(-1, -2), scales, zeros
+
+
+def expand(x: Tensor, side: Side) -> Tensor:
+    """Scales or zeros as `quantize_side` returns them, one for each number, in fp32."""
+    x = x.float()
+    if side.scale.by == "row":
+        return x.transpose(-1, -2).repeat_interleave(side.scale.group, -1)
+    group = side.rows if side.scale.shared else side.scale.group
+    return x.repeat_interleave(group, -2)
+
+
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of x [..., rows, columns] fp32, and their scale [..., 1, 1] fp32."""
+    scale = x.abs().amax((-1, -2), keepdim=True) / LARGEST_FLOAT8
+    scale = scale.clamp_min(SMALLEST_FLOAT8_SCALE)
+    return float8_codes(x, scale), scale
+
+
+def float8_codes(x: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 of x / scale, saturated at +-448."""
+    return (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+
+
+def choose_outliers(x: Tensor, sparse: Sparse) -> Tensor:
+    """Rows of the outliers of each column: x [..., rows, columns] -> [..., columns, slots] i64.
+
+    All rows of a column differ. Of equals the choice is torch's.
+    """
+    by_column = x.transpose(-1, -2)
+    if not sparse.ends:
+        mean = by_column.mean(-1, keepdim=True)
+        return _largest((by_column - mean).abs(), sparse.slots)
+    largest = _largest(by_column, sparse.slots // 2)
+    others = (-by_column).scatter_(-1, largest, -torch.inf)
+    return torch.cat([largest, _largest(others, sparse.slots // 2)], -1)
+
+
+def with_means(x: Tensor, index: Tensor) -> Tensor:
+    """x with the mean of each column in the place of its outliers, so that they widen no range."""
+    by_column = x.transpose(-1, -2)
+    mean = by_column.mean(-1, keepdim=True).expand(index.shape)
+    return by_column.scatter(-1, index, mean).transpose(-1, -2)
+
+
+def with_group_means(x: Tensor, absent: Tensor, group: int) -> Tensor:
+    """x [H, n, D] fp32 with the mean of the others of its group in the place of absent tokens."""
+    groups = x.unflatten(1, (-1, group))
+    there = (~absent).unflatten(1, (-1, group)).unsqueeze(-1)
+    mean = (groups * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)
+    return torch.where(there, groups, mean).flatten(1, 2)
+
+
+def _quantize_shared(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One group for each head and column, over all pages."""
+    pages, _, rows, columns = x.shape
+    tall = x.transpose(0, 1).reshape(-1, pages * rows, columns)
+    codes, scales, zeros = quantize(tall, pages * rows, bits)
+    return codes.unflatten(1, (pages, rows)).transpose(0, 1), scales, zeros
+
+
+def _quantize_symmetric(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+    """By row: groups of columns; by column: groups of rows."""
+    lying = side.scale.by == "row"
+    groups = (x.transpose(-1, -2) if lying else x).unflatten(-2, (-1, side.scale.group))
+    limit = (1 << (side.bits - 1)) - 1
+    scales = (groups.abs().amax(-2) / limit).clamp_min_(SMALLEST_SCALE).half()
+    inverse = scales.float().reciprocal_().unsqueeze(-2)
+    codes = (groups * inverse).round_().clamp_(-limit, limit).add_(limit + 1).flatten(-3, -2)
+    zeros = torch.full_like(scales, float(side.scale.center))
+    return codes.transpose(-1, -2) if lying else codes, scales, zeros
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest along the last axis; a single one is found without sorting."""
+    if count == 1:
+        return x.max(-1, keepdim=True).indices
+    return x.topk(count, -1).indices

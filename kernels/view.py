@@ -1,0 +1,61 @@
+"""A view: the pages of one layout as queries see them in one layer; what every attention reads.
+
+    pages                view ── partial result ──┐
+    kept exact           view ── partial result ──┼── merge ── o [B, M, Hq, D]
+    tail                 view ── partial result ──┘
+
+A codec says which views its sequences have, over disjoint tokens; `ops.attend` makes one answer of
+all of them. What happens between is the business of whoever computes: the reference makes one
+(o, log-sum-exp) of each view, the C library answers all in one call, a GPU cuts them into units.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from disagg.kernels.formats import Format
+
+Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] and lse [B, M, Hq], the natural log
+
+
+@dataclass(frozen=True)
+class Units:
+    """How attention over a view is cut into units of work, one for each program of a GPU.
+
+    table:  [U, 4] int32 - the sequence, first and end tile, and the segment's page id of each unit;
+            units of a sequence lie side by side, a unit without work begins and ends at 0
+    starts: [B + 1] int32 - where the units of each sequence begin
+    """
+
+    table: Tensor
+    starts: Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """Pages of one layout of B sequences, and the tokens that each of M queries sees of them.
+
+    arena:    [bytes] u8 - what page ids address
+    pages:    [B, P] int32 - page ids in token order, short rows padded with pages they do not see
+    lo, hi:   [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]; where
+              slots have positions, from the sequence's first token
+    base:     byte offset of this layer's layer page inside a page; heads: KV heads
+    segments: [B, S] int32 - page ids of the segments of each sequence; owner: [B, P] int32 - which
+              of them each page belongs to; segment_base: as base, in a segment. None: no segments
+    sides:    [B] int32 - side records, where the format has one; side_base: as base, in such
+    units:    as a GPU does it; None: it finds out
+    """
+
+    arena: Tensor
+    pages: Tensor
+    lo: Tensor
+    hi: Tensor
+    fmt: Format
+    base: int
+    heads: int
+    segments: Tensor | None = None
+    owner: Tensor | None = None
+    segment_base: int = 0
+    sides: Tensor | None = None
+    side_base: int = 0
+    units: Units | None = None

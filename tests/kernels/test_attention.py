@@ -1,0 +1,190 @@
+"""The Triton attention kernels against exact attention on what the pages hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.gpu import codes as gpu_codes
+from disagg.kernels.gpu import exact as gpu_exact
+from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
+from disagg.kernels.gpu.plan import is_supported
+from disagg.kernels.gpu.reduce import join, merge
+from disagg.kernels.reference import codes
+from tests.kernels.cases import (
+    DEVICE,
+    FORMATS,
+    SEGMENT_BASE,
+    Case,
+    T,
+    exact_attention,
+    make_case,
+    make_format,
+    quant_format,
+    raw_format,
+    relative_error,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
+LO = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
+
+
+def check(case: Case, tolerance: float = 1e-3, spelling: str | None = None) -> None:
+    fmt = case.view.fmt
+    q, view = case.on(DEVICE)
+    if isinstance(fmt, ExactFormat):
+        found = gpu_exact.attend(q, view, 0.2)
+    else:
+        assert is_supported(fmt)
+        found = gpu_codes.attend(q, view, 0.2, spelling)
+    o, lse = (x.cpu() for x in join([found]))
+    exact, exact_lse = exact_attention(case, 0.2)
+    if getattr(fmt, "valid", None) is not None:  # the reference is held against masks elsewhere
+        exact, exact_lse = codes.attend(case.q.double(), case.view, 0.2)
+    seen = exact_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert torch.allclose(lse[seen].double(), exact_lse[seen], rtol=1e-3, atol=2e-3)
+    assert relative_error(o, exact) <= tolerance
+    assert not o[~seen].any()
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "k_group", "v_group", "heads"),
+    [
+        (2, 64, 64, 64, 1),
+        (2, 64, 32, 32, 2),
+        (2, 128, 64, 64, 1),
+        (4, 128, 64, 64, 1),
+        (4, 128, 32, 32, 1),
+        (4, 80, 64, 40, 2),
+        (2, 96, 32, 32, 1),
+        (4, 256, 64, 32, 1),
+    ],
+)
+def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group, heads):
+    check(make_case(quant_format(bits, head_dim, k_group, v_group), [140, 1], heads, 4))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_kind_of_page_is_attended_as_what_it_stands_for(name):
+    torch.manual_seed(7)
+    heads = 2 if name in ("kivi", "int8", "gear-l-shared") else 1
+    check(make_case(make_format(**FORMATS[name]), [140, 1], heads, 3, run=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        *((({"bits": bits, "v_group": 32}), n) for bits, n in ((2, 1), (4, 3), (2, 4), (4, 5))),
+        *((({"bits": bits, "v_group": 32}), n) for bits, n in ((2, 7), (4, 8), (2, 16), (4, 16))),
+        (FORMATS["gear-l"], 1),
+        (FORMATS["gear-l-shared"], 7),
+        (FORMATS["int8"], 16),
+    ],
+)
+def test_any_number_of_query_heads_reads_one_kv_head(options, width):
+    check(make_case(make_format(**options), [70, 63], 1, width))
+
+
+@pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
+def test_several_queries_of_a_sequence_see_different_tokens(fmt):
+    case = make_case(fmt, [75, 63, 3], 1, 3, m=3)
+    check(case)
+    check(case.seeing(lo=torch.maximum(case.view.hi - 40, case.view.lo)))
+
+
+@pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float16", 64)])
+def test_a_window_hides_tokens_on_both_sides(fmt):
+    check(make_case(fmt, [300, 170, 90, 0], 1, 4).seeing(lo=LO))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_raw_pages_are_attended_in_their_own_dtype(dtype, head_dim):
+    tolerance = 1e-5 if dtype == "float32" else 1e-3
+    check(make_case(raw_format(dtype, head_dim), [1, 150, 0], 1, 7), tolerance)
+
+
+def test_long_and_short_sequences_share_the_units_of_work():
+    check(make_case(quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4))
+
+
+def test_units_of_work_stay_within_segments_of_any_length():
+    fmt = make_format(rank=2)
+    check(make_case(fmt, [390, 70, 0], 1, 4, run=3))
+    check(make_case(fmt, [130], 1, 4, run=1))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_queries_that_overflow_fp16_with_scales_or_factors_do_not(rank):
+    case = make_case(make_format(rank=rank), [200], 1, 2)
+    check(replace(case, q=case.q * 300), 5e-3)
+
+
+def test_a_flat_tail_under_a_sink_is_not_lost():
+    fmt = quant_format(2, 64, 64, 64)
+    case = make_case(fmt, [640], 1, 1)
+    k, v = torch.full((1, 640, 64), 0.01), 1 + 0.1 * case.v[0]
+    k[:, 0], v[:, 0] = 4.0, 0.0  # one token takes nearly all weight and gives nothing
+    check(replace(held(case, k, v), q=torch.full((1, 1, 1, 64), 0.28)), 5e-3)
+
+
+def test_values_at_the_end_of_fp16_stay_finite():
+    case = make_case(quant_format(2, 64, 64, 64), [64], 1, 1)
+    case = held(case, torch.randn(1, 64, 64), torch.randn(1, 64, 64) * 1e5)
+    o, lse = join([gpu_codes.attend(*case.on(DEVICE), 0.2)])
+    assert torch.isfinite(o).all()
+    assert torch.isfinite(lse).all()
+
+
+def held(case: Case, k: torch.Tensor, v: torch.Tensor) -> Case:
+    """The same pages of one sequence with other k, v [H, n, D] in them."""
+    from disagg.kernels import ops
+    from disagg.kernels.sealing import Target
+
+    fmt, view = case.view.fmt, case.view
+    blocks, _ = ops.encode(k, v, fmt)
+    ops.store_blocks(Target(view.arena, view.pages[0], view.base), blocks)
+    exact = [x.transpose(0, 1).flatten(1, 2)[None] for x in codes.decode(blocks, None, fmt)]
+    return replace(case, k=exact[0], v=exact[1])
+
+
+def test_outliers_that_fp16_holds_only_alone_are_not_lost():
+    case = make_case(make_format(slots=2), [130], 1, 2, loud=5e3)
+    o = merge([gpu_codes.attend(*case.on(DEVICE), 0.02)])
+    assert relative_error(o.cpu(), exact_attention(case, 0.02)[0]) <= 1e-3
+
+
+def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
+    case = make_case(make_format(rank=2, head_dim=128), [200], 1, 2, run=4)
+    view, low, large = case.view, case.view.fmt.k.low_rank, 2.0**14
+    at = int(view.segments[0, 0]) * 128 + SEGMENT_BASE + low.b
+    b = view.arena[at : at + 4 * 128].view(torch.float16)
+    b *= large
+    for page in set(view.pages[0].tolist()):
+        at = page * 128 + view.base + low.a
+        view.arena[at : at + 4 * T].view(torch.float16).mul_(1 / large)
+    signs = b.view(128, 2)[:, 0].float().sign()
+    assert b.isfinite().all()
+    assert signs @ b.view(128, 2)[:, 0].float() > 65504
+    case = replace(case, q=signs.expand_as(case.q).contiguous())
+    o = merge([gpu_codes.attend(*case.on(DEVICE), 0.05)])
+    assert relative_error(o.cpu(), exact_attention(case, 0.05)[0]) <= 5e-3
+
+
+def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
+    for odd in ({"v_by": "row"}, {"block": 64}, {"block": 16, "rank": 2}, {"rank": 32}):
+        assert not is_supported(make_format(**odd))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_magic_number_form_equals_exact_attention(bits):
+    check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4), spelling=MAGIC)
+
+
+def test_the_start_up_test_tells_right_from_wrong_spellings():
+    device = torch.device(DEVICE)
+    assert takes_subnormals(device, PLAIN)
+    assert takes_subnormals(device, MAGIC)
+    assert spelling_for(device) in (PLAIN, PTX)

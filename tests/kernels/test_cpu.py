@@ -1,0 +1,333 @@
+"""The C library of a CPU, every path forced, against the torch reference that is its spec."""
+
+import os
+import shutil
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from disagg.kernels import ops
+from disagg.kernels.cpu import attend, library
+from disagg.kernels.cpu.append import append
+from disagg.kernels.cpu.attend import is_served
+from disagg.kernels.cpu.encode import is_encoded, seal_pages
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.reference import codes, exact, softmax
+from disagg.kernels.reference import encode as encoders
+from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation, Target, in_order
+from tests.kernels.cases import (
+    BASE,
+    FORMATS,
+    make_case,
+    make_format,
+    place,
+    quant_format,
+    random_kv,
+    raw_format,
+)
+
+QUANTIZED = {
+    "b2-D80-g16": quant_format(2, 80, 64, 16),
+    "b4-D80-g80": quant_format(4, 80, 32, 80),
+    "b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128),
+    "b2-D128-g32": quant_format(2, 128, 32, 32),
+    "b4-D256-g64": quant_format(4, 256, 64, 64),
+    "b4-D512-g64": quant_format(4, 512, 64, 64),
+    "b2-D16-g16": quant_format(2, 16, 64, 16),
+}
+
+
+@pytest.fixture(params=library.PATHS)
+def path(request):
+    if request.param not in library.paths():
+        pytest.skip(f"this machine cannot run {request.param}")
+    with library.forced(request.param):
+        yield request.param
+
+
+@cache
+def known(name, lengths, run):
+    """A case of FORMATS, which takes the reference longer to encode than the library to attend."""
+    torch.manual_seed(3)
+    return make_case(make_format(**FORMATS[name]), list(lengths), 2, 3, run=run)
+
+
+def answer(case):
+    return attend.attend(case.q, [case.view], 0.2)
+
+
+def check(case):
+    """Attention by the library is within the stated bound of the spec in fp64."""
+    fmt = case.view.fmt
+    assert is_served(fmt, case.q)
+    raw = isinstance(fmt, ExactFormat)
+    wanted = (exact if raw else codes).attend(case.q.double(), case.view, 0.2)
+    o, lse = answer(case)
+    coded = not raw and not fmt.k.floating
+    bound = library.CODE_ERRORS[library.backend()] if coded else 1e-6
+    assert (o - wanted[0]).norm() <= bound * wanted[0].norm()
+    seen = wanted[1] > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    near = 2e-3 if coded else 1e-5
+    assert torch.allclose(lse[seen].double(), wanted[1][seen], rtol=1e-6, atol=near)
+    assert not o[~seen].any()
+
+
+def test_the_library_is_built_wherever_there_is_a_compiler():
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("no C compiler here")
+    assert library.load() is not None, "build it: python setup.py build_ext --inplace"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("lengths", "run"), [((390, 70, 0), 3), ((130, 63), 1)])
+def test_pages_are_attended_as_the_spec_says(name, lengths, run, path):
+    check(known(name, lengths, run))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_groups_and_sizes_need_not_be_powers_of_two(name, path):
+    check(make_case(QUANTIZED[name], [500, 1, 129], 3, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+def test_raw_pages_are_attended_in_fp32(dtype, head_dim, path):
+    check(make_case(raw_format(dtype, head_dim), [100, 1, 37, 0, 90, 700], 2, 7, m=3))
+
+
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_several_queries_see_what_their_windows_show(width, path):
+    lo = torch.tensor([[131, 132], [64, 65], [3, 90], [50, 60]], dtype=torch.int32)
+    for fmt in quant_format(2, 64, 32, 32), raw_format("float16", 64):
+        check(make_case(fmt, [300, 170, 90, 40], 2, width, m=2).seeing(lo=lo))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_batch_that_sees_nothing_gets_zero_and_minus_infinity(name, path):
+    case = known(name, (130, 63), 1)
+    check(case.seeing(hi=torch.zeros_like(case.view.hi)))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_the_largest_codes_and_queries_overflow_no_sum(bits, head_dim, path):
+    fmt = make_format(bits=bits, head_dim=head_dim, k_by="row", group=head_dim)
+    case = make_case(fmt, [256], 1, 4)
+    assert case.view.pages.numel() == 4
+    for page in case.view.pages[0].tolist():  # every code is the largest there is
+        for side in (fmt.k, fmt.v):
+            at = page * 128 + BASE + side.codes
+            case.view.arena[at : at + side.rows * side.columns * bits // 8] = 255
+    check(replace(case, q=torch.full_like(case.q, 0.01)))
+
+
+def test_what_no_query_sees_may_be_no_number(path):
+    lo = torch.tensor([[20, 21], [0, 1]], dtype=torch.int32)
+    case = make_case(raw_format("float16", 64), [60, 40], 2, 3, m=2).seeing(lo=lo)
+    wanted, _ = answer(case)
+    numbers = case.view.arena.view(torch.float16)
+    for row, hidden in ((0, 3), (0, 19), (1, 41)):
+        page, slot = divmod(hidden, 16)
+        at = (int(case.view.pages[row, page]) * 128 + BASE) // 2 + slot * 64
+        numbers[at : at + 64] = torch.nan
+        numbers[at + 16 * 64 : at + 17 * 64] = torch.inf
+    assert torch.equal(answer(case)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "raw"]
+)
+def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, path):
+    """Not on the batch, the threads, or the queries that come together."""
+    case = known(name, (700, 90, 333), 3) if name != "raw" else None
+    case = case or make_case(raw_format("bfloat16", 64), [700, 90, 333], 2, 3)
+    hi = case.view.hi - torch.tensor([[8, 300, 0, 5, 80]])  # queries that see less, and windows
+    lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
+    q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
+    case = replace(case.seeing(lo=lo, hi=hi.clamp_min(0).int().contiguous()), q=q)
+    together, view = answer(case), case.view
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        again = answer(case)
+        assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
+    torch.set_num_threads(threads)
+    for row in range(3):
+        for m in range(5):
+            one, some = slice(row, row + 1), slice(m, m + 1)
+            alone = case.seeing(
+                pages=view.pages[one].contiguous(),
+                lo=lo[one, some].contiguous(),
+                hi=view.hi[one, some].contiguous(),
+                segments=None if view.segments is None else view.segments[one],
+                owner=None if view.owner is None else view.owner[one],
+            )
+            o, lse = answer(replace(alone, q=q[one, some].contiguous()))
+            assert torch.equal(o[0, 0], together[0][row, m])
+            assert torch.equal(lse[0, 0], together[1][row, m])
+
+
+def test_views_are_attended_in_one_call_as_if_merged(path, monkeypatch):
+    pages = make_case(quant_format(4, 64, 32, 32), [130, 64], 2, 3)
+    tail = make_case(raw_format("float16", 64), [40, 7], 2, 3)
+    other = make_case(make_format(v_by="row"), [70, 9], 2, 3)  # the library does not know it
+    called = []
+    call = attend.call
+    monkeypatch.setattr(attend, "call", lambda *job: (called.append(job[0]), call(*job)))
+    views = [pages.view, tail.view]
+    o = ops.attend(pages.q, views, 0.2)
+    assert called == ["disagg_attend"]
+    found = [attend.attend(pages.q, [view], 0.2) for view in views]
+    assert torch.allclose(o, softmax.merge(found), atol=1e-6)
+    found.append(codes.attend(pages.q, other.view, 0.2))
+    o = ops.attend(pages.q, [*views, other.view], 0.2)
+    assert torch.allclose(o, softmax.merge(found), atol=1e-6)
+
+
+def test_what_the_library_does_not_know_is_left_to_the_reference():
+    case = make_case(quant_format(4, 64, 32, 32), [100], 2, 3)
+    with library.forced(library.TORCH):
+        assert not is_served(case.view.fmt, case.q)
+        o = ops.attend(case.q, [case.view], 0.2)
+        assert torch.equal(o, codes.attend(case.q, case.view, 0.2)[0])
+    assert not is_served(make_format(v_by="row"), case.q)
+    assert not is_served(case.view.fmt, case.q.double())
+    assert not is_served(raw_format("float16", 1024), case.q)
+    with pytest.raises(ValueError, match="cpu-neon"), library.forced("cpu-neon"):
+        pass
+
+
+def bytes_of(k, v, fmt, tokens=2048):
+    """Blocks and segments by the reference."""
+    return encoders.encode(k, v, fmt, Segmentation(tokens))
+
+
+def hostile(head_dim, n):
+    """K and V [3, n, D] as models have them, and as they hurt."""
+    k, v = (x[0] for x in random_kv([n], 3, head_dim, 64))
+    yield k, v
+    yield k.half(), v.half()
+    yield k.bfloat16(), v.bfloat16()
+    yield k.double(), v.half()
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1)[:, 64:] for x in (k, v)]
+    yield turned[0], turned[1]
+    k, v = k.clone(), v.clone()
+    for i, x in enumerate((torch.inf, -torch.inf, 1e30, -7e4, torch.nan, 1e-9, 6e-8, -0.0)):
+        k[0, i + 3, i], v[1, i + 9, i] = x, x
+    k[1, :, 7], v[0, 20], v[1, 64:128] = 3.25, 0.0, v[1, 64:128] * 1e4
+    k[1, :, 9] += 1000
+    k[2], v[2] = k[2] * 1e-6, v[2] * 1e-7
+    yield k, v
+
+
+def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
+    fmt = quant_format(4, 128, 64, 64)  # in about one of a million the product's rounding tells
+    k, v = torch.randn(2, 16, 2048, 128, generator=torch.Generator().manual_seed(2)).half()
+    blocks, _ = encoded(k, v, fmt, 64)
+    assert torch.equal(blocks, bytes_of(k, v, fmt)[0])
+
+
+def encoded(k, v, fmt, tokens):
+    """Blocks and segments by the library, where there was something else before."""
+    assert is_encoded(fmt, k)
+    count = k.shape[1] // fmt.tokens
+    blocks = torch.full((count, k.shape[0], fmt.block_bytes), 7, dtype=torch.uint8)
+    return blocks, seal_pages(k, v, in_order(blocks), fmt, tokens)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_bytes_of_kivi_are_those_of_the_reference(name, path):
+    fmt = QUANTIZED[name]
+    for k, v in hostile(fmt.head_dim, 256):
+        n = k.shape[1] // fmt.tokens * fmt.tokens
+        blocks, _ = encoded(k[:, :n], v[:, :n], fmt, fmt.tokens)
+        assert torch.equal(blocks, bytes_of(k[:, :n], v[:, :n], fmt)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "ott"]
+)
+def test_bytes_of_every_kind_are_those_of_the_reference(name, path):
+    fmt = make_format(**FORMATS[name])
+    for k, v in hostile(fmt.head_dim, 192):
+        blocks, segments = encoded(k, v, fmt, 128)
+        wanted, shared = bytes_of(k, v, fmt, 128)
+        assert torch.equal(blocks, wanted)
+        assert segments is None if shared is None else torch.equal(segments, shared)
+
+
+def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
+    fmt = make_format(**FORMATS["fp8"])
+    every = torch.arange(-32768, 32768).to(torch.int16).view(torch.float16)
+    every = every[every.isfinite()][: 15 * 64 * 64].view(1, -1, 64)
+    blocks, _ = encoded(every, every, fmt, 64)
+    assert torch.equal(blocks, bytes_of(every, every, fmt)[0])
+
+
+@pytest.mark.parametrize("name", ["kivi", "kcvt", "gear", "nothing"])
+def test_an_append_writes_the_bytes_of_the_reference(name, path):
+    raw, heads = raw_format("bfloat16", 64), 2
+    fmt = make_format(**{**FORMATS.get(name, FORMATS["kivi"]), "head_dim": 64})
+    view = make_case(raw, [64, 64, 64], heads, 1).view
+    stride = -(-(fmt.block_bytes * heads + fmt.segment_bytes * heads) // 128)
+    first = view.arena.numel() // 128
+    room = torch.zeros(8 * stride * 128, dtype=torch.uint8)
+    arena = torch.cat([view.arena, room])
+    k, v = (torch.randn(3, heads, 64).bfloat16() for _ in "kv")
+    pages, slots = view.pages[:, 3].clone(), torch.tensor([15, 4, 15]).int()
+    pages[1] = -1  # padding
+    sealing = None
+    if name != "nothing":
+        ids = [torch.tensor([first + i, -1, first + 2 * stride + i]).int() for i in (0, stride)]
+        rows = SealRows(ids[0], view.pages, ids[1], torch.tensor([3, 0, 9]).int())
+        sealing = Sealing(rows, fmt, 0, 0, 77)
+    found = []
+    for run in (append, encoders.append):
+        there = arena.clone()
+        run(there, k, v, NewRows(pages, slots, raw, BASE), sealing)
+        found.append(there)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], arena)
+
+
+def test_pages_are_sealed_where_they_belong(path):
+    fmt = quant_format(2, 64, 32, 32)
+    k, v = (x[0] for x in random_kv([192], 2, 64, 64))
+    blocks, _ = bytes_of(k, v, fmt)
+    arena, pages = place(blocks.unsqueeze(0))
+    there = torch.zeros_like(arena)
+    seal_pages(k, v, Target(there, pages[0], BASE), fmt, 64)
+    assert torch.equal(there, arena)
+    assert torch.equal(ops.encode(k, v, fmt)[0], blocks)
+
+
+def test_threads_and_children_of_a_process_attend_alike():
+    fmt = quant_format(4, 64, 32, 32)
+    case = make_case(fmt, [900, 400], 4, 2)
+    if not is_served(fmt, case.q):
+        pytest.skip("no library was built")
+    wanted, _ = answer(case)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    equal = []
+
+    def work():
+        equal.extend(torch.equal(answer(case)[0], wanted) for _ in range(20))
+
+    try:
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert equal == [True] * 80
+        child = os.fork()  # it has none of the threads that its parent's pool had
+        if child == 0:
+            os._exit(0 if torch.equal(answer(case)[0], wanted) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,155 @@
+"""Attention over kept tokens, and over those not dropped, in Triton, against the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels.formats import FREE, POOL, RETIRED, ExactFormat, SlotsFormat
+from disagg.kernels.gpu import exact as gpu_exact
+from disagg.kernels.gpu.reduce import join
+from disagg.kernels.reference import exact
+from disagg.kernels.view import View
+from tests.kernels.cases import (
+    BASE,
+    DEVICE,
+    Case,
+    append_records,
+    place,
+    raw_format,
+    relative_error,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
+SIDE_BASE = 7 * 16
+
+
+def source(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dropped_format(slots: int, head_dim: int, tokens: int = 64) -> ExactFormat:
+    size = 2 * slots * head_dim
+    positions = None if slots == tokens else 2 * size
+    end = 2 * size + (0 if positions is None else 4 * slots)
+    block = -(-end // 16) * 16
+    return ExactFormat("float16", head_dim, block, 0, size, slots, tokens, positions)
+
+
+def dropped_case(fmt: ExactFormat, lengths: list[int], heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(arena, pages [B, P], tokens that each sequence covers [B]); each head chose for itself."""
+    counts = [n // fmt.tokens for n in lengths]
+    batch, width = len(lengths), max(counts)
+    shape = (batch, width, heads, 2, fmt.slots, fmt.head_dim)
+    planes = torch.randn(shape, generator=source(fmt.slots)).half().flatten(3).view(torch.uint8)
+    blocks = torch.zeros(batch, width, heads, fmt.block_bytes, dtype=torch.uint8)
+    blocks[..., : planes.shape[-1]] = planes
+    if fmt.positions is not None:
+        for row, count in enumerate(counts):
+            for head in range(heads):
+                order = torch.randperm(count * fmt.tokens, generator=source(row + head))
+                chosen = order[: count * fmt.slots].sort().values.int().view(count, fmt.slots)
+                end = fmt.positions + 4 * fmt.slots
+                blocks[row, :count, head, fmt.positions : end] = chosen.view(torch.uint8)
+    arena, pages = place(blocks)
+    for row, count in enumerate(counts):
+        pages[row, count:] = pages[row, 0]
+    return arena, pages, torch.tensor(counts) * fmt.tokens
+
+
+def check(q: Tensor, view: View) -> None:
+    found = gpu_exact.attend(*Case(q, view, q, q).on(DEVICE), 0.15)
+    o, lse = (x.cpu() for x in join([found]))
+    wanted, wanted_lse = exact.attend(q.double(), view, 0.15)
+    seen = wanted_lse > -torch.inf
+    assert seen.any()
+    assert torch.equal(lse > -torch.inf, seen)
+    assert torch.allclose(lse[seen].double(), wanted_lse[seen], rtol=1e-3, atol=2e-3)
+    assert relative_error(o, wanted) <= 1e-3
+    assert not o[~seen].any()
+
+
+@pytest.mark.parametrize(
+    ("slots", "head_dim", "width"),
+    [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8)],
+)
+def test_attention_over_what_was_not_dropped_is_that_of_the_reference(slots, head_dim, width):
+    fmt, heads = dropped_format(slots, head_dim), 2
+    arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], heads)
+    hi = covered.int().unsqueeze(1)
+    q = torch.randn(4, 1, heads * width, head_dim, generator=source(width))
+    check(q, View(arena, pages, torch.zeros_like(hi), hi, fmt, BASE, heads))
+
+
+@pytest.mark.parametrize("slots", [16, 40, 64])
+def test_windows_and_several_queries_see_different_tokens_of_what_was_not_dropped(slots):
+    fmt = dropped_format(slots, 64)
+    arena, pages, covered = dropped_case(fmt, [330, 140, 64], 1)
+    hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
+    lo = torch.tensor([[201, 202, 203], [63, 64, 65], [0, 60, 64]], dtype=torch.int32)
+    q = torch.randn(3, 3, 5, 64, generator=source(1))
+    check(q, View(arena, pages, lo, hi, fmt, BASE, 1))
+
+
+def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused():
+    fmt = dropped_format(128, 64, tokens=256)
+    arena, pages, covered = dropped_case(fmt, [256], 1)
+    hi = covered.int().unsqueeze(1)
+    view = View(arena, pages, 0 * hi, hi, fmt, BASE, 1)
+    with pytest.raises(ValueError, match="128 slots"):
+        gpu_exact.attend(torch.zeros(1, 1, 1, 64), view, 1.0)
+    with pytest.raises(ValueError, match="without positions"):
+        ExactFormat("float16", 64, 1 << 14, 0, 1 << 13, slots=40, tokens=64)
+
+
+def kept_case(
+    dtype: str, head_dim: int, used: list[int], slots: int, heads: int
+) -> tuple[Tensor, Tensor, Tensor, ExactFormat]:
+    """(arena, pages [B, K], sides [B]) of sequences that have used so many slots of each head."""
+    batch, width = len(used), -(-max(used) // 16)
+    shape = (batch, width, heads, 2 * 16 * head_dim)
+    values = torch.randn(shape, generator=source(slots)).to(getattr(torch, dtype))
+    arena, pages = place(values.view(torch.uint8))
+    for row, count in enumerate(used):
+        pages[row, max(1, -(-count // 16)) :] = pages[row, 0]
+    states = 8 * slots + -8 * slots % 16
+    side = SlotsFormat(slots, states + -(-slots // 16) * 16, 0, 4 * slots, states)
+    records = torch.zeros(batch, heads, side.block_bytes, dtype=torch.uint8)
+    for row, count in enumerate(used):
+        for head in range(heads):
+            filled = max(0, count - head)  # heads have not filled as many
+            chosen = torch.randperm(700, generator=source(9 * row + head))[:slots].int()
+            state = torch.full((slots,), FREE, dtype=torch.uint8)
+            state[:filled] = torch.tensor([POOL, RETIRED]).repeat(slots)[:filled]
+            records[row, head, : 4 * slots] = chosen.view(torch.uint8)
+            records[row, head, states : states + slots] = state
+    arena, sides = append_records(arena, records, SIDE_BASE)
+    return arena, pages, sides, replace(raw_format(dtype, head_dim), side=side)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "slots", "width"),
+    [
+        ("float16", 64, 35, 4),
+        ("bfloat16", 128, 100, 3),
+        ("float16", 80, 6, 8),
+        ("float16", 64, 70, 16),
+    ],
+)
+def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, slots, width):
+    used = [min(slots, x) for x in (3, 33, 0, 90)]
+    arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)
+    hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
+    q = torch.randn(4, 1, 2 * width, head_dim, generator=source(width))
+    tables = torch.zeros_like(hi), hi, fmt, BASE, 2
+    check(q, View(arena, pages, *tables, sides=sides, side_base=SIDE_BASE))
+
+
+def test_windows_and_several_queries_see_different_kept_tokens():
+    arena, pages, sides, fmt = kept_case("float16", 64, [35, 20, 1], 35, 1)
+    hi = torch.tensor([[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32)
+    lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
+    q = torch.randn(3, 3, 5, 64, generator=source(2))
+    tables = lo, hi, fmt, BASE, 1
+    check(q, View(arena, pages, *tables, sides=sides, side_base=SIDE_BASE))
