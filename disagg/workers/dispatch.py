@@ -62,10 +62,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Started:
-    """A worker that can be reached.
-
-    address: "host:port" · epoch: its incarnation · model: fingerprint of config and weights
-    """
+    """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint."""
 
     name: str
     role: Role
@@ -85,7 +82,7 @@ class Entry:
     prefill, decode: its workers, one for local work
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
-    deaths:   workers that died while they computed nothing else · alone: the next one is the last
+    deaths:   of workers that computed nothing else · alone: it may cost one more
     """
 
     job: Job
@@ -123,10 +120,6 @@ class Entry:
     def urgency(self, now: float) -> float:
         """Lower goes first: the rule of `engine.scheduler`, which would bring torch along."""
         return len(self.job.prompt) * 0.5 ** (now - self.arrived)
-
-    def leave(self) -> None:
-        """Back to the queue."""
-        self.phase, self.prefill, self.decode = Phase.QUEUED, None, None
 
 
 @dataclass
@@ -240,8 +233,6 @@ class Dispatch:
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
         self._stuck_since = math.inf  # nothing could be placed since, though something waited
 
-    # -- clients
-
     def submit(self, job: Job, now: float) -> list[Action]:
         """A new request; it starts at once if there is room."""
         if job.rid in self.entries:
@@ -254,8 +245,6 @@ class Dispatch:
         """The client is gone or has enough; both sides forget the request."""
         entry = self.entries.pop(rid, None)
         return [*self._forget(entry, now), *self._place(now)] if entry else []
-
-    # -- workers
 
     def worker_up(self, started: Started, now: float) -> list[Action]:
         """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
@@ -270,7 +259,7 @@ class Dispatch:
         that it may cost it runs alone, after it it is refused.
         """
         actions: list[Action] = []
-        if self.members.pop(name, None) is None:
+        if not self.members.pop(name, None):
             return actions
         computed = [entry for entry in self.entries.values() if entry.computed_by == name]
         for entry in computed if len(computed) == 1 else ():
@@ -324,15 +313,13 @@ class Dispatch:
             return actions + self._refuse(entry, worker, gap, now)
         return actions + (self._finish(entry, worker, event, now) if event.finish_reason else [])
 
-    # -- time
-
     def tick(self, now: float) -> list[Action]:
         """Give up what is too late, start what can start."""
         self._told = {key: told for key, told in self._told.items() if now < told + TOLD_S}
         for member in self.members.values():
             member.recent *= FADE
         actions: list[Action] = []
-        for entry in [entry for entry in self.entries.values() if now >= entry.deadline]:
+        for entry in [x for x in self.entries.values() if now >= x.deadline]:
             late = f"no token in {self._config.deadline_s:g} s; the request was in {entry.phase}"
             actions += self._fail(entry, DeadlineError(late), now)
         return actions + self._place(now)
@@ -347,8 +334,6 @@ class Dispatch:
         flows = now - self._stuck_since <= self._config.silence_s
         return flows and any(x.prefills for x in roles) and any(x.decodes for x in roles)
 
-    # -- inside
-
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
@@ -362,8 +347,7 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        waits = queued and not actions
-        self._stuck_since = min(self._stuck_since, now) if waits else math.inf
+        self._stuck_since = min(self._stuck_since, now) if queued and not actions else math.inf
         return actions
 
     def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
@@ -411,7 +395,7 @@ class Dispatch:
         full = isinstance(error, CapacityError)
         if full and entry.phase is Phase.RESERVE:
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
-            entry.leave()
+            entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
             return self._place(now)
         entry.refusals += 1
         hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
@@ -430,7 +414,7 @@ class Dispatch:
         """Back to the queue; whoever lives forgets the attempt."""
         self.retries += 1
         actions = self._forget(entry, now)
-        entry.leave()
+        entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
         return actions
 
     def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:
@@ -456,18 +440,16 @@ class Board:
     """Who is where, while requests are placed, the most urgent first.
 
     saturated: every prefill worker has enough to do before all that follows
-    ahead: urgencies of the prompts that a worker has to compute · left: their tokens
-    lives: requests on a worker, in whatever phase · kept: workers that get nothing else
     """
 
     def __init__(self, entries: Iterable[Entry], members: Iterable[Member], now: float):
         self.saturated = False
         self._now = now
         self._members = [member for member in members if now >= member.open_until]
-        self._ahead: defaultdict[str, list[float]] = defaultdict(list)
-        self._left: Counter[str] = Counter()
-        self._lives: Counter[str] = Counter()
-        self._kept: set[str] = set()
+        self._ahead: defaultdict[str, list[float]] = defaultdict(list)  # urgencies of prompts
+        self._left: Counter[str] = Counter()  # their tokens
+        self._lives: Counter[str] = Counter()  # requests, in whatever phase
+        self._kept: set[str] = set()  # workers that get nothing else
         for entry in entries:
             self.add(entry)
 
@@ -483,8 +465,7 @@ class Board:
     def choose(self, entry: Entry, nbytes: float) -> tuple[Member, Member] | None:
         """The pair for a request, one worker twice for local work; None: it has to wait.
 
-        Not the pair that refused it last, if there is another. Whoever has to run alone gets the
-        pair that is soonest empty, and nothing else goes there until then.
+        Not the pair that refused it last, if there is another; to run alone, the emptiest.
         """
         free = [x for x in self._members if x.name not in self._kept]
         prefills = [x for x in free if x.started.role.prefills]
@@ -510,10 +491,7 @@ class Board:
         return None if busy[first.name] or busy[second.name] else (first, second)
 
     def _fitting(self, entry: Entry, nbytes: float, members: list[Member]) -> list[Member]:
-        """Those that may have room. Where none has, one gets nothing new after some patience.
-
-        One that is idle is asked: it alone can say that a prompt is too long for it.
-        """
+        """Those that may have room, or are idle. If none has, one is kept after some patience."""
         tokens, now = len(entry.job.prompt), self._now
         found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
         if members and not found and now - entry.arrived >= PATIENCE_S:

@@ -104,14 +104,6 @@ class Shell:
             os._exit(0)  # what broke it, if something did, was printed by its own thread
 
 
-class PrefillWorker(Shell):
-    """By this name in Ray's lists."""
-
-
-class DecodeWorker(Shell):
-    """By this name in Ray's lists."""
-
-
 @dataclass(eq=False)
 class Actor:
     """A worker that loads, then serves. `call`: ends when it serves, then when it has ended."""
@@ -286,7 +278,7 @@ class Cluster:
             options["resources"] = {role.value: 1}
         if not self._private:
             options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
-        shell = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}.get(role, Shell)
+        shell = type(f"{role.title()}Worker", (Shell,), {})  # its name in Ray's lists
         actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
         handle = actor.remote(self._config, role, name, self._token)
         ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)

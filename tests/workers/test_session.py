@@ -47,6 +47,7 @@ def test_a_session_that_ends_leaves_no_folder_and_no_environment() -> None:
     before = dict(os.environ)
     with Session() as session:
         assert os.environ["RAY_AUTH_TOKEN"] == session.token
+        assert int(dict(os.environ)["RAY_health_check_timeout_ms"]) >= 60_000  # busy is not dead
         assert session.folder.is_dir()
         assert session.folder.stat().st_mode & 0o077 == 0
     assert not session.folder.exists()
