@@ -40,7 +40,7 @@ def test_kept_tokens_are_in_the_side_record_of_a_sequence_and_in_no_page():
     assert layer.table.kept is not None
     assert layer.table.kept.shape == (3, 2)
     without = replace(layer, table=replace(layer.table, kept=None, sides=None))
-    assert relative_error(layer) < 1e-5 < 1e-3 < relative_error(without)
+    assert relative_error(layer) <= layer.codec.attend_error < 1e-3 < relative_error(without)
 
 
 def test_a_codec_that_drops_tokens_is_held_against_those_it_keeps():
