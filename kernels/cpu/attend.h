@@ -12,16 +12,13 @@ typedef struct { /* four vectors as int16, for each group as simd.h wants them *
 
 typedef struct {
     ALIGNED float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
-    float turned[TILE][LINE], done[TILE][LINE];
-    float total[TILE][16], top[TILE];
+    float turned[TILE][LINE], done[TILE][LINE], total[TILE][16], top[TILE];
     float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
     int lo[TILE], hi[TILE], first, end, rows;
     int64_t segment;
     Operand k;
 } Tile;
-
 typedef float Four __attribute__((vector_size(16)));
-
 typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
     ALIGNED float s[TILE][LINE], out[TILE][LINE], part[TILE][LINE];
     ALIGNED float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
@@ -29,7 +26,6 @@ typedef struct { /* what a page needs while it is computed; float rows have room
     ALIGNED float rows[TILE][LINE];
     Operand v;
 } Room;
-
 static void clear(float (*x)[LINE], int64_t dim) {
     for (int h = 0; h < TILE; h++) memset(x[h], 0, sizeof(float) * dim);
 }
@@ -37,23 +33,24 @@ static void clear(float (*x)[LINE], int64_t dim) {
 static void read_halves(float *to, const uint8_t *from, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
-    for (; i < count; i++) {
-        uint16_t h;
-        memcpy(&h, from + 2 * i, 2);
-        to[i] = half_to_float(h);
-    }
+    for (uint16_t h; i < count; i++) to[i] = half_to_float(*(uint16_t *)memcpy(&h, from + 2 * i, 2));
 }
 
 static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
 static int halves_of(const Side *s) { return s->bits == 2 ? 2 : 1; }
 static float middle_of(const Side *s) { return s->zero < 0 ? 0.0f : (float)((1 << s->bits) - 1) / 2; }
 
+static float float8_scale(const Side *s, const uint8_t *block) { /* of what v_float8 reads */
+    float scale;
+    memcpy(&scale, block + s->scale, 4);
+    return 256 * scale;
+}
+
 /* Columns of words first .. first+width of some pages, as an operand has them */
 typedef struct {
     int64_t first, width;
     int pages;
 } Span;
-
 static int64_t span_size(const Side *s, const Span *span) {
     return span->pages * ((span->width + 31) / 32) * halves_of(s) * TILE * 32;
 }
@@ -63,7 +60,7 @@ static V put_rounded(const Side *s, const Span *span, const float *x, V by, int6
                      int h, int16_t *to) {
     const int64_t halves = halves_of(s), words = s->columns / halves;
     const int64_t chunks = (span->width + 31) / 32, whole = words % 32 || span->width % 32;
-    Sum sum = sum_of_none();
+    Sum sum = {0};
     V others = v_set(0);
     to += 32 * h;
     for (int page = 0; page < span->pages; page++, x += s->columns, to += chunks * halves * TILE * 32) {
@@ -77,8 +74,8 @@ static V put_rounded(const Side *s, const Span *span, const float *x, V by, int6
         for (int64_t c = first; c < end && whole; c += 16) { /* eight may be of another half */
             int16_t numbers[16];
             for (int i = 0; i < 16; i += LANES) {
-                V r = v_round(v_mul(v_load(x + c + i), by));
-                others = v_add(others, r);
+                V r = v_round(v_load(x + c + i) * by);
+                others = others + r;
                 v_store_int16(numbers + i, r);
             }
             for (int64_t i = 0; i < 16; i += 8) {
@@ -87,7 +84,7 @@ static V put_rounded(const Side *s, const Span *span, const float *x, V by, int6
             }
         }
     }
-    return v_add(v_of_sum(sum), others);
+    return v_of_sum(sum) + others;
 }
 
 /* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand.
@@ -100,8 +97,8 @@ static void round_group(const Side *s, const Span *span, float (*x)[LINE], const
     int16_t *to = op->x + g * span_size(s, span);
     float most[TILE], found[16];
     V all[16];
-    most_of_four(largest, most);
     for (int h = 0; h < TILE; h++) {
+        most[h] = v_most(largest[h]);
         V by = v_set(32767.0f / (most[h] + 1e-30f));
         all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
         all[4 + h] = all[12 + h] = biases[h];
@@ -130,10 +127,10 @@ static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages,
             float *to = room->rows[0] + page * s->columns;
             for (int64_t c = 0; c < s->columns; c += LANES) {
                 V by = v_half(scale + 2 * c), z = v_set(0);
-                if (s->zero >= 0) z = v_add(v_half(zero + 2 * c), middle);
+                if (s->zero >= 0) z = v_half(zero + 2 * c) + middle;
 #pragma GCC unroll 4
                 for (int h = 0; h < TILE; h++) {
-                    V t = v_mul(v_load(from + h * LINE + c), by);
+                    V t = v_load(from + h * LINE + c) * by;
                     v_store(to + h * LINE + c, t);
                     most[h] = v_max(v_abs(t), most[h]);
                     biases[h] = v_fma(t, z, biases[h]);
@@ -164,9 +161,9 @@ static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
                 V t = v_load(x + h * LINE + c);
                 v_store(room->rows[h] + c, t);
                 most[h] = v_max(v_abs(t), most[h]);
-                sums[h] = v_add(sums[h], t);
+                sums[h] = sums[h] + t;
             }
-            biases[h] = v_mul(sums[h], middle);
+            biases[h] = sums[h] * middle;
         }
         if (groups > 1) memset(op->x + g * size, 0, 2 * size);
         round_group(s, &span, room->rows, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
@@ -187,14 +184,10 @@ static void multiply(const Side *s, const Strip *strip, const Span *span, const 
     int planes = planes_of(s);
     for (int64_t c = 0; c < span->width; c += part) {
         const int64_t at = s->codes + 2 * (r * words + span->first + c);
-        Products p = {.stride = 2 * words, .width = span->width - c < part ? span->width - c : part,
-                      .page = span_size(s, span) / span->pages,
-                      .ld = LINE,
-                      .plane = s->rows / planes,
-                      .pages = strip->count,
-                      .rows = (int)rows,
-                      .more = c > 0,
-                      .out = out + r};
+        Products p = {.stride = 2 * words, .ld = LINE, .plane = s->rows / planes, .out = out + r,
+                      .pages = strip->count, .rows = (int)rows, .more = c > 0,
+                      .width = span->width - c < part ? span->width - c : part,
+                      .page = span_size(s, span) / span->pages};
         for (int i = 0; i < strip->count; i++) {
             p.words[i] = strip->blocks[i] + at;
             p.next[i] = strip->next[i] + at;
@@ -238,17 +231,16 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
             for (int64_t r = 0; r < s->rows; r += LANES) {
                 V y = v_load(room->part[h] + r), sum = v_set(op->sum[g][h]);
                 if (s->zero >= 0) y = v_fma(v_load(room->zero + r), sum, y);
-                y = v_mul(y, v_load(room->scale + r));
-                if (g) y = v_add(y, v_load(out + h * LINE + r));
+                y = y * v_load(room->scale + r);
+                if (g) y = y + v_load(out + h * LINE + r);
                 v_store(out + h * LINE + r, y);
             }
     }
 }
 
 /* Rows of numbers, four at a time, times four vectors x [4][LINE]: out [4][LINE] */
-INLINE void multiply_numbers_of(
-    int type, const uint8_t *rows, int64_t stride, int64_t count, int64_t columns, const float *x,
-    float times, float *out) {
+INLINE void multiply_numbers_of(int type, const uint8_t *rows, int64_t stride, int64_t count,
+                                int64_t columns, const float *x, float times, float *out) {
     for (int64_t r = 0; r < count; r += 4) {
         V a[16];
 #pragma GCC unroll 16
@@ -269,15 +261,15 @@ INLINE void multiply_numbers_of(
         for (int i = 0; i < 16; i++) out[i / 4 * LINE + r + i % 4] = sums[i] * times;
     }
 }
-static void multiply_numbers(int type, const uint8_t *rows, int64_t stride, int64_t count,
+/* a call of F for each type that there is, known to the compiler */
+#define BY_TYPE(type, F, ...)                      \
+    if (type == FP16) F(FP16, __VA_ARGS__);        \
+    else if (type == BF16) F(BF16, __VA_ARGS__);   \
+    else if (type == FP32) F(FP32, __VA_ARGS__);   \
+    else F(FP8, __VA_ARGS__)
+static void multiply_numbers(int64_t type, const uint8_t *rows, int64_t stride, int64_t count,
                              int64_t columns, const float *x, float times, float *out) {
-#define TYPE(T)    \
-    if (type == T) \
-    multiply_numbers_of(T, rows, stride, count, columns, x, times, out)
-    TYPE(FP16);
-    TYPE(BF16);
-    TYPE(FP32);
-    TYPE(FP8);
+    BY_TYPE(type, multiply_numbers_of, rows, stride, count, columns, x, times, out);
 }
 
 static void transpose4(Four *a) {
@@ -340,20 +332,17 @@ static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room
 }
 
 /* x T_S^T, block by block of channels, or back: y [4][LINE] */
-static void turn(const Side *s, const uint8_t *segment, const float *x, float *y, int64_t dim,
-                 int back) {
-    for (int64_t b = 0; b < dim; b += s->turn)
+static void turn(const Side *s, const uint8_t *segment, const float *x, float *y, int64_t dim, int back) {
+    float row[MAX_DIM];
+    for (int64_t i = 0; i < dim * TILE; i++) y[i / dim * LINE + i % dim] = 0;
+    for (int64_t j = 0; j < s->turn; j++) { /* a row of the matrix at a time */
+        read_halves(row, segment + s->matrix + 2 * j * s->turn, s->turn);
         for (int64_t i = 0; i < s->turn; i++)
-            for (int h = 0; h < TILE; h++) {
-                float sum = 0;
-                for (int64_t j = 0; j < s->turn; j++) {
-                    int64_t at = back ? j * s->turn + i : i * s->turn + j;
-                    uint16_t m;
-                    memcpy(&m, segment + s->matrix + 2 * at, 2);
-                    sum += x[h * LINE + b + j] * half_to_float(m);
-                }
-                y[h * LINE + b + i] = sum;
+            for (int64_t at = 0; at < dim * TILE; at += s->turn) {
+                const int64_t b = at / dim * LINE + at % dim;
+                y[b + (back ? i : j)] += x[b + (back ? j : i)] * row[i];
             }
+    }
 }
 
 /* What queries have to do with a segment, when its first page comes */
@@ -415,15 +404,17 @@ static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, in
         most[h] = v_set(t->top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
     }
-    most_of_four(most, top);
-    for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
+    for (int h = 0; h < TILE; h++) {
+        top[h] = v_most(most[h]);
+        change[h] = t->top[h] - top[h];
+    }
     v_store(change, v_exp2(v_load(change)));
     for (int h = 0; h < TILE; h++) {
-        V sum = v_mul(v_load(t->total[h]), v_set(change[h])), from = v_set(top[h]);
+        V sum = v_load(t->total[h]) * v_set(change[h]), from = v_set(top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) {
-            V p = v_exp2(v_sub(v_load(s[h] + i), from));
+            V p = v_exp2(v_load(s[h] + i) - from);
             v_store(s[h] + i, p);
-            sum = v_add(sum, p);
+            sum = sum + p;
         }
         v_store(t->total[h], sum);
         t->top[h] = top[h];
@@ -439,9 +430,8 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     const uint8_t *block = strip->blocks[0];
     const float *x = k->turn ? t->turned[0] : t->q[0];
     if (k->floating) {
-        float scale;
-        memcpy(&scale, block + k->scale, 4);
-        multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x, scale * 256, out);
+        multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x,
+                         float8_scale(k, block), out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
@@ -474,10 +464,9 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     float(*out)[LINE] = room->out;
     if (v->floating) {
         for (int i = 0; i < strip->count; i++) {
-            float scale, *to = i ? room->part[0] : out[0];
-            memcpy(&scale, strip->blocks[i] + v->scale, 4);
-            multiply_numbers(FP8, strip->blocks[i] + v->codes, f->tokens, f->head_dim, f->tokens,
-                             room->s[0] + i * f->tokens, scale * 256, to);
+            const uint8_t *block = strip->blocks[i];
+            multiply_numbers(FP8, block + v->codes, f->tokens, f->head_dim, f->tokens,
+                             room->s[0] + i * f->tokens, float8_scale(v, block), (i ? room->part : out)[0]);
             for (int h = 0; h < TILE && i; h++)
                 for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
         }
@@ -525,8 +514,7 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
 
 /* o [4][D] = o * down + p [4][tokens] times rows [tokens][D] of V, tokens that a query sees */
 INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
-                                                                int64_t first, int64_t tokens,
-                                                                int64_t dim) {
+                          int64_t first, int64_t tokens, int64_t dim) {
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     for (int64_t d = 0; d < dim; d += LANES) {
@@ -549,21 +537,15 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
     const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
     float down[TILE];
     for (int i = 0; i < strip->count; i++)
-        multiply_numbers((int)f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
+        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
                          1.0f, room->s[0] + i * tokens);
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
-            v_store(t->o[h] + d, v_mul(v_load(t->o[h] + d), v_set(down[h])));
-    for (int i = 0; i < strip->count; i++) {
-#define VALUES(T)     \
-    if (f->raw == T)  \
-    add_values_of(T, t, room->s[0] + i * tokens, strip->blocks[i] + f->raw_v, size * dim, \
-                  first + i * tokens, tokens, dim)
-        VALUES(FP16);
-        VALUES(BF16);
-        VALUES(FP32);
-    }
+            v_store(t->o[h] + d, v_load(t->o[h] + d) * v_set(down[h]));
+    for (int64_t i = 0, at = 0; i < strip->count; i++, at += tokens)
+        BY_TYPE(f->raw, add_values_of, t, room->s[0] + at, strip->blocks[i] + f->raw_v, size * dim,
+                first + at, tokens, dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t head) {
@@ -675,5 +657,4 @@ static void attend_unit(const Attention *a, int64_t unit) {
             a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
                                           : -__builtin_inff();
         }
-#undef ROW
 }

@@ -2,6 +2,7 @@
  * work. A unit is computed alike by any thread, so answers do not depend on their number. */
 #include <pthread.h>
 #include <stdatomic.h>
+#include <unistd.h>
 #include "pages.h"
 
 enum { MOST_THREADS = 256 };
@@ -11,14 +12,14 @@ static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t go, done;
     int threads, wanted, running;
+    pid_t process;
     unsigned long turn;
     Work work;
     const void *job;
     int64_t units;
     atomic_llong next;
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER,
-          .go = PTHREAD_COND_INITIALIZER,
-          .done = PTHREAD_COND_INITIALIZER};
+          .go = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static void take_units(void) {
     for (int64_t i; (i = atomic_fetch_add(&pool.next, 1)) < pool.units;) pool.work(pool.job, i);
@@ -41,17 +42,12 @@ static void *serve(void *number) {
     return NULL;
 }
 
-static void forget(void) { /* a child has no threads but the one that forked */
-    pthread_mutex_init(&pool.busy, NULL);
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.go, NULL);
-    pthread_cond_init(&pool.done, NULL);
-    pool.threads = pool.wanted = pool.running = 0;
-}
-
 static void start(int threads) { /* as many as there can be, under the lock */
-    static atomic_flag watched = ATOMIC_FLAG_INIT;
-    if (!atomic_flag_test_and_set(&watched)) pthread_atfork(NULL, NULL, forget);
+    if (pool.process != getpid()) { /* a child has no threads but the one that forked */
+        pool.process = getpid(), pool.threads = 0;
+        pthread_cond_init(&pool.go, NULL);
+        pthread_cond_init(&pool.done, NULL);
+    }
     for (pthread_t id; pool.threads < threads; pool.threads++) {
         if (pthread_create(&id, NULL, serve, (void *)(intptr_t)pool.threads)) break;
         pthread_detach(id);
@@ -94,8 +90,7 @@ static const Path *find_path(int64_t path) { /* NULL where this machine cannot r
 }
 
 const char *disagg_path(int64_t path) {
-    const Path *found = find_path(path);
-    return found ? found->name : NULL;
+    return find_path(path) ? find_path(path)->name : NULL;
 }
 
 void disagg_append(int64_t path, const Append *x, int64_t threads) {

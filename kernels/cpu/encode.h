@@ -1,7 +1,6 @@
 /* Encoders: the bytes of reference/encode.py and quantize.py, bit for bit. Every step is
  * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
- * x * inverse + shift once, so this does; nothing else is contracted. A side is a matrix
- * whose groups run down its columns, so that vectors of columns are quantised. */
+ * x * inverse + shift once, so this does. A side is a matrix whose groups run down its columns. */
 
 typedef struct { /* of one group of each column: code = clamp(round(shift + x * inverse)) + after */
     float low[MAX_DIM], high[MAX_DIM], shift[MAX_DIM], inverse[MAX_DIM];
@@ -11,12 +10,8 @@ typedef struct {
     ALIGNED float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
     Group group;
 } Desk;
-
 #define LARGEST 65504.0f
-
-INLINE V v_finite(V x) {
-    return v_max(v_min(v_number(x), v_set(LARGEST)), v_set(-LARGEST));
-}
+INLINE V v_finite(V x) { return v_max(v_min(v_number(x), v_set(LARGEST)), v_set(-LARGEST)); }
 
 static void read_page(float *to, const uint8_t *from, int type, int64_t stride, int64_t tokens,
                       int64_t dim) {
@@ -68,17 +63,16 @@ static void choose_scales(Group *g, int64_t columns, int bits, uint8_t *scales, 
         V low = v_load(g->low + c), high = v_load(g->high + c);
         V largest = v_max(v_abs(low), v_abs(high)), scale;
         if (zeros)
-            scale = v_max(v_div(v_sub(high, low), v_set((float)((1 << bits) - 1))),
-                          v_div(largest, v_set(1024.0f)));
-        else scale = v_div(largest, v_set((float)((1 << (bits - 1)) - 1)));
+            scale = v_max((high - low) / v_set((float)((1 << bits) - 1)), largest / v_set(1024.0f));
+        else scale = largest / v_set((float)((1 << (bits - 1)) - 1));
         v_store_half(scales + 2 * c, v_max(scale, least));
         V step = v_half(scales + 2 * c), shift = v_set(0);
         if (zeros) {
-            v_store_half(zeros + 2 * c, v_div(low, step));
-            shift = v_sub(v_set(0), v_half(zeros + 2 * c));
+            v_store_half(zeros + 2 * c, low / step);
+            shift = v_set(0) - v_half(zeros + 2 * c);
         }
         v_store(g->shift + c, shift);
-        v_store(g->inverse + c, v_div(v_set(1.0f), step));
+        v_store(g->inverse + c, v_set(1.0f) / step);
     }
 }
 
@@ -92,7 +86,7 @@ static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, 
         for (int64_t r = 0; r < rows; r++) {
             float *at = x + r * columns + c;
             V y = v_round(v_fused(v_load(at), inverse, shift));
-            v_store(at, v_add(v_min(v_max(y, low), high), after));
+            v_store(at, v_min(v_max(y, low), high) + after);
         }
     }
 }
@@ -109,7 +103,7 @@ static void pack(const Side *s, const float *codes, uint8_t *to) {
             for (int f = 0; f < planes; f++)
                 for (int64_t half = 0; half < halves; half++) {
                     V y = v_load(codes + (f * plane + r) * s->columns + half * words + c);
-                    w = v_add(w, v_mul(y, v_set((float)(1 << (f * s->bits + 8 * half)))));
+                    w = w + y * v_set((float)(1 << (f * s->bits + 8 * half)));
                 }
             v_store_int16(found, w);
             memcpy(to + 2 * (r * words + c), found, 2 * (words - c < LANES ? words - c : LANES));
@@ -138,7 +132,7 @@ static void encode_float8(const Side *s, float *x, uint8_t *block) {
     if (scale < 0x1p-100f) scale = 0x1p-100f;
     memcpy(block + s->scale, &scale, 4);
     for (int64_t i = 0; i < count; i += LANES) {
-        V y = v_div(v_load(x + i), v_set(scale));
+        V y = v_load(x + i) / v_set(scale);
         v_store(x + i, v_max(v_min(y, v_set(448.0f)), v_set(-448.0f)));
     }
     uint8_t *to = block + s->codes;

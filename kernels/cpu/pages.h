@@ -2,7 +2,6 @@
  * fills them in. Offsets are bytes from the start of a block; -1 says that a plane is not there. */
 #ifndef DISAGG_PAGES_H
 #define DISAGG_PAGES_H
-#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 

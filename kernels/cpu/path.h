@@ -1,4 +1,5 @@
 /* One instruction set: attention and encoders, compiled for it alone. */
+#if !defined(TARGET) || defined(__x86_64__)
 #if defined(TARGET) && defined(__clang__)
 #include <immintrin.h>
 #pragma clang attribute push(__attribute__((target(TARGET))), apply_to = function)
@@ -13,4 +14,5 @@ TARGET_PRAGMA(TARGET)
 const Path PATH = {NAME, attend_unit, encode_unit};
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop
+#endif
 #endif

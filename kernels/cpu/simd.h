@@ -28,10 +28,6 @@ INLINE V v_load(const float *p) {
 }
 INLINE void v_store(float *p, V x) { memcpy(p, &x, sizeof x); }
 INLINE V v_set(float x) { return x - (V){0}; }
-INLINE V v_add(V a, V b) { return a + b; }
-INLINE V v_sub(V a, V b) { return a - b; }
-INLINE V v_mul(V a, V b) { return a * b; }
-INLINE V v_div(V a, V b) { return a / b; }
 INLINE V v_abs(V a) { return (V)((W)a & 0x7fffffff); }
 INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ties to even */
 INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
@@ -95,6 +91,9 @@ INLINE float v_sum(V a) {
     return a[0];
 }
 INLINE float v_most(V a) {
+#if defined(USE_AVX512)
+    return _mm512_reduce_max_ps(a);
+#endif
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
     return a[0];
@@ -146,14 +145,10 @@ INLINE void transpose16(__m512 *a) {
 #define SAME(x) (x)
 TREE(tree_int, __m512i, _mm512_add_epi32, _mm512_unpacklo_epi32, _mm512_unpackhi_epi32,
      _mm512_unpacklo_epi64, _mm512_unpackhi_epi64, SAME, SAME, _mm512_shuffle_i32x4)
-TREE(v_tree_most, __m512, _mm512_max_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps,
-     _mm512_unpacklo_pd, _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps,
-     _mm512_shuffle_f32x4)
 TREE(v_tree, __m512, _mm512_add_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
      _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps, _mm512_shuffle_f32x4)
 
 typedef __m512i Sum; /* of numbers that were rounded, exact */
-INLINE Sum sum_of_none(void) { return _mm512_setzero_si512(); }
 INLINE V v_of_sum(Sum s) { return _mm512_cvtepi32_ps(s); }
 INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) { /* 32 numbers, as int16 */
     __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(v_load(from) * by),
@@ -163,14 +158,8 @@ INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) { /* 32 num
     return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
 }
 INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
-INLINE void most_of_four(const V *a, float *to) {
-    const V all[16] = {a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3],
-                       a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3]};
-    _mm_storeu_ps(to, _mm512_castps512_ps128(v_tree_most(all)));
-}
 #else
 typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
-INLINE Sum sum_of_none(void) { return v_set(0); }
 INLINE V v_of_sum(Sum s) { return s; }
 INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
     for (int i = 0; i < 32; i += LANES) {
@@ -183,19 +172,14 @@ INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
 INLINE void sums_of(const V *a, float *to) { /* of each of sixteen */
     for (int i = 0; i < 16; i++) to[i] = v_sum(a[i]);
 }
-INLINE void most_of_four(const V *a, float *to) { /* the largest number of each of four */
-    for (int i = 0; i < 4; i++) to[i] = v_most(a[i]);
-}
 #endif
 
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
-    V y = v_max(x, v_set(-126.0f)), r = v_round(y), f = v_sub(y, r), p = v_set(0x1.4258ep-13f);
-    p = v_fma(p, f, v_set(0x1.5f44e4p-10f));
-    p = v_fma(p, f, v_set(0x1.3b2cc4p-7f));
-    p = v_fma(p, f, v_set(0x1.c6aed6p-5f));
-    p = v_fma(p, f, v_set(0x1.ebfbdcp-3f));
-    p = v_fma(p, f, v_set(0x1.62e43p-1f));
-    p = v_fma(p, f, v_set(1.0f));
+    static const float terms[6] = {0x1.5f44e4p-10f, 0x1.3b2cc4p-7f, 0x1.c6aed6p-5f,
+                                   0x1.ebfbdcp-3f,  0x1.62e43p-1f,  1.0f};
+    V y = v_max(x, v_set(-126.0f)), r = v_round(y), f = y - r, p = v_set(0x1.4258ep-13f);
+#pragma GCC unroll 6
+    for (int i = 0; i < 6; i++) p = v_fma(p, f, v_set(terms[i]));
     return v_zero_below(v_times_power(p, r), x, -90.0f);
 }
 INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from the i-th on */
@@ -308,8 +292,7 @@ INLINE void products_in(const Products *p, int bits, int paired) {
 }
 
 INLINE void products_of(const Products *p, int bits) {
-    if (p->x[0] == p->x[1] && p->x[2] == p->x[3])
-        products_in(p, bits, 1);
+    if (p->x[0] == p->x[1] && p->x[2] == p->x[3]) products_in(p, bits, 1);
     else products_in(p, bits, 0);
 }
 
@@ -387,9 +370,7 @@ INLINE void products_of(const Products *p, int bits) {
 #endif
 
 static void products(const Products *p, int64_t bits) {
-    if (bits == 4)
-        products_of(p, 4);
-    else if (bits == 2)
-        products_of(p, 2);
+    if (bits == 2) products_of(p, 2);
+    else if (bits == 4) products_of(p, 4);
     else products_of(p, 8);
 }
