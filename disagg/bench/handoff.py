@@ -31,7 +31,7 @@ from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
-from disagg.engine.scheduler import urgency
+from disagg.engine.sequence import urgency
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient

@@ -15,21 +15,10 @@ from bisect import insort
 from dataclasses import dataclass
 
 from disagg.codecs.tables import block_size
-from disagg.engine.sequence import Sequence, Status
+from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
-
-AGEING_S = 1.0
-
-
-def urgency(left: int, waited_s: float, ageing_s: float = AGEING_S) -> float:
-    """Whose turn it is: the least of these.
-
-    left: tokens to compute, counted half for every `ageing_s` seconds of waiting. So prompts of l
-    tokens pass one of L only if they come within ageing_s * log2(L / l) seconds after it.
-    """
-    return left * 2.0 ** (-waited_s / ageing_s)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
 
 MAX_NUMBER = 2**63
+AGEING_S = 1.0  # of waiting makes up for half of the work
 
 
 class Status(StrEnum):
@@ -199,6 +200,15 @@ def handoff_stats(plan: Plan, tokens: int, encode_ms: float = 0.0) -> HandoffSta
         resident_bytes=plan.nbytes(tokens),
         encode_ms=encode_ms,
     )
+
+
+def urgency(left: int, waited_s: float, ageing_s: float = AGEING_S) -> float:
+    """Whose turn it is: the least of these.
+
+    left: tokens to compute, counted half for every `ageing_s` seconds of waiting. So prompts of l
+    tokens pass one of L only if they come within ageing_s * log2(L / l) seconds after it.
+    """
+    return left * 2.0 ** (-waited_s / ageing_s)
 
 
 def _require(condition: bool, message: str) -> None:

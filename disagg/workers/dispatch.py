@@ -21,6 +21,7 @@ from enum import StrEnum
 from heapq import heapify, heappop
 
 from disagg.config import RouterConfig
+from disagg.engine.sequence import urgency
 from disagg.errors import (
     CapacityError,
     ConfigError,
@@ -118,8 +119,8 @@ class Entry:
         return self.job.sampling.get("max_tokens") == 1
 
     def urgency(self, now: float) -> float:
-        """Lower goes first: the rule of `engine.scheduler`, which would bring torch along."""
-        return len(self.job.prompt) * 0.5 ** (now - self.arrived)
+        """Lower goes first, by the rule of the engine."""
+        return urgency(len(self.job.prompt), now - self.arrived)
 
 
 @dataclass
@@ -231,7 +232,7 @@ class Dispatch:
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
-        self._stuck_since = math.inf  # nothing could be placed since, though something waited
+        self._stuck_since = math.inf  # all that is here waits since
 
     def submit(self, job: Job, now: float) -> list[Action]:
         """A new request; it starts at once if there is room."""
@@ -347,7 +348,8 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        self._stuck_since = min(self._stuck_since, now) if queued and not actions else math.inf
+        moves = len(queued) < len(self.entries) or not queued
+        self._stuck_since = math.inf if moves else min(self._stuck_since, now)
         return actions
 
     def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:

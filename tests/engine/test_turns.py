@@ -18,8 +18,7 @@ from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay, StepOutput
-from disagg.engine.scheduler import AGEING_S, urgency
-from disagg.engine.sequence import Request, SamplingParams
+from disagg.engine.sequence import AGEING_S, Request, SamplingParams, urgency
 from disagg.model.attention import Batch
 from disagg.model.cache import Workspace
 

@@ -372,6 +372,10 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
     assert not dispatch.ready(6.0)
     dispatch.load("d", ROOM, 7.0)
     assert dispatch.ready(7.0)
+    for i in range(9):  # more than can be started: those that compute get on
+        dispatch.submit(job(f"r{i}"), 7.0)
+    dispatch.tick(20.0)
+    assert dispatch.ready(20.0)
 
 
 # -- deaths
