@@ -34,8 +34,7 @@ from disagg.errors import (
 from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
 
 AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
-RETRY_S = 0.1  # pause after a refusal; doubles with each, up to a second
-FULL_S = 0.25  # how long a refusal for want of room counts, if nothing is heard before
+RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
@@ -332,8 +331,8 @@ class Dispatch:
     def ready(self, now: float) -> bool:
         """Whether a request that came now could hope for an answer."""
         roles = [x.started.role for x in self.members.values() if now >= x.open_until]
-        flows = now - self._stuck_since <= self._config.silence_s
-        return flows and any(x.prefills for x in roles) and any(x.decodes for x in roles)
+        both = any(x.prefills for x in roles) and any(x.decodes for x in roles)
+        return both and now - self._stuck_since <= self._config.silence_s
 
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
@@ -348,8 +347,8 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        moves = len(queued) < len(self.entries) or not queued
-        self._stuck_since = math.inf if moves else min(self._stuck_since, now)
+        stuck = queued and not actions and len(queued) == len(self.entries)
+        self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions
 
     def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
