@@ -83,9 +83,7 @@ def alive(workers: set[int]) -> bool:
     return any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
-    address: str, tmp_path: Path
-) -> None:
+def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(address, tmp_path):
     (tmp_path / "token").write_text("a secret of all hosts")
     secret = ("--set", f"security.token_file={tmp_path / 'token'}")
     open_ = serve(tmp_path, address)

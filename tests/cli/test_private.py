@@ -105,7 +105,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     found.empties()
 
 
-def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
+def test_a_cold_submit_answers_and_leaves_nothing(home):
     process = home.start("submit", PROMPT * 8, "--max-tokens", "16", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -117,7 +117,7 @@ def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
     assert home.left() == []
 
 
-def test_ctrl_c_in_mid_stream_leaves_nothing(home: Home) -> None:
+def test_ctrl_c_in_mid_stream_leaves_nothing(home):
     process = home.start("submit", PROMPT, "--max-tokens", "4000", "--ignore-eos")
     assert process.stdout is not None
     assert process.stdout.read(1)
@@ -128,9 +128,7 @@ def test_ctrl_c_in_mid_stream_leaves_nothing(home: Home) -> None:
     assert home.left() == []
 
 
-def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
-    home: Home,
-) -> None:
+def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(home):
     path = home.folder / "disagg.json"
     process = home.start("serve", "--port", "0")
     wait_for(path.exists)
@@ -148,9 +146,7 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
     path.unlink()
 
 
-def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into_its_folder(
-    home: Home,
-) -> None:
+def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into_its_folder(home):
     path = home.folder / "disagg.json"
     process = home.start("serve", "--port", "0")
     wait_for(path.exists)
@@ -170,9 +166,7 @@ def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into
     assert process.returncode == 0
 
 
-def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
-    home: Home, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(home, tmp_path_factory):
     papers = make_papers(tmp_path_factory.mktemp("papers"))
     files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
     sets = [f"security.{key}={papers / name}" for key, name in files.items()]

@@ -14,15 +14,13 @@ from disagg.cli.app import run
 from disagg.cli.client import Answer
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError
-from tests.cli.conftest import STATS, Running, take_ctrl_c
+from tests.cli.conftest import STATS, take_ctrl_c
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_continuation_goes_to_stdout_and_a_table_follows(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_continuation_goes_to_stdout_and_a_table_follows(running, capsys):
     assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5"]) == 0
     text, _, table = capsys.readouterr().out.partition("\n")
     assert text == "abcde"
@@ -31,9 +29,7 @@ def test_the_continuation_goes_to_stdout_and_a_table_follows(
     assert "3 prompt tokens, 5 generated" in table
 
 
-def test_what_was_known_there_before_is_told(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_known_there_before_is_told(running, capsys):
     running.router.kv = STATS | {"cached_bytes": 500}
     assert run(["submit", "abc", "--url", running.url]) == 0
     told = [x.split() for x in capsys.readouterr().out.splitlines() if "known there" in x]
@@ -47,18 +43,13 @@ SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
     ("kv", "first"),
     [
         ({}, "5 prompt tokens"),
-        (
-            SHORT,
-            "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n",
-        ),
+        (SHORT, "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n"),
         ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
         (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
     ],
     ids=["no-figures", "short", "no-times", "long"],
 )
-def test_the_figures_that_came_are_told_and_no_more(
-    kv: dict[str, object], first: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
     answer = Answer("x", 5, 1, "length", ttft_ms=1.0, kv=kv)
     print_savings(answer, max_tokens=1)
     printed = capsys.readouterr().out
@@ -67,17 +58,13 @@ def test_the_figures_that_came_are_told_and_no_more(
     assert ("% of fp16" in printed) == ("kivi" in first)
 
 
-def test_an_answer_that_the_context_ended_says_so_in_one_line(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_the_context_ended_says_so_in_one_line(running, capsys):
     assert run(["submit", "a" * 195, "--url", running.url, "--max-tokens", "100000"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "context" in line]
     assert said == ["the model's context is full: 5 of 100000 tokens could be generated"]
 
 
-def test_json_is_one_object_with_the_promised_keys(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_with_the_promised_keys(running, capsys):
     assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == KEYS
@@ -87,14 +74,12 @@ def test_json_is_one_object_with_the_promised_keys(
     assert answer["ttft_ms"] > 0
 
 
-def test_the_state_file_leads_to_the_running_service(
-    known: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_state_file_leads_to_the_running_service(known, state_file, capsys):
     assert run(["submit", "abc", "--state-file", str(state_file), "--max-tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("ab\n")
 
 
-def test_options_reach_the_service(running: Running) -> None:
+def test_options_reach_the_service(running):
     options = ["--codec", "kivi", "--seed", "7", "--temperature", "0.5", "--top-k", "3"]
     assert run(["submit", "abc", "--url", running.url, *options, "--stop", "cd", "--json"]) == 0
     ((_, params, codec),) = running.router.asked
@@ -103,9 +88,7 @@ def test_options_reach_the_service(running: Running) -> None:
 
 
 @pytest.mark.parametrize("way", ["file", "stdin"])
-def test_a_prompt_can_come_from_elsewhere(
-    way: str, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_can_come_from_elsewhere(way, running, tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_text("four")
     monkeypatch.setattr(sys, "stdin", path.open())
@@ -164,14 +147,8 @@ def test_a_prompt_can_come_from_elsewhere(
     ],
 )
 def test_bad_input_has_an_exit_code_and_one_line(
-    arguments: list[str],
-    code: int,
-    reason: str,
-    running: Running,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    arguments, code, reason, running, tmp_path, capsys, monkeypatch
+):
     """Nothing is started for any of them: what would start a service is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     places = {"url": running.url, "empty": tmp_path / "none.json"}
@@ -187,9 +164,7 @@ def test_bad_input_has_an_exit_code_and_one_line(
 
 
 @pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
-def test_a_usage_error_is_an_object_too_for_who_asks_for_json(
-    wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, capsys):
     assert run(["submit", "abc", *wrong]) == 2
     assert "Usage: disagg submit" in capsys.readouterr().err
     assert run(["submit", "abc", *wrong, "--json"]) == 2
@@ -198,17 +173,13 @@ def test_a_usage_error_is_an_object_too_for_who_asks_for_json(
     assert printed.err == ""
 
 
-def test_an_unknown_codec_is_named_with_the_known_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_codec_is_named_with_the_known_ones(tmp_path, capsys):
     empty = str(tmp_path / "none.json")
     assert run(["submit", "abc", "--state-file", empty, "--codec", "zip"]) == 2
     assert "kivi" in capsys.readouterr().err
 
 
-def test_an_answer_that_ends_in_an_error_has_its_exit_code(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, capsys):
     running.router.pause_at, running.router.breaks = 2, PeerLostError("the worker is gone")
     running.loop.call_soon_threadsafe(running.router.go.set)
     assert run(["submit", "abc", "--url", running.url]) == 8
@@ -222,7 +193,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_ctrl_c_cancels_the_request_at_the_service(running: Running) -> None:
+def test_ctrl_c_cancels_the_request_at_the_service(running):
     running.router.pause_at = 2
     command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
     process = subprocess.Popen(
@@ -239,7 +210,7 @@ def test_ctrl_c_cancels_the_request_at_the_service(running: Running) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["submit", "abc", "--url", "{url}", "--json"]], ids=["help", "submit"]
 )
-def test_a_client_imports_nothing_heavy(arguments: list[str], running: Running) -> None:
+def test_a_client_imports_nothing_heavy(arguments, running):
     code = (
         "import sys; from disagg.cli.app import run; status = run(sys.argv[1:]); "
         "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy', 'fastapi', 'tokenizers'}; "

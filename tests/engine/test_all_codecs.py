@@ -10,7 +10,6 @@ import pytest
 
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
-from disagg.model.runner import Runner
 from tests.engine.forced import forced_logits
 from tests.engine.serving import answers, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt
@@ -36,7 +35,7 @@ def allowed(codec: str) -> float:
     return {"raw": 1e-4, "decoquant": 0.1}.get(codec, 0.02)
 
 
-def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner: Runner) -> None:
+def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner):
     engine = make_engine(runner)
     for codec in EIGHT:
         engine.submit(Replay(request(codec, random_prompt(200), codec, 100)))
@@ -47,7 +46,7 @@ def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner: Runner) ->
     )
 
 
-def test_a_codec_computes_beside_seven_others_what_it_computes_alone(runner: Runner) -> None:
+def test_a_codec_computes_beside_seven_others_what_it_computes_alone(runner):
     prompts = dict.fromkeys(EIGHT, random_prompt(200))
     together = forced_logits(runner, prompts, {x: x for x in EIGHT}, 100)
     for codec in EIGHT:
@@ -56,9 +55,7 @@ def test_a_codec_computes_beside_seven_others_what_it_computes_alone(runner: Run
 
 
 @pytest.mark.parametrize("codec", codec_names())
-def test_what_any_codec_computes_does_not_depend_on_batch_or_chunks(
-    runner: Runner, codec: str
-) -> None:
+def test_what_any_codec_computes_does_not_depend_on_batch_or_chunks(runner, codec):
     prompts = {str(n): random_prompt(n) for n in (1, 58, 300)}
     codecs = dict.fromkeys(prompts, codec)
     together = forced_logits(runner, prompts, codecs, 16, max_batch_tokens=53)
@@ -67,7 +64,7 @@ def test_what_any_codec_computes_does_not_depend_on_batch_or_chunks(
         assert relative_error(together[rid], alone[rid]) <= allowed(codec)
 
 
-def test_the_tolerance_tells_one_codec_from_another(runner: Runner) -> None:
+def test_the_tolerance_tells_one_codec_from_another(runner):
     """Also from itself with one token of the prompt changed."""
     prompt = random_prompt(200)
     changed = {"same": prompt, "token": [*prompt[:40], (prompt[40] + 1) % 250, *prompt[41:]]}

@@ -69,7 +69,7 @@ class Digests:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner: Runner, codec: str) -> None:
+def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner, codec):
     n, seen = 301, set()
     for size, others in ((512, 0), (1, 0), (17, 0), (64, 0), (100, 3), (512, 3)):
         engine = make_engine(ExactRunner(runner), max_batch_tokens=size)  # type: ignore[arg-type]

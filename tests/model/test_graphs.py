@@ -74,7 +74,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("codec", [*codec_names(), MIXED])
-def test_a_replayed_step_gives_what_an_eager_one_gives(runner: Runner, codec: str) -> None:
+def test_a_replayed_step_gives_what_an_eager_one_gives(runner, codec):
     codecs = dict.fromkeys("abc", codec)
     expected = logits_of(runner, codecs)
     recorder = EagerRecorder()
@@ -83,7 +83,7 @@ def test_a_replayed_step_gives_what_an_eager_one_gives(runner: Runner, codec: st
     assert recorder.replayed > recorder.recorded
 
 
-def test_codecs_of_one_batch_share_a_recorded_step(runner: Runner) -> None:
+def test_codecs_of_one_batch_share_a_recorded_step(runner):
     codecs = {"a": "kivi", "b": "raw", "c": MIXED}
     expected = logits_of(runner, codecs)
     graphs = runner.record_steps(EagerRecorder())
@@ -91,7 +91,7 @@ def test_codecs_of_one_batch_share_a_recorded_step(runner: Runner) -> None:
     assert 0 < graphs.num_shapes < 6
 
 
-def test_padding_writes_where_the_step_writes_and_nowhere_else(runner: Runner) -> None:
+def test_padding_writes_where_the_step_writes_and_nowhere_else(runner):
     written = []
     for recorder in (None, EagerRecorder()):
         if recorder is not None:
@@ -106,7 +106,7 @@ def test_padding_writes_where_the_step_writes_and_nowhere_else(runner: Runner) -
     assert torch.equal(*written)
 
 
-def test_padding_sees_nothing_and_is_not_written(runner: Runner) -> None:
+def test_padding_sees_nothing_and_is_not_written(runner):
     batch = batches_of(runner, list(LENGTHS), 3, "kivi")[-1]
     static = StaticStep(batch)
     (found,), (given,) = static.batch.decodes, batch.decodes
@@ -152,9 +152,7 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
 
 
 @pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
-def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(
-    runner: Runner, codec: str, by_append: bool
-) -> None:
+def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(runner, codec, by_append):
     batches = batches_of(runner, [120], 30, codec)
     plain = [is_plain(batch) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
@@ -166,7 +164,7 @@ def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(
 
 
 @pytest.mark.parametrize("codec", ["kivi:bits=2,group=64,residual=0", "gear", "alignedkv"])
-def test_a_replayed_step_seals_what_an_eager_one_seals(runner: Runner, codec: str) -> None:
+def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
     written, recorder = [], EagerRecorder()
     for given in (None, recorder):
         if given is not None:
@@ -182,7 +180,7 @@ def test_a_replayed_step_seals_what_an_eager_one_seals(runner: Runner, codec: st
     assert (written[0] == written[1])[used].float().mean() >= 1 - ANOTHER_ROUNDING
 
 
-def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner: Runner) -> None:
+def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
     def keys(prompts: list[int], codec: str) -> list[Any]:
         found = map(key_of, filter(is_plain, batches_of(runner, prompts, 40, codec)))
         return [(key[0], *key[2:]) for key in found]  # every engine has an arena of its own
@@ -198,16 +196,16 @@ def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner: Ru
 @pytest.mark.parametrize(
     ("count", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (17, 24), (24, 24)]
 )
-def test_buckets_are_close_above_what_they_hold(count: int, bucket: int) -> None:
+def test_buckets_are_close_above_what_they_hold(count, bucket):
     assert bucket_of(count) == bucket
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (3, 4), (33, 64), (64, 64)])
-def test_tables_are_as_wide_as_a_power_of_two(count: int, width: int) -> None:
+def test_tables_are_as_wide_as_a_power_of_two(count, width):
     assert width_of(count) == width
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner: Runner) -> None:
+def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     codecs = dict.fromkeys("ab", "kivi")
     expected = logits_of(runner, codecs)
     recorder = RefusingRecorder()
@@ -217,7 +215,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner: Runner) 
     assert 0 < recorder.asked < 5
 
 
-def test_the_shape_unused_for_longest_makes_room(runner: Runner) -> None:
+def test_the_shape_unused_for_longest_makes_room(runner):
     recorder = EagerRecorder()
     graphs = DecodeGraphs(runner._static_step, recorder, most_shapes=1)
     runner._graphs = graphs
@@ -233,13 +231,13 @@ def test_the_shape_unused_for_longest_makes_room(runner: Runner) -> None:
     assert graphs.num_shapes == 1
 
 
-def test_a_cpu_records_nothing(runner: Runner) -> None:
+def test_a_cpu_records_nothing(runner):
     assert runner._graphs is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8"])
-def test_a_graph_gives_what_eager_kernels_give(path: Path, codec: str) -> None:
+def test_a_graph_gives_what_eager_kernels_give(path, codec):
     runner = Runner.load(str(path), device="cuda")
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
