@@ -1,6 +1,7 @@
 """`codecs` and `page`: what they print adds up."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from disagg.cli.app import run
 COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
 
 
-def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert run([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -17,7 +18,6 @@ def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
 def test_codecs_lists_every_codec_with_its_size(capsys):
     size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
     rows = look(capsys, "codecs", *size)
-    assert isinstance(rows, list)
     assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
     found = {row["name"]: row for row in rows}
     assert found["raw"]["page_tokens"] == 16
@@ -29,13 +29,11 @@ def test_codecs_lists_every_codec_with_its_size(capsys):
 def test_codecs_may_be_asked_for_by_spec(capsys):
     size = ["--head-dim", "128", "--tokens", "8192"]
     rows = look(capsys, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
-    assert isinstance(rows, list)
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
 
 
 def test_the_planes_of_a_page_lie_one_behind_the_other(capsys):
     found = look(capsys, "page", "kivi:bits=2,group=64,residual=64")
-    assert isinstance(found, dict)
     (group,) = found["groups"]
     page, raw = group["layouts"]
     names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]

@@ -20,24 +20,18 @@ KIVI = "kivi:bits=2,group=64,residual=64"
     ("prompt", "codec", "error"),
     [
         (random_prompt(CONTEXT), KIVI, PromptTooLongError),
+        (random_prompt(CONTEXT - 1), "raw", PromptTooLongError),  # the pool is too small for it
         ([0, VOCAB], KIVI, RequestError),
         ([1], "gzip", UnknownNameError),
         ([1], "kivi:bits=3", ConfigError),
     ],
 )
 def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, error):
-    engine = make_engine(runner)
+    engine = make_engine(runner, arena_bytes=1 << 20)
     engine.submit(Replay(request("a", prompt, codec, 4)))
     (failed,) = engine.step().failed
     assert isinstance(failed.error, error)
     assert engine.idle
-
-
-def test_a_prompt_larger_than_the_pool_is_refused(runner):
-    engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("a", random_prompt(CONTEXT - 1), "raw", 4)))
-    (failed,) = engine.step().failed
-    assert isinstance(failed.error, PromptTooLongError)
 
 
 def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):

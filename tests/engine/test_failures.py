@@ -15,7 +15,7 @@ from disagg.errors import CapacityError, DisaggError, RequestError
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 from disagg.state import allocate_group
-from tests.engine.serving import make_engine, request, run_until_idle, serve
+from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
 from tests.model.tiny import VOCAB, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -153,14 +153,12 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
 
 
-class Stub:
+class Stub(StandIn):
     """A runner with another forward."""
 
     def __init__(self, runner: Runner, forward: Callable[..., Any]):
-        self._runner, self.forward = runner, forward
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        super().__init__(runner)
+        self.forward = forward
 
 
 def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(runner, monkeypatch):
