@@ -15,18 +15,18 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_without_file_and_flags_the_defaults_hold() -> None:
+def test_without_file_and_flags_the_defaults_hold():
     assert load_config() == Config()
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = write(tmp_path, "codec: raw\nserver: {port: 9000, host: 0.0.0.0}\n")
     config = load_config(path, {"server.port": "9001", "codec": None})
     assert (config.codec, config.server.host, config.server.port) == ("raw", "0.0.0.0", 9001)
     assert config.engine == Config().engine
 
 
-def test_what_is_shown_can_be_loaded_again(tmp_path: Path) -> None:
+def test_what_is_shown_can_be_loaded_again(tmp_path):
     config = load_config(None, {"transfer.link_mbps": "50", "cluster.decode": 2})
     assert load_config(write(tmp_path, yaml.safe_dump(as_dict(config)))) == config
 
@@ -39,7 +39,7 @@ def test_what_is_shown_can_be_loaded_again(tmp_path: Path) -> None:
     ],
     ids=["top", "nested"],
 )
-def test_an_unknown_key_lists_the_known_ones(flags: dict[str, object], known: str) -> None:
+def test_an_unknown_key_lists_the_known_ones(flags, known):
     with pytest.raises(UnknownNameError, match=known):
         load_config(None, flags)
 
@@ -56,28 +56,28 @@ def test_an_unknown_key_lists_the_known_ones(flags: dict[str, object], known: st
     ],
     ids=["word", "bool", "number-for-room", "null", "list", "broken"],
 )
-def test_a_value_that_cannot_be_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_a_value_that_cannot_be_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
 
 
-def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read config file"):
         load_config(tmp_path / "none.yaml")
 
 
-def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path: Path) -> None:
+def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path):
     path = write(tmp_path, "transfer: {link_mbps: 50}")
     assert load_config(path).transfer.link_mbps == 50.0
     assert load_config(path, {"transfer.link_mbps": "null"}).transfer.link_mbps is None
 
 
 @pytest.mark.parametrize(("text", "value"), [("false", False), ("True", True)])
-def test_a_flag_can_switch(text: str, value: bool) -> None:
+def test_a_flag_can_switch(text, value):
     assert load_config(None, {"transfer.overlap": text}).transfer.overlap is value
 
 
-def test_a_switch_is_on_or_off() -> None:
+def test_a_switch_is_on_or_off():
     with pytest.raises(ConfigError, match=r"transfer.overlap is 'maybe'; bool is wanted"):
         load_config(None, {"transfer.overlap": "maybe"})
 
@@ -91,6 +91,6 @@ def test_a_switch_is_on_or_off() -> None:
         ("router.deadline_s", "nan"),
     ],
 )
-def test_a_value_below_the_least_is_named_with_it(key: str, value: str) -> None:
+def test_a_value_below_the_least_is_named_with_it(key, value):
     with pytest.raises(ConfigError, match=rf"config key {key} is .*; at least .* is wanted"):
         load_config(None, {key: value})

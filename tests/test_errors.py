@@ -10,14 +10,14 @@ GRPC_STATUSES = {
 
 
 @pytest.mark.parametrize("error", all_errors().values(), ids=lambda error: error.__name__)
-def test_every_error_knows_how_it_looks_from_outside(error: type[DisaggError]) -> None:
+def test_every_error_knows_how_it_looks_from_outside(error):
     assert error.grpc_status in GRPC_STATUSES
     assert 400 <= error.http_status < 600
     assert 1 <= error.exit_code < 256
     assert error.__name__ in (errors.__doc__ or ""), "the drawn tree has every error"
 
 
-def test_every_error_has_a_reason_of_its_own() -> None:
+def test_every_error_has_a_reason_of_its_own():
     classes, stack = set(), [DisaggError]
     while stack:
         classes.add(stack[-1])
@@ -26,13 +26,13 @@ def test_every_error_has_a_reason_of_its_own() -> None:
     assert len(classes) == len(all_errors())
 
 
-def test_a_peer_names_its_error_and_it_becomes_an_exception_again() -> None:
+def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
     assert type(error_from("capacity", "full")) is errors.CapacityError
     assert type(error_from("from the future", "x")) is DisaggError
     assert type(error_from("unknown_name", "unknown codec 'x'; known: raw")) is ConfigError
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_known_ones():
     assert str(UnknownNameError("codec", "x", ["raw", "kivi"])) == (
         "unknown codec 'x'; known: kivi, raw"
     )

@@ -37,7 +37,7 @@ def assert_empty(llm: LLM) -> None:
     assert not any(llm._intake.reservations.gauges().values())
 
 
-def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path: str) -> None:
+def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path):
     small = LLM(path, "raw", config=EngineConfig(arena_bytes=1 << 20))
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     (completion,) = small.generate([random_prompt(200)], params)
@@ -46,7 +46,7 @@ def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path: str) -> No
     assert_empty(small)
 
 
-def test_exact_kv_gives_the_tokens_that_transformers_gives(llm: LLM, path: str) -> None:
+def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, path):
     prompts = [random_prompt(n) for n in LENGTHS]
     reference = ReferenceModel(path)
     expected = [reference.generate(prompt, 20).tokens for prompt in prompts]
@@ -56,14 +56,14 @@ def test_exact_kv_gives_the_tokens_that_transformers_gives(llm: LLM, path: str) 
     assert_empty(llm)
 
 
-def test_text_goes_in_and_comes_out(llm: LLM) -> None:
+def test_text_goes_in_and_comes_out(llm):
     (answer,) = llm.generate("Call me Ishmael.", SamplingParams(max_tokens=9))
     assert answer.prompt_tokens == len("Call me Ishmael.")
     assert answer.text == llm._tokenizer.decode(answer.tokens)
     assert (len(answer.tokens), answer.finish_reason) == (9, "length")
 
 
-def test_an_answer_says_what_its_handoff_took(llm: LLM) -> None:
+def test_an_answer_says_what_its_handoff_took(llm):
     n, plan = 300, llm._decode.plan(KIVI)
     (answer,) = llm.generate([random_prompt(n)], SamplingParams(max_tokens=2))
     kv = answer.kv
@@ -79,14 +79,14 @@ def test_an_answer_says_what_its_handoff_took(llm: LLM) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", KIVI])
 @pytest.mark.parametrize("tokens", [1, 5, 17, 64, 131])
-def test_nothing_larger_than_its_fp16_is_sent(llm: LLM, tokens: int, codec: str) -> None:
+def test_nothing_larger_than_its_fp16_is_sent(llm, tokens, codec):
     params = SamplingParams(max_tokens=2)
     (answer,) = llm.generate([random_prompt(tokens)], params, codec)
     size = 2 if codec == "raw" else 1  # exact KV of a model in float32 has twice the bytes
     assert 0 < answer.kv.payload_bytes + answer.kv.cached_bytes <= size * answer.kv.fp16_bytes
 
 
-def test_a_single_token_is_answered_without_a_commit(llm: LLM) -> None:
+def test_a_single_token_is_answered_without_a_commit(llm):
     (one, two) = (
         llm.generate([random_prompt(40)], SamplingParams(max_tokens=n, ignore_eos=True))[0]
         for n in (1, 2)
@@ -95,7 +95,7 @@ def test_a_single_token_is_answered_without_a_commit(llm: LLM) -> None:
     assert_empty(llm)
 
 
-def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(path: str) -> None:
+def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(path):
     prompts = [random_prompt(n) for n in (100, 120, 90, 110, 130)]
     params = SamplingParams(max_tokens=60, temperature=0.7, seed=5)
     roomy = LLM(path, "raw", config=EngineConfig(arena_bytes=16 << 20))
@@ -107,7 +107,7 @@ def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(p
     assert_empty(tight)
 
 
-def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
     good, long = random_prompt(30), random_prompt(CONTEXT)
     with pytest.raises(PromptTooLongError):
         llm.generate([good, long])
@@ -119,7 +119,7 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm: LLM) -> Non
     assert len(llm.generate([good], SamplingParams(max_tokens=3))[0].tokens) == 3
 
 
-def test_unusable_models_and_codecs_are_refused_by_name(path: str) -> None:
+def test_unusable_models_and_codecs_are_refused_by_name(path):
     with pytest.raises(ModelError, match="nobody/nothing"):
         LLM("nobody/nothing")
     with pytest.raises(ConfigError, match="gzip"):

@@ -31,7 +31,7 @@ def runner(path: str) -> Runner:
 
 
 @pytest.mark.parametrize("codec", [*codec_names(), PLAN])
-def test_a_hand_off_changes_no_token(llm: LLM, runner: Runner, codec: str) -> None:
+def test_a_hand_off_changes_no_token(llm, runner, codec):
     prompt = random_prompt(250)
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
     assert_same(answer.tokens, serve_watched(runner, prompt, codec, 12))

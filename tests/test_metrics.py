@@ -1,13 +1,13 @@
 from disagg.metrics import Metrics, RequestTimes
 
 
-def test_times_of_a_request() -> None:
+def test_times_of_a_request():
     times = RequestTimes(arrived=1.0, first_token=3.0, ended=7.0, tokens=5)
     assert (times.ttft_s, times.tpot_s, times.e2e_s) == (2.0, 1.0, 6.0)
     assert RequestTimes(arrived=1.0, first_token=3.0, ended=3.0, tokens=1).tpot_s == 0.0
 
 
-def test_rendered_metrics_have_our_names_and_those_of_dashboards() -> None:
+def test_rendered_metrics_have_our_names_and_those_of_dashboards():
     metrics = Metrics("tiny", "decode")
     metrics.load("decode", running=2, waiting=3, held=1, usage=0.25)
     metrics.add(metrics.transfer_bytes, 100, kind="wire", codec="raw")

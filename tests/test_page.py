@@ -9,13 +9,13 @@ def layout(spec: str = "x", tokens: int = 64):
     return make_layout(spec, Kind.PAGE, tokens, planes)
 
 
-def test_planes_start_on_16_byte_boundaries_and_never_overlap() -> None:
+def test_planes_start_on_16_byte_boundaries_and_never_overlap():
     offsets = [(plane.offset, plane.nbytes) for plane in layout().planes]
     assert offsets == [(0, 30), (32, 14), (48, 1)]
     assert layout().block_bytes == 64
 
 
-def test_fingerprint_stands_for_spec_kind_tokens_and_planes() -> None:
+def test_fingerprint_stands_for_spec_kind_tokens_and_planes():
     assert layout().fingerprint == layout().fingerprint
     others = {
         layout("y").fingerprint,
@@ -26,12 +26,12 @@ def test_fingerprint_stands_for_spec_kind_tokens_and_planes() -> None:
     assert len(others | {layout().fingerprint}) == 5
 
 
-def test_a_missing_plane_is_an_error_that_lists_the_planes() -> None:
+def test_a_missing_plane_is_an_error_that_lists_the_planes():
     with pytest.raises(LayoutError, match="no plane 'k_codes'; it has a, b, c"):
         layout().plane("k_codes")
 
 
-def test_a_raw_page_holds_sixteen_tokens_of_k_then_v() -> None:
+def test_a_raw_page_holds_sixteen_tokens_of_k_then_v():
     raw = make_raw_layout("bfloat16", 80)
     assert raw.planes == (
         Plane("k", "bfloat16", (16, 80), 0),

@@ -49,23 +49,23 @@ class Counter:
 @pytest.mark.parametrize(
     ("n", "sealed"), [(0, 0), (64, 0), (127, 0), (128, 64), (191, 64), (192, 128), (1300, 1216)]
 )
-def test_the_tail_holds_r_to_r_plus_t_minus_1_tokens(n: int, sealed: int) -> None:
+def test_the_tail_holds_r_to_r_plus_t_minus_1_tokens(n, sealed):
     assert group().sealed(n) == sealed
     assert n < 64 or 64 <= n - group().sealed(n) < 128
 
 
-def test_without_a_residual_a_full_page_is_sealed_at_once() -> None:
+def test_without_a_residual_a_full_page_is_sealed_at_once():
     assert [group(0).sealed(n) for n in (63, 64, 65, 128)] == [0, 64, 64, 128]
 
 
-def test_an_address_is_record_plus_layer_page_plus_block() -> None:
+def test_an_address_is_record_plus_layer_page_plus_block():
     block = PAGE.block_bytes
     assert group().address(PAGE, page=7, layer=4, head=2) == 7 * 128 + (1 * 3 + 2) * block
     assert group().record(PAGE).nbytes % 128 == 0
     assert group().record(PAGE).nbytes >= 2 * 3 * block
 
 
-def test_an_allocated_prompt_has_a_run_for_every_segment() -> None:
+def test_an_allocated_prompt_has_a_run_for_every_segment():
     state = allocate_group(group(0, SEGMENT), 2048 + 100, Counter())
     assert [(run.first, len(run.pages)) for run in state.runs] == [(0, 32), (2048, 1)]
     assert len({run.segment for run in state.runs}) == 2
@@ -73,14 +73,14 @@ def test_an_allocated_prompt_has_a_run_for_every_segment() -> None:
     assert len(set(state.ids())) == len(list(state.ids())) == 33 + 2 + 3
 
 
-def test_an_allocation_that_fails_takes_nothing() -> None:
+def test_an_allocation_that_fails_takes_nothing():
     counter = Counter(limit=20)
     with pytest.raises(CapacityError):
         allocate_group(group(0, SEGMENT), 2048, counter)
     assert not counter.owned
 
 
-def test_a_record_is_found_by_kind_and_index_or_refused() -> None:
+def test_a_record_is_found_by_kind_and_index_or_refused():
     state = allocate_group(group(), 300, Counter())
     assert record_id(state, Kind.PAGE, 2) == state.page_ids()[2]
     assert record_id(state, Kind.RAW, 0) == state.tail[0]
@@ -90,7 +90,7 @@ def test_a_record_is_found_by_kind_and_index_or_refused() -> None:
     assert record_id(GroupState(side=9), Kind.SIDE, 0) == 9
 
 
-def test_plan_fingerprint_and_size_follow_its_groups() -> None:
+def test_plan_fingerprint_and_size_follow_its_groups():
     plan, other = Plan((group(),), (0, 0)), Plan((group(0),), (0, 0))
     assert plan.fingerprint == Plan((group(),), (0, 0)).fingerprint
     assert plan.nbytes(128) == group().record(PAGE).nbytes + 4 * group().record(group().raw).nbytes

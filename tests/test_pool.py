@@ -29,7 +29,7 @@ def keep(pool: Pool, key: bytes, count: int, shape: RecordShape = SMALL) -> list
     return pages
 
 
-def test_a_page_id_is_its_address() -> None:
+def test_a_page_id_is_its_address():
     pool = make_pool()
     first, second = pool.allocate(ODD, 2)
     pool.write(second, 3, b"abc")
@@ -37,13 +37,13 @@ def test_a_page_id_is_its_address() -> None:
     assert abs(second - first) * 128 == 640
 
 
-def test_pages_that_may_be_partly_filled_come_zeroed() -> None:
+def test_pages_that_may_be_partly_filled_come_zeroed():
     pool = make_pool()
     (page,) = pool.allocate(ZEROED, 1)
     assert bytes(pool.read(page, 0, 256)) == bytes(256)
 
 
-def test_claimed_pages_are_left_as_they_are() -> None:
+def test_claimed_pages_are_left_as_they_are():
     pool = make_pool()
     (page,) = pool.claim(ZEROED, 1)
     assert bytes(pool.read(page, 0, 256)) == b"\xff" * 256
@@ -53,7 +53,7 @@ def test_claimed_pages_are_left_as_they_are() -> None:
     assert bytes(pool.read(page, 0, 256)) == bytes(256)
 
 
-def test_an_allocation_too_large_takes_nothing() -> None:
+def test_an_allocation_too_large_takes_nothing():
     pool = make_pool()
     for take in (pool.allocate, pool.claim):
         with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
@@ -62,12 +62,12 @@ def test_an_allocation_too_large_takes_nothing() -> None:
     assert len(pool.allocate(ODD, 24)) == 24
 
 
-def test_a_record_larger_than_a_slab_is_refused_by_size() -> None:
+def test_a_record_larger_than_a_slab_is_refused_by_size():
     with pytest.raises(CapacityError, match="does not fit a slab of 4096"):
         make_pool().allocate(RecordShape("huge", 4224, False), 1)
 
 
-def test_an_empty_slab_serves_another_shape() -> None:
+def test_an_empty_slab_serves_another_shape():
     pool = make_pool()
     pages = pool.allocate(SMALL, 64)
     assert pool.free_pages(ODD) == 0
@@ -75,7 +75,7 @@ def test_an_empty_slab_serves_another_shape() -> None:
     assert pool.free_pages(ODD) == 24
 
 
-def test_a_shared_page_stays_until_its_last_owner_leaves() -> None:
+def test_a_shared_page_stays_until_its_last_owner_leaves():
     pool = make_pool()
     pages = pool.allocate(SMALL, 1)
     pool.retain(pages)
@@ -89,7 +89,7 @@ def test_a_shared_page_stays_until_its_last_owner_leaves() -> None:
         pool.retain(pages)
 
 
-def test_integrity_check_sees_a_page_that_is_owned_and_free() -> None:
+def test_integrity_check_sees_a_page_that_is_owned_and_free():
     pool = make_pool()
     (page,) = pool.allocate(SMALL, 1)
     pool._slabs[pool._slab_index(page)].free.append(page)
@@ -97,7 +97,7 @@ def test_integrity_check_sees_a_page_that_is_owned_and_free() -> None:
         pool.check_integrity()
 
 
-def test_kept_pages_outlive_their_owners_and_are_counted_apart() -> None:
+def test_kept_pages_outlive_their_owners_and_are_counted_apart():
     pool = make_pool()
     pages = keep(pool, b"a", 3)
     assert (pool.referenced_pages, pool.used_bytes) == (0, 0)
@@ -107,14 +107,14 @@ def test_kept_pages_outlive_their_owners_and_are_counted_apart() -> None:
     assert (pool.referenced_pages, pool.used_bytes, pool.cached_pages) == (3, 768, 0)
 
 
-def test_what_is_found_ends_at_the_first_unknown_key() -> None:
+def test_what_is_found_ends_at_the_first_unknown_key():
     pool = make_pool()
     keep(pool, b"a", 1)
     keep(pool, b"c", 1)
     assert [kept.note for kept in pool.take([b"a", b"b", b"c"])] == ["a"]
 
 
-def test_cached_pages_make_room_those_least_recently_used_first() -> None:
+def test_cached_pages_make_room_those_least_recently_used_first():
     pool = make_pool()
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
@@ -123,7 +123,7 @@ def test_cached_pages_make_room_those_least_recently_used_first() -> None:
     assert set(pool.kept_keys) == {b"a", b"b", b"d"}
 
 
-def test_of_what_was_used_together_the_first_goes_last() -> None:
+def test_of_what_was_used_together_the_first_goes_last():
     pool = make_pool()
     for key in (b"a", b"b", b"c"):
         keep(pool, key, 16)
@@ -132,7 +132,7 @@ def test_of_what_was_used_together_the_first_goes_last() -> None:
     assert set(pool.kept_keys) == {b"a", b"b"}
 
 
-def test_being_read_is_not_being_used() -> None:
+def test_being_read_is_not_being_used():
     pool = make_pool()
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
@@ -143,7 +143,7 @@ def test_being_read_is_not_being_used() -> None:
     assert set(pool.kept_keys) == {b"b", b"c", b"d"}
 
 
-def test_what_somebody_owns_is_never_taken_for_room() -> None:
+def test_what_somebody_owns_is_never_taken_for_room():
     pool = make_pool()
     keep(pool, b"a", 32)
     keep(pool, b"b", 32)
@@ -154,14 +154,14 @@ def test_what_somebody_owns_is_never_taken_for_room() -> None:
     assert len(pool.allocate(SMALL, 32)) == 32
 
 
-def test_pages_that_are_only_kept_cannot_be_released() -> None:
+def test_pages_that_are_only_kept_cannot_be_released():
     pool = make_pool()
     pages = keep(pool, b"a", 1)
     with pytest.raises(LayoutError, match="only kept"):
         pool.release(pages)
 
 
-def test_the_first_who_keeps_under_a_key_is_right() -> None:
+def test_the_first_who_keeps_under_a_key_is_right():
     pool = make_pool()
     first = keep(pool, b"a", 1)
     keep(pool, b"a", 1)
@@ -169,7 +169,7 @@ def test_the_first_who_keeps_under_a_key_is_right() -> None:
     assert pool.cached_pages == 0
 
 
-def test_what_is_dropped_stays_with_its_owners() -> None:
+def test_what_is_dropped_stays_with_its_owners():
     pool = make_pool()
     pages = pool.allocate(SMALL, 2)
     pool.keep(b"a", pages, None)
@@ -201,11 +201,11 @@ def calls_to_make_room(units: int) -> int:
     return calls
 
 
-def test_making_room_costs_what_it_evicts_and_not_what_is_kept() -> None:
+def test_making_room_costs_what_it_evicts_and_not_what_is_kept():
     assert calls_to_make_room(4096) <= calls_to_make_room(512)
 
 
-def test_notes_of_the_order_of_use_do_not_pile_up() -> None:
+def test_notes_of_the_order_of_use_do_not_pile_up():
     pool = make_pool()
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
@@ -216,7 +216,7 @@ def test_notes_of_the_order_of_use_do_not_pile_up() -> None:
     assert set(pool.kept_keys) == {b"b", b"c"}
 
 
-def test_two_threads_never_own_the_same_page() -> None:
+def test_two_threads_never_own_the_same_page():
     pool = make_pool(1 << 19)
 
     def churn(name: int) -> set[int]:

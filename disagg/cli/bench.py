@@ -40,11 +40,7 @@ def bench() -> None:
 
 
 @app.command()
-def overlap(
-    runs: Runs = 5,
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
+def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
     from disagg.bench.handoff import draw_rows, measure_overlap
 

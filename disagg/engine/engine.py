@@ -25,8 +25,8 @@ from disagg.engine.arena import make_pool, slab_bytes_for, wait_for_kernels
 from disagg.engine.messages import (
     Abort,
     Admit,
+    EngineLoad,
     Failed,
-    Load,
     Message,
     Prefill,
     Prefilled,
@@ -99,7 +99,7 @@ class Engine:
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
         """Step until drained; the life of the engine's thread. `deliver` must not block."""
-        load = Load()
+        load = EngineLoad()
         while not (self._draining and self.idle):
             if not self._scheduler.active and self._inbox.empty():
                 self._wait()
@@ -383,7 +383,7 @@ class Engine:
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
             preempted=tuple(preempted),
-            load=Load(
+            load=EngineLoad(
                 running=len(queues.active),
                 waiting=len(queues.waiting),
                 held=len(queues.held),

@@ -97,7 +97,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """Sequences by what they do, bytes of the pool, and what could be taken now.
 
     waiting:    for room or for their turn
@@ -122,7 +122,7 @@ class StepOutput:
     prefilled: tuple[Prefilled, ...] = ()
     failed: tuple[Failed, ...] = ()
     preempted: tuple[str, ...] = ()
-    load: Load = Load()
+    load: EngineLoad = EngineLoad()
 
     @property
     def empty(self) -> bool:

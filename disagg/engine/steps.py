@@ -82,10 +82,7 @@ def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
 
 
 def build_batch(
-    shares: Sequence[Share],
-    stash: Stash,
-    arena: Tensor,
-    make_chunk: Callable[[Share, int], Chunk],
+    shares: Sequence[Share], stash: Stash, arena: Tensor, make_chunk: Callable[[Share, int], Chunk]
 ) -> Batch:
     """One forward pass over the shares, in their order.
 

@@ -32,9 +32,7 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def create_app(
-    completions: Completions,
-    token: str | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    completions: Completions, token: str | None = None, on_stop: Callable[[], None] = lambda: None
 ) -> ASGIApp:
     """The application. `token`: the secret that POST /stop must carry, or no such route."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)

@@ -4,7 +4,7 @@ from disagg.bench.inputs import Knobs, generate
 from tests.codecs.test_golden import golden
 
 
-def test_the_golden_input_is_made_again_bit_by_bit() -> None:
+def test_the_golden_input_is_made_again_bit_by_bit():
     made, stored = generate(1234), golden("inputs")
     assert torch.equal(made.q, stored["q"][0])
     assert torch.equal(made.k, stored["k"][0])
@@ -12,7 +12,7 @@ def test_the_golden_input_is_made_again_bit_by_bit() -> None:
     assert torch.equal(made.outliers, stored["outlier_tokens"])
 
 
-def test_outlier_tokens_have_small_keys_and_three_channels_are_loud() -> None:
+def test_outlier_tokens_have_small_keys_and_three_channels_are_loud():
     layer = generate(0, Knobs(n=512, outliers=5))
     norms = layer.k.float().norm(dim=2)
     assert (norms[:, layer.outliers] < 0.3 * norms.median(1).values[:, None]).all()

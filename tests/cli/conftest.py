@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +17,11 @@ from disagg.config import DEFAULT_CODEC
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
-from tests.server.conftest import FakeRouter, Letters
+from tests.server.conftest import KV, FakeRouter, Letters
 
-STATS = {
-    "codec": DEFAULT_CODEC,
-    "tokens": 300,
-    "fp16_bytes": 4000,
-    "fp8_bytes": 2000,
-    "wire_bytes": 1000,
-    "resident_bytes": 800,
-    "encode_ms": 1.0,
-    "wire_ms": 2.0,
-    "exposed_ms": 0.5,
-    "admit_ms": 0.1,
-}
+STATS = KV | {"codec": DEFAULT_CODEC, "tokens": 300}
+STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_bytes": 800}
+PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy host
 
 
 @dataclass
@@ -69,6 +61,17 @@ def running() -> Iterator[Running]:
     servers[0].should_exit = True
     thread.join()
     listening.close()
+
+
+def wait_for(
+    condition: Callable[[], object],
+    patience_s: float = PATIENCE_S,
+    told: Callable[[], object] = lambda: "",
+) -> None:
+    until = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < until, told()
+        time.sleep(0.05)
 
 
 def take_ctrl_c() -> None:

@@ -14,13 +14,13 @@ from disagg.cli.app import run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_told(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"disagg {version('disagg')}\n"
 
 
 @pytest.mark.parametrize("command", ["", "submit", "serve", "bench", "bench decode"])
-def test_help_has_a_short_name_everywhere(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_a_short_name_everywhere(command, capsys):
     shown = []
     for flag in ("-h", "--help"):
         assert run([*command.split(), flag]) == 0
@@ -29,9 +29,7 @@ def test_help_has_a_short_name_everywhere(command: str, capsys: pytest.CaptureFi
     assert "-h, --help" in shown[0]
 
 
-def test_no_summary_is_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_summary_is_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["--help"]) == 0
     _, _, commands = capsys.readouterr().out.partition("Commands:")
@@ -39,7 +37,7 @@ def test_no_summary_is_cut(
     assert "..." not in commands
 
 
-def test_a_shell_can_complete_commands() -> None:
+def test_a_shell_can_complete_commands():
     words = {"COMP_WORDS": "disagg se", "COMP_CWORD": "1", "_DISAGG_COMPLETE": "complete_bash"}
     done = subprocess.run(
         [sys.executable, "-m", "disagg"],
@@ -52,9 +50,7 @@ def test_a_shell_can_complete_commands() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("DEBUG", "DEBUG")])
-def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(
-    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, monkeypatch):
     """Before anything is run, so before they are imported, and for all processes of a service."""
     for name in program.QUIET:
         monkeypatch.setenv(name, "")  # whatever is set below goes when the test ends

@@ -1,7 +1,6 @@
 """`disagg bench transfer`, at sizes that say nothing of speed."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_transfer_prints_writes_and_draws_a_row_for_every_case(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_transfer_prints_writes_and_draws_a_row_for_every_case(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     files = ["--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]
     cases = ["--codec", "fp8", "--gbps", "1", "--gbps", "3.5", "--tokens", "37"]
@@ -40,7 +37,7 @@ def test_transfer_prints_writes_and_draws_a_row_for_every_case(
     ].keys()
 
 
-def test_people_get_a_table_and_progress_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_a_table_and_progress_beside_it(capsys):
     cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
     assert run(["bench", "transfer", *SMALL, *cases]) == 0
     said = capsys.readouterr()
@@ -52,12 +49,12 @@ def test_people_get_a_table_and_progress_beside_it(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", ["overlap", "latency", "load", "kernels", "decode", "transfer"])
-def test_every_benchmark_is_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_is_a_command(name, capsys):
     assert run(["bench", name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
 
 
-def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plane_is_measured_beside_a_socket(capsys):
     result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
     for row in result["rows"]:
         assert row["link"] == "loopback"
@@ -77,9 +74,7 @@ def test_the_plane_is_measured_beside_a_socket(capsys: pytest.CaptureFixture[str
     ],
     ids=["drawn", "two", "name", "folder", "codec"],
 )
-def test_what_cannot_be_measured_is_refused_before_it_begins(
-    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, capsys):
     pytest.importorskip("matplotlib")
     assert run(["bench", "transfer", *SMALL, *arguments]) == 2
     said = capsys.readouterr()

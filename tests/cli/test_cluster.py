@@ -7,17 +7,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from disagg.cli.client import RunningService, complete, get, read_state
+from disagg.cli.client import RunningService, complete, get
+from tests.cli.conftest import wait_for
+from tests.cli.test_private import ASKED, Home
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
-
-ASKED = {"prompt": "It was a dark evening", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture
@@ -48,27 +48,6 @@ def answers(port: int) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-
-
-def serve(folder: Path, address: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "disagg", "serve", "--port", "0", *options]
-    command += ["--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8"]
-    environment = os.environ | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder)}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def serving(folder: Path) -> RunningService:
-    wait_for((folder / "disagg.json").exists)
-    state = read_state(folder / "disagg.json")
-    assert state is not None
-    return state
-
-
 def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
@@ -83,25 +62,26 @@ def alive(workers: set[int]) -> bool:
     return any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
-    address: str, tmp_path: Path
-) -> None:
+def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(address, tmp_path):
+    home = Home(tmp_path)
+    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8")
+    serve = partial(home.start, "serve", "--port", "0", *where)
     (tmp_path / "token").write_text("a secret of all hosts")
     secret = ("--set", f"security.token_file={tmp_path / 'token'}")
-    open_ = serve(tmp_path, address)
+    open_ = serve()
     _, error = open_.communicate(timeout=60)
     assert open_.returncode == 2
     assert "security.token_file" in error
 
-    first = serve(tmp_path, address, *secret)
-    workers = pids(serving(tmp_path))
+    first = serve(*secret)
+    workers = pids(home.service())
     first.kill()
     first.communicate()
     (tmp_path / "disagg.json").unlink()
-    second = serve(tmp_path, address, *secret)
-    state = serving(tmp_path)
+    second = serve(*secret)
+    state = home.service()
     assert pids(state) == workers
-    said = complete(state.url, ASKED, lambda piece: None)
+    said = complete(state.url, ASKED | {"max_tokens": 8}, lambda piece: None)
     assert said.completion_tokens == 8
     (tmp_path / "other").mkdir()
     intruder = serve(tmp_path / "other", address, *secret)
@@ -112,10 +92,10 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(
     stop(second)
     assert not alive(workers)
 
-    detached = serve(tmp_path, address, *secret, "--set", "cluster.detach=true")
-    workers = pids(serving(tmp_path))
+    detached = serve(*secret, "--set", "cluster.detach=true")
+    workers = pids(home.service())
     stop(detached)
-    other = serve(tmp_path, address, *secret, "--codec", "raw")
+    other = serve(*secret, "--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
     assert "runs with other settings, until 8 s after its last router" in error

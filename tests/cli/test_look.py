@@ -1,6 +1,7 @@
 """`codecs` and `page`: what they print adds up."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -9,15 +10,14 @@ from disagg.cli.app import run
 COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
 
 
-def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert run([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_codecs_lists_every_codec_with_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_codecs_lists_every_codec_with_its_size(capsys):
     size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
     rows = look(capsys, "codecs", *size)
-    assert isinstance(rows, list)
     assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
     found = {row["name"]: row for row in rows}
     assert found["raw"]["page_tokens"] == 16
@@ -26,18 +26,14 @@ def test_codecs_lists_every_codec_with_its_size(capsys: pytest.CaptureFixture[st
     assert "kivi:bits=2" in capsys.readouterr().out
 
 
-def test_codecs_may_be_asked_for_by_spec(capsys: pytest.CaptureFixture[str]) -> None:
+def test_codecs_may_be_asked_for_by_spec(capsys):
     size = ["--head-dim", "128", "--tokens", "8192"]
     rows = look(capsys, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
-    assert isinstance(rows, list)
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
 
 
-def test_the_planes_of_a_page_lie_one_behind_the_other(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_planes_of_a_page_lie_one_behind_the_other(capsys):
     found = look(capsys, "page", "kivi:bits=2,group=64,residual=64")
-    assert isinstance(found, dict)
     (group,) = found["groups"]
     page, raw = group["layouts"]
     names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]
@@ -48,7 +44,7 @@ def test_the_planes_of_a_page_lie_one_behind_the_other(
     assert (page["kind"], raw["kind"], raw["tokens"]) == ("page", "raw", 16)
 
 
-def test_a_page_is_drawn_for_every_layer_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_drawn_for_every_layer_group(capsys):
     assert run(["page", "0-1:kivi:bits=4;2-:raw"]) == 0
     drawn = capsys.readouterr().out
     assert "layers 0, 1 ·" in drawn
@@ -61,8 +57,6 @@ def test_a_page_is_drawn_for_every_layer_group(capsys: pytest.CaptureFixture[str
     [(["page", "zip"], 2), (["page", "kivi:group=48"], 2), (["page", "raw", "--model", "/no"], 3)],
     ids=["codec", "option", "model"],
 )
-def test_what_cannot_be_drawn_says_why(
-    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn_says_why(arguments, code, capsys):
     assert run(arguments) == code
     assert capsys.readouterr().err.startswith("error: ")

@@ -5,24 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disagg.cli.state import State, read_state
 
-from disagg.cli.client import complete, get
-from tests.cli.conftest import take_ctrl_c
+from disagg.cli.client import RunningService, complete, get, read_state
+from tests.cli.conftest import PATIENCE_S, take_ctrl_c, wait_for
 from tests.papers import make_papers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "It was a dark evening in November, and the old house by the river "
-PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy host
+ASKED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 GONE_S = 30.0  # 7 s on two idle cores
 
 
@@ -45,15 +45,20 @@ class Home:
             preexec_fn=take_ctrl_c,
         )
 
-    def processes(self) -> list[str]:
-        """Whoever has this home, or a file of a session folder open."""
-        found = []
+    def service(self) -> RunningService:
+        """The one that says in the state file where it is, soon."""
+        wait_for((self.folder / "disagg.json").exists)
+        state = read_state(self.folder / "disagg.json")
+        assert state is not None
+        return state
+
+    def processes(self) -> dict[int, str]:
+        """Whoever has this home, or a file of a session folder open, and its command."""
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 if self.started(entry):
-                    found.append((entry / "cmdline").read_text().replace("\0", " ").strip())
-            except OSError:
-                continue
+                    found[int(entry.name)] = (entry / "cmdline").read_text()
         return found
 
     def started(self, entry: Path) -> bool:
@@ -65,38 +70,17 @@ class Home:
 
     def pids(self, name: str) -> list[int]:
         """The processes of a program that were started with this home."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                program = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-                if Path(program).name == name and self.started(entry):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        commands = self.processes().items()
+        return [pid for pid, said in commands if Path(said.partition("\0")[0]).name == name]
 
     def left(self) -> list[object]:
         """Processes, session folders, files at home."""
-        return [
-            *self.processes(),
-            *(set(Path("/tmp").glob("dg-*")) - self.before),
-            *self.folder.iterdir(),
-        ]
+        folders = set(Path("/tmp").glob("dg-*")) - self.before
+        return [*self.processes().values(), *folders, *self.folder.iterdir()]
 
     def empties(self) -> None:
         """Nothing is left, soon."""
         wait_for(lambda: not self.left(), GONE_S, self.left)
-
-
-def wait_for(
-    condition: Callable[[], bool],
-    patience_s: float = PATIENCE_S,
-    told: Callable[[], object] = lambda: "",
-) -> None:
-    until = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < until, told()
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -106,7 +90,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     found.empties()
 
 
-def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
+def test_a_cold_submit_answers_and_leaves_nothing(home):
     process = home.start("submit", PROMPT * 8, "--max-tokens", "16", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -118,7 +102,7 @@ def test_a_cold_submit_answers_and_leaves_nothing(home: Home) -> None:
     assert home.left() == []
 
 
-def test_ctrl_c_in_mid_stream_leaves_nothing(home: Home) -> None:
+def test_ctrl_c_in_mid_stream_leaves_nothing(home):
     process = home.start("submit", PROMPT, "--max-tokens", "4000", "--ignore-eos")
     assert process.stdout is not None
     assert process.stdout.read(1)
@@ -129,15 +113,9 @@ def test_ctrl_c_in_mid_stream_leaves_nothing(home: Home) -> None:
     assert home.left() == []
 
 
-def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
-    home: Home,
-) -> None:
-    path = home.folder / "disagg.json"
+def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(home):
     process = home.start("serve", "--port", "0")
-    wait_for(path.exists)
-    state = read_state(path)
-    assert state is not None
-    asked = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    state, asked = home.service(), ASKED | {"max_tokens": 200}
     whole = complete(state.url, asked, lambda piece: None)
 
     kill_after_pieces(state, asked, whole.text, "decode")
@@ -146,20 +124,14 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(
 
     process.kill()
     process.communicate()
-    path.unlink()
+    (home.folder / "disagg.json").unlink()
 
 
-def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into_its_folder(
-    home: Home,
-) -> None:
-    path = home.folder / "disagg.json"
+def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into_its_folder(home):
     process = home.start("serve", "--port", "0")
-    wait_for(path.exists)
-    state = read_state(path)
-    assert state is not None
+    state, asked = home.service(), ASKED | {"max_tokens": 200}
     (folder,) = set(Path("/tmp").glob("dg-*")) - home.before
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
-    asked = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     whole = complete(state.url, asked, lambda piece: None)
     (pid,) = home.pids("raylet")
     os.kill(pid, signal.SIGKILL)
@@ -171,27 +143,15 @@ def test_a_service_starts_ray_anew_when_it_is_lost_and_nobody_else_can_look_into
     assert process.returncode == 0
 
 
-def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
-    home: Home, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(home, tmp_path_factory):
     papers = make_papers(tmp_path_factory.mktemp("papers"))
     files = {"ca": "ca", "certificate": "peer", "key": "peer.key"}
     sets = [f"security.{key}={papers / name}" for key, name in files.items()]
     options = [x for each in (*sets, "security.mutual=true") for x in ("--set", each)]
     process = home.start("serve", "--port", "0", *options)
-    path = home.folder / "disagg.json"
-    wait_for(path.exists)
-    state = read_state(path)
-    assert state is not None
-    pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 5:
-            process.send_signal(signal.SIGTERM)
-
-    asked = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-    answer = complete(state.url, asked, show)
+    state = home.service()
+    stop = at_piece(5, lambda: process.send_signal(signal.SIGTERM))
+    answer = complete(state.url, ASKED | {"max_tokens": 100}, stop)
     assert answer.completion_tokens == 100
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
@@ -199,27 +159,32 @@ def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(
     assert err.splitlines()[-1] == "stopped"
 
 
-def kill_after_pieces(state: State, asked: dict[str, Any], expected: str, role: str) -> None:
+def kill_after_pieces(
+    state: RunningService, asked: dict[str, Any], expected: str, role: str
+) -> None:
     """kill -9 of a worker in mid-answer: the text is the same, no piece lost or doubled."""
-    pieces: list[str] = []
 
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 20:
-            (victim,) = [w for w in workers(state) if w["role"] == role]
-            os.kill(victim["pid"], signal.SIGKILL)
+    def kill() -> None:
+        (victim,) = [w for w in workers(state) if w["role"] == role]
+        os.kill(victim["pid"], signal.SIGKILL)
 
-    answer = complete(state.url, asked, show)
+    answer = complete(state.url, asked, at_piece(20, kill))
     assert answer.text == expected
     assert answer.completion_tokens == 200
     wait_for(lambda: {w["role"] for w in workers(state) if "pid" in w} == {"prefill", "decode"})
 
 
-def workers(state: State) -> list[dict[str, Any]]:
+def at_piece(number: int, act: Callable[[], None]) -> Callable[[str], None]:
+    """What is shown the pieces of an answer, and acts at the n-th."""
+    numbers = count(1)
+    return lambda piece: act() if next(numbers) == number else None
+
+
+def workers(state: RunningService) -> list[dict[str, Any]]:
     return list(get(state.url, "/status")["workers"])
 
 
-def idle(state: State) -> bool:
+def idle(state: RunningService) -> bool:
     gauges = [worker["gauges"] for worker in workers(state)]
     stays = {"arena_bytes", "cached_pages", "cached_bytes"}
     return not any(v for each in gauges for name, v in each.items() if name not in stays)

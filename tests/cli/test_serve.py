@@ -8,7 +8,6 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,37 +17,43 @@ from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
 from disagg.server.service import served_name
-from tests.cli.conftest import Running
 
 
-def test_the_state_file_is_for_its_owner_alone(state_file: Path) -> None:
-    state = RunningService("http://127.0.0.1:1", os.getpid(), "secret")
-    write_state(state_file, state)
-    write_state(state_file, state)
+def service(port: int = 1, pid: int = 0) -> RunningService:
+    """One that runs unless another process is named."""
+    return RunningService(f"http://127.0.0.1:{port}", pid or os.getpid(), "secret")
+
+
+def test_the_state_file_is_for_its_owner_alone(state_file):
+    for _ in range(2):
+        write_state(state_file, service())
     assert stat.S_IMODE(state_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(state_file.parent.stat().st_mode) == 0o700
-    assert read_state(state_file) == state
+    assert read_state(state_file) == service()
 
 
-def test_a_state_file_that_others_may_write_is_not_believed(state_file: Path) -> None:
-    write_state(state_file, RunningService("http://127.0.0.1:1", os.getpid(), "secret"))
+def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(state_file):
+    write_state(state_file, service())
     state_file.chmod(0o666)
     with pytest.raises(ConfigError, match="open to others"):
         read_state(state_file)
+    state_file.chmod(0o600)
+    state_file.write_text("{")
+    with pytest.raises(ConfigError, match=str(state_file)):
+        read_state(state_file)
 
 
-def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file: Path) -> None:
+def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    write_state(state_file, RunningService("http://127.0.0.1:1", pid, "secret"))
+    write_state(state_file, service(pid=pid))
     assert read_state(state_file) is None
 
 
-def test_a_service_removes_its_own_state_file_and_no_other(state_file: Path) -> None:
-    ours = RunningService("http://127.0.0.1:1", os.getpid(), "ours")
-    other = RunningService("http://127.0.0.1:2", os.getpid(), "other")
+def test_a_service_removes_its_own_state_file_and_no_other(state_file):
+    ours, other = service(1), service(2)
     with announced(state_file, ours):
         assert read_state(state_file) == ours
     assert not state_file.exists()
@@ -57,12 +62,10 @@ def test_a_service_removes_its_own_state_file_and_no_other(state_file: Path) -> 
     assert read_state(state_file) == other
 
 
-def test_a_service_does_not_take_the_state_file_of_another_one(
-    state_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_does_not_take_the_state_file_of_another_one(state_file, capsys, monkeypatch):
     """And it starts nothing: what would is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    first = RunningService("http://127.0.0.1:1", os.getpid(), "secret")
+    first = service()
     write_state(state_file, first)
     assert run(["serve", "--state-file", str(state_file)]) == 2
     said = capsys.readouterr().err
@@ -96,13 +99,7 @@ class Started:
     ("host", "warned"),
     [("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0", 1), ("10.0.0.7", 1), ("host.example", 1)],
 )
-def test_serve_says_what_it_does_and_who_may_use_it(
-    host: str,
-    warned: int,
-    state_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, capsys, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     assert run(["serve", "--state-file", str(state_file), "--host", host]) == 0
     first, second, link, *warnings, last = capsys.readouterr().err.splitlines()
@@ -112,21 +109,18 @@ def test_serve_says_what_it_does_and_who_may_use_it(
     assert [host in line and "without a key" in line for line in warnings] == [True] * warned
 
 
-def test_a_terminal_gets_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
+def test_a_terminal_gets_one_line_that_changes(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with stages() as say:
         say("loading [tiny]")
-    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "loading [tiny]" in shown
-    assert "0:00:00" in shown
+    assert "loading [tiny]" in terminal.getvalue()
+    assert "0:00:00" in terminal.getvalue()
 
 
-def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path: Path) -> None:
+def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
     (tmp_path / "llama").mkdir()
     folder = str(tmp_path / "llama")
     for given, name in (
@@ -140,16 +134,7 @@ def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path: 
         assert served_name(load_config(None, given)) == name
 
 
-def test_a_broken_state_file_is_named(state_file: Path) -> None:
-    write_state(state_file, RunningService("http://127.0.0.1:1", os.getpid(), "secret"))
-    state_file.write_text("{")
-    with pytest.raises(ConfigError, match=str(state_file)):
-        read_state(state_file)
-
-
-def test_status_shows_every_worker(
-    known: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_every_worker(known, state_file, capsys):
     where = ["--state-file", str(state_file)]
     assert run(["status", *where]) == 0
     assert "prefill" in capsys.readouterr().out
@@ -157,17 +142,13 @@ def test_status_shows_every_worker(
     assert len(json.loads(capsys.readouterr().out)["workers"]) == 2
 
 
-def test_stop_asks_the_service_and_waits_for_its_end(
-    known: Running, state_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, monkeypatch):
     monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
     assert run(["stop", "--state-file", str(state_file)]) == 0
     assert known.stopped.is_set()
 
 
-def test_stop_with_a_wrong_secret_stops_nothing(
-    known: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, capsys):
     write_state(state_file, RunningService(known.url, os.getpid(), "wrong"))
     assert run(["stop", "--state-file", str(state_file)]) == 1
     assert "token" in capsys.readouterr().err
@@ -175,31 +156,24 @@ def test_stop_with_a_wrong_secret_stops_nothing(
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
-def test_without_a_service_there_is_nothing_to_ask(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_service_there_is_nothing_to_ask(command, tmp_path, capsys):
     assert run([command, "--state-file", str(tmp_path / "none.json")]) == 8
     assert "disagg serve" in capsys.readouterr().err
 
 
-def test_show_config_prints_what_config_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_config_prints_what_config_reads(tmp_path, capsys):
     flags = ["--codec", "raw", "--port", "0", "--set", "router.deadline_s=9"]
     flags += ["--served-model-name", "mine"]
     assert run(["serve", "--show-config", *flags]) == 0
     path = tmp_path / "config.yaml"
     path.write_text(capsys.readouterr().out)
-    wanted: dict[str, object] = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
-    wanted["server.served_model_name"] = "mine"
+    wanted = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
+    wanted |= {"server.served_model_name": "mine"}
     assert load_config(path) == load_config(None, wanted)
 
 
-def test_a_port_that_is_taken_is_a_config_error(
-    running: Running, state_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_is_taken_is_a_config_error(running, state_file, capsys):
     port = running.url.rpartition(":")[2]
-    where = ["--state-file", str(state_file)]
-    assert run(["serve", "--port", port, *where]) == 2
+    assert run(["serve", "--port", port, "--state-file", str(state_file)]) == 2
     assert "cannot listen" in capsys.readouterr().err
     assert threading.active_count() < 10

@@ -5,28 +5,24 @@ logits are closer than `TIE` that can change a token, and with it all that follo
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
-from tests.engine.serving import make_engine, serve
+from tests.engine.serving import StandIn, make_engine, serve
 from tests.model.reference import Reference
 
 TIE = 1e-3  # logits
 
 
-class WatchedRunner:
+class WatchedRunner(StandIn):
     """A runner that notes how far ahead the best token of each row of logits was."""
 
     def __init__(self, runner: Runner):
+        super().__init__(runner)
         self.margins: list[float] = []
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
     def forward(self, batch: Batch) -> Tensor:
         logits = self._runner.forward(batch)
@@ -38,7 +34,7 @@ class WatchedRunner:
 def serve_watched(runner: Runner, prompt: Sequence[int], codec: str, max_tokens: int) -> Reference:
     """The greedy continuation that an engine gives a prompt on its own, with its margins."""
     watched = WatchedRunner(runner)
-    (tokens,) = serve(make_engine(cast(Runner, watched)), [prompt], codec, max_tokens)
+    (tokens,) = serve(make_engine(watched), [prompt], codec, max_tokens)
     return Reference(tuple(tokens), tuple(watched.margins))
 
 

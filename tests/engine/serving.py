@@ -1,7 +1,7 @@
 """Serve prompts with an engine, and look at what happened."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
@@ -12,8 +12,18 @@ from disagg.model.runner import Runner
 MAX_STEPS = 5000
 
 
-def make_engine(runner: Runner, **config: Any) -> Engine:
-    return Engine(runner, EngineConfig(**({"arena_bytes": 32 << 20} | config)))
+class StandIn:
+    """In place of a runner: as that one, but for what a subclass does otherwise."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:
+    return Engine(cast(Runner, runner), EngineConfig(**({"arena_bytes": 32 << 20} | config)))
 
 
 def request(rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how: Any) -> Request:
@@ -44,10 +54,10 @@ def answers(outputs: Sequence[StepOutput]) -> dict[str, list[int]]:
 
 
 def serve(
-    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int
+    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int, **how: Any
 ) -> list[list[int]]:
     """Greedy continuations of prompts that arrive together."""
     for index, prompt in enumerate(prompts):
-        engine.submit(Replay(request(str(index), prompt, codec, max_tokens)))
+        engine.submit(Replay(request(str(index), prompt, codec, max_tokens, **how)))
     found = answers(run_until_idle(engine))
     return [found[str(index)] for index in range(len(prompts))]

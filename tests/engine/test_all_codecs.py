@@ -10,15 +10,16 @@ import pytest
 
 from disagg.codecs import codec_names
 from disagg.engine.messages import Replay
-from disagg.model.runner import Runner
-from tests.engine.forced import forced_logits
+from tests.engine.forced import allowed, forced_logits
 from tests.engine.serving import answers, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt
 from tests.synthetic import relative_error
 
+KIVI = "kivi:bits=2,group=64,residual=64"
+MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
 EIGHT = [
     "raw",
-    "kivi:bits=2,group=64,residual=64",
+    KIVI,
     "pertoken:bits=4",
     "kcvt:bits=4",
     "gear:bits=2,backbone=kivi",
@@ -26,17 +27,10 @@ EIGHT = [
     "decoquant",
     "alignedkv",
 ]
+ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"]
 
 
-def allowed(codec: str) -> float:
-    """Relative, over a whole answer: rounding alone, or with some codes next to what they were.
-
-    Noise also turns the eigenvectors that DecoQuant rotates by, where they are nearly equal.
-    """
-    return {"raw": 1e-4, "decoquant": 0.1}.get(codec, 0.02)
-
-
-def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner: Runner) -> None:
+def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner):
     engine = make_engine(runner)
     for codec in EIGHT:
         engine.submit(Replay(request(codec, random_prompt(200), codec, 100)))
@@ -47,33 +41,37 @@ def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner: Runner) ->
     )
 
 
-def test_a_codec_computes_beside_seven_others_what_it_computes_alone(runner: Runner) -> None:
-    prompts = dict.fromkeys(EIGHT, random_prompt(200))
-    together = forced_logits(runner, prompts, {x: x for x in EIGHT}, 100)
-    for codec in EIGHT:
-        alone = forced_logits(runner, {codec: prompts[codec]}, {codec: codec}, 100)
+@pytest.mark.parametrize(("codecs", "n", "tokens"), [(EIGHT, 200, 100), (ALIKE, 150, 40)])
+def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n, tokens):
+    prompts = dict.fromkeys(codecs, random_prompt(n))
+    together = forced_logits(runner, prompts, {x: x for x in codecs}, tokens)
+    for codec, prompt in prompts.items():
+        alone = forced_logits(runner, {codec: prompt}, {codec: codec}, tokens)
         assert relative_error(together[codec], alone[codec]) <= allowed(codec)
 
 
-@pytest.mark.parametrize("codec", codec_names())
-def test_what_any_codec_computes_does_not_depend_on_batch_or_chunks(
-    runner: Runner, codec: str
-) -> None:
-    prompts = {str(n): random_prompt(n) for n in (1, 58, 300)}
+@pytest.mark.parametrize(
+    ("codec", "lengths", "tokens", "chunk"),
+    [(x, (1, 58, 300), 16, 53) for x in codec_names()]
+    + [(x, (1, 63, 64, 130, 300), 40, 37) for x in (KIVI, MIXED, "h2o", EIGHT[5], "alignedkv")],
+)
+def test_logits_do_not_depend_on_batch_or_chunks(runner, codec, lengths, tokens, chunk):
+    prompts = {str(n): random_prompt(n) for n in lengths}
     codecs = dict.fromkeys(prompts, codec)
-    together = forced_logits(runner, prompts, codecs, 16, max_batch_tokens=53)
+    together = forced_logits(runner, prompts, codecs, tokens, max_batch_tokens=chunk)
     for rid, prompt in prompts.items():
-        alone = forced_logits(runner, {rid: prompt}, codecs, 16)
+        alone = forced_logits(runner, {rid: prompt}, codecs, tokens)
         assert relative_error(together[rid], alone[rid]) <= allowed(codec)
 
 
-def test_the_tolerance_tells_one_codec_from_another(runner: Runner) -> None:
+def test_the_tolerance_tells_one_codec_from_another(runner):
     """Also from itself with one token of the prompt changed."""
     prompt = random_prompt(200)
     changed = {"same": prompt, "token": [*prompt[:40], (prompt[40] + 1) % 250, *prompt[41:]]}
     for codec in EIGHT:
         seen = forced_logits(runner, changed, dict.fromkeys(changed, codec), 16)
         assert relative_error(seen["token"], seen["same"]) > 2 * allowed(codec)
-    each = forced_logits(runner, dict.fromkeys(EIGHT, prompt), {x: x for x in EIGHT}, 16)
-    for first, second in pairwise(each[codec] for codec in EIGHT if codec != "alignedkv"):
-        assert relative_error(first, second) > 2 * allowed("kivi")
+    others = ["raw", KIVI, MIXED, *(x for x in EIGHT[2:] if x != "alignedkv")]
+    each = forced_logits(runner, dict.fromkeys(others, prompt), {x: x for x in others}, 16)
+    for first, second in (*pairwise(others), ("raw", MIXED)):
+        assert relative_error(each[first], each[second]) > 2 * allowed("kivi")

@@ -1,7 +1,6 @@
 """The bytes of a prompt depend on its K and V alone: not on chunks, not on other prompts."""
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,30 +10,19 @@ from torch import Tensor
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill, Release
 from disagg.model.attention import Batch
-from disagg.model.cache import Workspace
-from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.state import record_id
-from tests.engine.serving import make_engine, request, run_until_idle
+from tests.engine.serving import StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
 CODECS = ["raw", "kivi:bits=2,group=64,residual=64", "0:raw;1-:kivi:bits=4,group=32,residual=16"]
 
 
-@dataclass
-class ExactRunner:
+class ExactRunner(StandIn):
     """In place of a model: K and V are a fixed function of token, position and layer."""
 
-    runner: Runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def workspace(self, total: int) -> Workspace:
-        return self.runner.workspace(total)
-
     def forward(self, batch: Batch) -> Tensor:
-        for layer in range(self.runner.info.num_layers):
+        for layer in range(self._runner.info.num_layers):
             for chunk in batch.chunks:
                 rows = slice(chunk.row, chunk.row + chunk.count)
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
@@ -42,7 +30,7 @@ class ExactRunner:
         return torch.zeros(len(batch.outputs), VOCAB)
 
     def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:
-        shape = self.runner.shape
+        shape = self._runner.shape
         columns = torch.arange(2 * shape.heads * shape.head_dim).view(2, shape.heads, 1, -1)
         phases = torch.tensor(tokens) * 31 + torch.tensor(positions) * 17 + layer
         k, v = torch.sin(phases[:, None] * 0.37 + columns * 1.7)
@@ -69,10 +57,10 @@ class Digests:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner: Runner, codec: str) -> None:
+def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner, codec):
     n, seen = 301, set()
     for size, others in ((512, 0), (1, 0), (17, 0), (64, 0), (100, 3), (512, 3)):
-        engine = make_engine(ExactRunner(runner), max_batch_tokens=size)  # type: ignore[arg-type]
+        engine = make_engine(ExactRunner(runner), max_batch_tokens=size)
         handoffs = {str(i): Digests() for i in range(others + 1)}
         for rid, handoff in handoffs.items():
             prompt = random_prompt(n if rid == "0" else 90 + 7 * int(rid), int(rid))

@@ -5,13 +5,11 @@ import pytest
 from disagg.engine.messages import Drain, Replay, StepOutput
 from disagg.errors import (
     ConfigError,
-    DisaggError,
     PeerLostError,
     PromptTooLongError,
     RequestError,
     UnknownNameError,
 )
-from disagg.model.runner import Runner
 from tests.engine.serving import make_engine, request, run_until_idle
 from tests.model.tiny import CONTEXT, VOCAB, random_prompt
 
@@ -22,29 +20,21 @@ KIVI = "kivi:bits=2,group=64,residual=64"
     ("prompt", "codec", "error"),
     [
         (random_prompt(CONTEXT), KIVI, PromptTooLongError),
+        (random_prompt(CONTEXT - 1), "raw", PromptTooLongError),  # the pool is too small for it
         ([0, VOCAB], KIVI, RequestError),
         ([1], "gzip", UnknownNameError),
         ([1], "kivi:bits=3", ConfigError),
     ],
 )
-def test_requests_that_can_never_be_served_fail_at_once(
-    runner: Runner, prompt: list[int], codec: str, error: type[DisaggError]
-) -> None:
-    engine = make_engine(runner)
+def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, error):
+    engine = make_engine(runner, arena_bytes=1 << 20)
     engine.submit(Replay(request("a", prompt, codec, 4)))
     (failed,) = engine.step().failed
     assert isinstance(failed.error, error)
     assert engine.idle
 
 
-def test_a_prompt_larger_than_the_pool_is_refused(runner: Runner) -> None:
-    engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("a", random_prompt(CONTEXT - 1), "raw", 4)))
-    (failed,) = engine.step().failed
-    assert isinstance(failed.error, PromptTooLongError)
-
-
-def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner: Runner) -> None:
+def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):
     engine = make_engine(runner)
     for _ in range(2):
         engine.submit(Replay(request("a", [1, 2, 3], KIVI, 4)))
@@ -53,7 +43,7 @@ def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner: Runner) 
     assert len([token for output in outputs for token in output.tokens]) == 4
 
 
-def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner: Runner) -> None:
+def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     engine = make_engine(runner)
     engine.submit(Replay(request("old", [1, 2, 3], KIVI, 4)))
     engine.submit(Drain())

@@ -15,7 +15,7 @@ from disagg.errors import CapacityError, DisaggError, RequestError
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 from disagg.state import allocate_group
-from tests.engine.serving import make_engine, request, run_until_idle, serve
+from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
 from tests.model.tiny import VOCAB, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -58,9 +58,7 @@ def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["begin", "first layer", "second layer"])
 @pytest.mark.parametrize("budget", [512, 40], ids=["whole", "in chunks"])
-def test_a_hand_off_that_breaks_ends_its_request_alone(
-    runner: Runner, at: int, budget: int
-) -> None:
+def test_a_hand_off_that_breaks_ends_its_request_alone(runner, at, budget):
     def submit(engine: Engine) -> None:
         engine.submit(Prefill(request("bad", random_prompt(BROKEN), KIVI, 4), Breaking(at)))
 
@@ -69,9 +67,7 @@ def test_a_hand_off_that_breaks_ends_its_request_alone(
     assert error.reason == "internal"
 
 
-def test_an_encoder_that_breaks_ends_its_request_alone(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoder_that_breaks_ends_its_request_alone(runner, monkeypatch):
     encode = engine_module.write_prompt
 
     def write_prompt(*args: Any) -> Any:
@@ -86,9 +82,7 @@ def test_an_encoder_that_breaks_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("what", [MemoryError, torch.OutOfMemoryError, RuntimeError])
-def test_a_prompt_whose_exact_kv_finds_no_memory_fails_alone(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, what: type[Exception]
-) -> None:
+def test_a_prompt_whose_exact_kv_finds_no_memory_fails_alone(runner, monkeypatch, what):
     reserve = Workspace.reserve
 
     def fail(self: Workspace, *args: Any) -> None:
@@ -103,7 +97,7 @@ def test_a_prompt_whose_exact_kv_finds_no_memory_fails_alone(
     assert "exact KV of a prompt of 90 tokens" in str(error)
 
 
-def test_parameters_that_cannot_be_followed_end_their_request_alone(runner: Runner) -> None:
+def test_parameters_that_cannot_be_followed_end_their_request_alone(runner):
     """They are refused where they are made; the engine does not depend on it."""
     params = SamplingParams(max_tokens=4)
     object.__setattr__(params, "temperature", 10**400)
@@ -113,9 +107,7 @@ def test_parameters_that_cannot_be_followed_end_their_request_alone(runner: Runn
 
 
 @pytest.mark.parametrize("emitted", [(), (VOCAB,), (1, -1)], ids=str)
-def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(
-    runner: Runner, emitted: Sequence[int]
-) -> None:
+def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(runner, emitted):
     engine = make_engine(runner)
     groups = tuple(allocate_group(x, 90, engine.pool) for x in engine.plan(KIVI).groups)
     engine.submit(Admit(request("bad", random_prompt(90), KIVI, 4), groups, tuple(emitted)))
@@ -143,8 +135,8 @@ class Fuse:
 @pytest.mark.parametrize("what", ["forward", "plan_step", "sample_all", "advance"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, what: str, at: int, done: bool
-) -> None:
+    runner, monkeypatch, what, at, done
+):
     """The third step seals a page of the first and the second prompt."""
     engine = make_engine(runner)
     if what == "plan_step":
@@ -161,19 +153,15 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
 
 
-class Stub:
+class Stub(StandIn):
     """A runner with another forward."""
 
     def __init__(self, runner: Runner, forward: Callable[..., Any]):
-        self._runner, self.forward = runner, forward
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        super().__init__(runner)
+        self.forward = forward
 
 
-def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(runner, monkeypatch):
     """On a device kernels run on behind their calls, and another thread may refill free pages."""
     engine, running = make_engine(runner, max_batch_tokens=60), False
     early, late, release = set[int](), set[int](), engine.pool.release

@@ -44,7 +44,7 @@ def decoding(scheduler: Scheduler, order: int, prompt: int, emitted: int) -> Seq
     return found
 
 
-def test_who_came_first_is_served_first_also_after_a_preemption() -> None:
+def test_who_came_first_is_served_first_also_after_a_preemption():
     scheduler, _ = make()
     for order in (2, 0, 1):
         scheduler.queue(sequence(order, 30))
@@ -56,7 +56,7 @@ def test_who_came_first_is_served_first_also_after_a_preemption() -> None:
     assert [x.order for x in scheduler.waiting] == [2, 3]
 
 
-def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second() -> None:
+def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second():
     scheduler, _ = make()
     for order, prompt, born in ((0, 80, 0.0), (1, 20, 0.0), (2, 21, 2.0), (3, 19, 2.0)):
         scheduler.queue(sequence(order, prompt, born=born))
@@ -68,14 +68,14 @@ def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second() -> 
     assert [x.order for x in scheduler.prompts(now=2.0)] == [0, 1, 3, 2]
 
 
-def test_urgency_is_defined_for_all_that_ever_waits() -> None:
+def test_urgency_is_defined_for_all_that_ever_waits():
     assert urgency(1500, 0.0) == 1500
     assert urgency(1500, 1.0) == urgency(750, 0.0)
     assert urgency(1500, 3.0, ageing_s=3.0) == 750
     assert 0 <= urgency(1500, 1e9) <= urgency(1, 1e6)
 
 
-def test_decoding_is_never_held_back_and_replays_use_what_is_spare() -> None:
+def test_decoding_is_never_held_back_and_replays_use_what_is_spare():
     scheduler, _ = make(tokens=12)
     for order, emitted in ((0, 1), (1, 40), (2, 40)):
         decoding(scheduler, order, 30, emitted)
@@ -86,7 +86,7 @@ def test_decoding_is_never_held_back_and_replays_use_what_is_spare() -> None:
     assert [share.count for share in scheduler.decode_shares()] == [1, 1, 1]
 
 
-def test_a_replayed_block_ends_before_the_next_seal() -> None:
+def test_a_replayed_block_ends_before_the_next_seal():
     scheduler, _ = make(tokens=500)
     replayed = decoding(scheduler, 0, 100, emitted=49)
     (share,) = scheduler.decode_shares()
@@ -96,7 +96,7 @@ def test_a_replayed_block_ends_before_the_next_seal() -> None:
     assert (share.count, share.completes) == (22, True)
 
 
-def test_a_share_of_the_pool_stays_free_for_sequences_that_grow() -> None:
+def test_a_share_of_the_pool_stays_free_for_sequences_that_grow():
     for watermark, expected in ((0.0, 4), (0.4, 2)):
         scheduler, pool = make(arena_bytes=4 << 18, watermark=watermark)
         assert pool.arena.nbytes == 4 * parse_plan("raw", SHAPE).nbytes(128)
@@ -105,7 +105,7 @@ def test_a_share_of_the_pool_stays_free_for_sequences_that_grow() -> None:
         assert len(admit_all(scheduler)) == expected
 
 
-def test_one_prompt_may_have_the_whole_pool_and_no_prompt_more() -> None:
+def test_one_prompt_may_have_the_whole_pool_and_no_prompt_more():
     scheduler, pool = make(arena_bytes=1 << 18, watermark=0.5)
     fitting = (1 << 18) // parse_plan("raw", SHAPE).nbytes(16) * 16
     scheduler.queue(sequence(0, fitting, "raw"))
@@ -118,14 +118,14 @@ def test_one_prompt_may_have_the_whole_pool_and_no_prompt_more() -> None:
     assert not pool.referenced_pages
 
 
-def test_at_most_so_many_sequences_compute_at_once() -> None:
+def test_at_most_so_many_sequences_compute_at_once():
     scheduler, _ = make(sequences=2)
     for order in range(3):
         scheduler.queue(sequence(order, 10))
     assert len(admit_all(scheduler)) == 2
 
 
-def test_what_another_worker_was_offered_is_not_preempted() -> None:
+def test_what_another_worker_was_offered_is_not_preempted():
     scheduler, _ = make()
     for order in range(2):
         scheduler.queue(sequence(order, 10))

@@ -6,7 +6,7 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.sequence import ARROWS, Life, Status, handoff_stats
 
 
-def test_a_life_sums_the_time_in_each_state() -> None:
+def test_a_life_sums_the_time_in_each_state():
     life = Life(since=10.0)
     for status, now in (
         (Status.PREFILL, 11.0),
@@ -21,7 +21,7 @@ def test_a_life_sums_the_time_in_each_state() -> None:
     assert life.age(now=30.0) == 20.0
 
 
-def test_every_state_can_end_and_the_end_is_final() -> None:
+def test_every_state_can_end_and_the_end_is_final():
     assert set(ARROWS) == set(Status)
     assert all(Status.DONE in after for before, after in ARROWS.items() if before != Status.DONE)
     assert ARROWS[Status.DONE] == ()
@@ -30,7 +30,7 @@ def test_every_state_can_end_and_the_end_is_final() -> None:
         life.enter(Status.DECODE, 1.0)
 
 
-def test_sizes_of_a_prompt_are_those_of_its_plan() -> None:
+def test_sizes_of_a_prompt_are_those_of_its_plan():
     shape = KVShape(num_layers=3, heads=2, head_dim=64, dtype="float32", windows=(None,) * 3)
     plan = parse_plan("0:raw;1-:kivi:bits=4,group=32,residual=32", shape)
     stats = handoff_stats(plan, tokens=200, encode_ms=1.5)

@@ -91,7 +91,7 @@ def mixed_load() -> Load:
     return load
 
 
-def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one() -> None:
+def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one():
     load = mixed_load()
     ahead = dict.fromkeys(load.lengths, 0)  # work that was more urgent when they met
     met: set[tuple[int, int]] = set()
@@ -111,7 +111,7 @@ def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_lo
         assert steps[name] <= math.ceil(ahead[name] / BUDGET)
 
 
-def test_a_short_prompt_computes_in_the_step_after_it_came() -> None:
+def test_a_short_prompt_computes_in_the_step_after_it_came():
     load = Load()
     for name in range(1, 9):
         load.submit(name, 1500)
@@ -121,7 +121,7 @@ def test_a_short_prompt_computes_in_the_step_after_it_came() -> None:
     assert load.steps[-1][1] == {9: 4, 1: BUDGET - 4}
 
 
-def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longer() -> None:
+def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longer():
     load, name = Load(), 1
     load.submit(1, 1500)
     while not any(token.rid == "1" for token in load.step().tokens):
@@ -133,7 +133,7 @@ def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longe
     assert passing_s < load.now <= passing_s + (1500 + backlog) / BUDGET * STEP_S + 2 * STEP_S
 
 
-def test_small_prompts_pass_a_large_one_that_finds_no_room_but_not_for_ever() -> None:
+def test_small_prompts_pass_a_large_one_that_finds_no_room_but_not_for_ever():
     load, name, large = Load(arena_bytes=2 << 20), 12, 2600  # of 4,096 tokens
     for early in (11, 12):
         load.submit(early, 1200, max_tokens=20)

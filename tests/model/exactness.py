@@ -19,13 +19,10 @@ from pathlib import Path
 import torch
 
 from disagg.bench.result import result_of, tell
-from disagg.config import EngineConfig
-from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay
-from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.engine.serving import make_engine, serve
 from tests.model.reference import Reference, ReferenceModel
 
 TIE = 1e-4  # logits
@@ -67,13 +64,13 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     reference = ReferenceModel(ref)
     asked = tell(inputs, lambda prompt: f"the reference, {len(prompt)} tokens")
     expected = [reference.generate(prompt, max_tokens) for prompt in asked]
-    engine = Engine(Runner.load(ref), EngineConfig(arena_bytes=1 << 30))
+    engine = make_engine(Runner.load(ref), arena_bytes=1 << 30)
 
     started = time.perf_counter()
     asked = tell(inputs, lambda prompt: f"one by one, {len(prompt)} tokens")
-    alone = [serve(engine, [prompt], codec, max_tokens)[0] for prompt in asked]
+    alone = [serve(engine, [prompt], codec, max_tokens, ignore_eos=True)[0] for prompt in asked]
     middle = time.perf_counter()
-    together = serve(engine, inputs, codec, max_tokens)
+    together = serve(engine, inputs, codec, max_tokens, ignore_eos=True)
     ended = time.perf_counter()
     return Exactness(
         model=describe_model(ref).architecture,
@@ -96,24 +93,6 @@ def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[in
     tokens = Tokenizer.load(ref).encode(text.read_text())
     starts = [source.randrange(len(tokens) - n) for n in lengths]
     return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
-
-
-def serve(
-    engine: Engine, prompts: Sequence[Sequence[int]], codec: str, max_tokens: int
-) -> list[list[int]]:
-    """Greedy continuations of prompts that arrive together."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    for index, prompt in enumerate(prompts):
-        engine.submit(Replay(Request(str(index), tuple(prompt), params, codec)))
-    answers: list[list[int]] = [[] for _ in prompts]
-    while not engine.idle:
-        output = engine.step()
-        for failed in output.failed:
-            raise failed.error
-        for token in output.tokens:
-            answers[int(token.rid)].append(token.token)
-    engine.pool.check_integrity()
-    return answers
 
 
 def compare(

@@ -1,6 +1,5 @@
 """Every architecture that calls our attention answers as transformers does; others are refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_raw_pages_give_the_tokens_that_transformers_gives(kind: str, tmp_path: Path) -> None:
+def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
     path = str(save_tiny(kind, tmp_path))
     prompts = [random_prompt(n) for n in (5, 37, 70)]
     reference = ReferenceModel(path)
@@ -36,14 +35,14 @@ def test_raw_pages_give_the_tokens_that_transformers_gives(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_attention_that_pages_cannot_serve_is_refused_at_load(kind: str, tmp_path: Path) -> None:
+def test_attention_that_pages_cannot_serve_is_refused_at_load(kind, tmp_path):
     changes, reason = REFUSED[kind]
     path = save_tiny(kind, tmp_path, **changes)
     with pytest.raises(ModelError, match=reason):
         Runner.load(str(path))
 
 
-def test_a_gemma2_without_caps_is_served(tmp_path: Path) -> None:
+def test_a_gemma2_without_caps_is_served(tmp_path):
     path = str(save_tiny("gemma2", tmp_path, attn_logit_softcapping=None))
     prompt = random_prompt(50)
     (answer,) = serve(make_engine(Runner.load(path)), [prompt], "raw", 12)

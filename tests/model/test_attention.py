@@ -23,9 +23,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 @pytest.mark.parametrize("window", [None, 1, 5, 23, 100])
 @pytest.mark.parametrize("count", [1, 7, 23])
 @pytest.mark.parametrize("heads", [1, 2, 6])
-def test_the_last_tokens_attend_on_what_they_may_see(
-    window: int | None, count: int, heads: int
-) -> None:
+def test_the_last_tokens_attend_on_what_they_may_see(window, count, heads):
     torch.manual_seed(0)
     q = torch.randn(6, count, 20)
     k, v = torch.randn(2, heads, 23, 20)
@@ -33,7 +31,7 @@ def test_the_last_tokens_attend_on_what_they_may_see(
     assert torch.allclose(attend_exact(q, k, v, 0.3, window).double(), expected, atol=1e-5)
 
 
-def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers() -> None:
+def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
     torch.manual_seed(0)
     k, v = torch.randn(2, 3, 10, 8)
     workspace = Workspace(layers=2, heads=3, total=10, head_dim=8)

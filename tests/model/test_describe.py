@@ -28,18 +28,18 @@ def write(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path: Path) -> None:
+def test_the_sizes_of_a_llama_are_read_from_its_config(tmp_path):
     info = describe_model(write(tmp_path, eos_token_id=[7, 9]))
     assert (info.num_layers, info.query_heads, info.heads, info.head_dim) == (3, 4, 2, 32)
     assert (info.context_length, info.vocab_size, info.eos_ids) == (2048, 100, (7, 9))
     assert info.windows == (None, None, None)
 
 
-def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path: Path) -> None:
+def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
     assert describe_model(write(tmp_path, num_key_value_heads="absent")).heads == 4
 
 
-def test_the_generation_config_says_which_tokens_end_a_text(tmp_path: Path) -> None:
+def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
 
@@ -49,30 +49,30 @@ def test_the_generation_config_says_which_tokens_end_a_text(tmp_path: Path) -> N
     [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float16", "cpu", "float16")],
 )
 def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_elsewhere(
-    asked: str, device: str, expected: str, tmp_path: Path
-) -> None:
+    asked, device, expected, tmp_path
+):
     assert describe_model(write(tmp_path, dtype="bfloat16"), asked, device).dtype == expected
 
 
-def test_windows_follow_the_layer_types(tmp_path: Path) -> None:
+def test_windows_follow_the_layer_types(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     path = write(tmp_path, model_type="qwen3", head_dim=32, layer_types=types, sliding_window=64)
     assert describe_model(path).windows == (64, None, 64)
 
 
-def test_a_window_without_layer_types_holds_for_every_layer(tmp_path: Path) -> None:
+def test_a_window_without_layer_types_holds_for_every_layer(tmp_path):
     path = write(tmp_path, model_type="mistral", head_dim=32, sliding_window=64)
     assert describe_model(path).windows == (64, 64, 64)
 
 
-def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_path: Path) -> None:
+def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_path):
     path = write(tmp_path, model_type="mistral", num_key_value_heads=2)  # no window, no head dim
     info = describe_model(path)
     assert info.windows == (4096, 4096, 4096)
     assert info.head_dim == 32
 
 
-def test_contexts_end_where_rotary_frequencies_would_change(tmp_path: Path) -> None:
+def test_contexts_end_where_rotary_frequencies_would_change(tmp_path):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
     assert describe_model(write(tmp_path, rope_parameters=rope)).context_length == 512
 
@@ -88,19 +88,17 @@ def test_contexts_end_where_rotary_frequencies_would_change(tmp_path: Path) -> N
         ({"vocab_size": "absent", "model_type": "no-such-type"}, "no-such-type"),
     ],
 )
-def test_what_pages_cannot_serve_is_refused_by_its_config(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_pages_cannot_serve_is_refused_by_its_config(changes, reason, tmp_path):
     with pytest.raises(ModelError, match=reason):
         describe_model(write(tmp_path, **changes))
 
 
-def test_a_missing_model_is_named_together_with_the_way_to_get_it() -> None:
+def test_a_missing_model_is_named_together_with_the_way_to_get_it():
     with pytest.raises(ModelError, match="hf download nobody/nothing"):
         describe_model("nobody/nothing")
 
 
-def test_folders_without_a_readable_config_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_readable_config_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         describe_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -110,9 +108,7 @@ def test_folders_without_a_readable_config_are_refused(tmp_path: Path) -> None:
         describe_model(str(tmp_path / "config.json"))
 
 
-def test_a_name_is_found_in_the_local_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_found_in_the_local_cache(tmp_path, monkeypatch):
     model = tmp_path / "models--some--model"
     snapshot = model / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -123,7 +119,7 @@ def test_a_name_is_found_in_the_local_cache(
     assert describe_model("some/model").path == snapshot
 
 
-def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_describing_and_tokenizing_import_neither_torch_nor_transformers(tmp_path):
     path = save_tiny("llama", tmp_path)
     code = (
         "import sys; from disagg.model.describe import describe_model;"

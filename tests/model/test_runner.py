@@ -20,9 +20,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(path, tmp_path):
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
     original = fingerprint_model(path)
     assert Runner.load(str(copy)).fingerprint == original
@@ -36,7 +34,7 @@ def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(
     assert fingerprint_model(copy) != original
 
 
-def test_a_model_without_all_of_its_weights_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_model_without_all_of_its_weights_is_refused(path, tmp_path):
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -45,7 +43,7 @@ def test_a_model_without_all_of_its_weights_is_refused(path: Path, tmp_path: Pat
         Runner.load(str(copy))
 
 
-def test_weights_that_are_cut_short_are_refused(path: Path, tmp_path: Path) -> None:
+def test_weights_that_are_cut_short_are_refused(path, tmp_path):
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
@@ -53,14 +51,14 @@ def test_weights_that_are_cut_short_are_refused(path: Path, tmp_path: Path) -> N
         Runner.load(str(copy))
 
 
-def test_windows_that_the_model_does_not_share_are_refused(tmp_path: Path) -> None:
+def test_windows_that_the_model_does_not_share_are_refused(tmp_path):
     runner = Runner.load(str(save_tiny("mistral", tmp_path)))
     whole = replace(runner.info, windows=(None, None, None))
     with pytest.raises(ModelError, match="a window of 20"):
         check_attention(runner._model, whole)
 
 
-def test_models_run_in_16_bits_too(path: Path) -> None:
+def test_models_run_in_16_bits_too(path):
     runner = Runner.load(str(path), "float16")
     assert runner.shape.dtype == "float16"
     engine = make_engine(runner, max_batch_tokens=40)
@@ -70,7 +68,7 @@ def test_models_run_in_16_bits_too(path: Path) -> None:
     assert group.raw.plane("k").dtype == "float16"
 
 
-def test_only_wanted_rows_have_logits(path: Path) -> None:
+def test_only_wanted_rows_have_logits(path):
     runner = Runner.load(str(path))
     batch = Batch(
         tokens=[1, 2, 3, 4],

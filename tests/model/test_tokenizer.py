@@ -1,5 +1,4 @@
 from functools import cache
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -19,11 +18,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(byte_tokenizer())
 
 
-def test_decode_gives_back_what_was_encoded(tokenizer: Tokenizer) -> None:
+def test_decode_gives_back_what_was_encoded(tokenizer):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_encoding_lets_other_threads_go_on() -> None:
+def test_encoding_lets_other_threads_go_on():
     """`encode` of the library holds Python's lock, for seconds if the text is long."""
     backend = Mock()
     backend.encode_batch.return_value = [Mock(ids=[1, 2])]
@@ -32,13 +31,13 @@ def test_encoding_lets_other_threads_go_on() -> None:
 
 
 @given(st.text())
-def test_no_text_has_fewer_tokens_than_the_longest_token_allows(text: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_longest_token_allows(text):
     tokenizer = packaged()
     assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_pieces_never_split_a_character_and_add_up(tokenizer: Tokenizer, size: int) -> None:
+def test_pieces_never_split_a_character_and_add_up(tokenizer, size):
     ids, stream = tokenizer.encode(TEXT), tokenizer.detokenizer()
     pieces = [stream.add(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "\ufffd" not in "".join(pieces)
@@ -46,14 +45,14 @@ def test_pieces_never_split_a_character_and_add_up(tokenizer: Tokenizer, size: i
     assert len([piece for piece in pieces if piece]) > len(TEXT) / (2 * size)
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer: Tokenizer) -> None:
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
     ids, stream = tokenizer.encode("ab🎉")[:-1], tokenizer.detokenizer()
     assert stream.add(ids) == ""
     assert stream.finish().startswith("ab\ufffd")
     assert stream.finish() == ""
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="tokenizer"):
         Tokenizer.load(tmp_path)

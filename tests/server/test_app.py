@@ -6,14 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import ASGIApp
 
-from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError
-from tests.server.conftest import KV, FakeRouter
+from disagg.errors import CapacityError, ConfigError, PeerLostError
+from tests.server.conftest import KV
 from tests.server.visits import ask, events, get, post, visit
 
 
-def test_a_completion_has_the_shape_that_clients_know(app: ASGIApp) -> None:
+def test_a_completion_has_the_shape_that_clients_know(app):
     body = post(app).json()
     assert (body["object"], body["model"]) == ("text_completion", "tiny")
     choice = {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
@@ -24,19 +23,19 @@ def test_a_completion_has_the_shape_that_clients_know(app: ASGIApp) -> None:
     assert "kv" not in body
 
 
-def test_the_figures_of_the_hand_off_come_when_they_are_asked_for(app: ASGIApp) -> None:
+def test_the_figures_of_the_hand_off_come_when_they_are_asked_for(app):
     assert post(app, kv=True).json()["kv"] == KV
     streamed = events(post(app, kv=True, stream=True).text)
     assert [event.get("kv") for event in streamed][-1] == KV
 
 
-def test_an_answer_without_figures_has_none(app: ASGIApp, router: FakeRouter) -> None:
+def test_an_answer_without_figures_has_none(app, router):
     router.kv = {}
     answer = post(app, kv=True, max_tokens=1).json()
     assert (answer["choices"][0]["text"], answer["kv"]) == ("a", {})
 
 
-def test_a_stream_says_every_token_then_the_usage_then_done(app: ASGIApp) -> None:
+def test_a_stream_says_every_token_then_the_usage_then_done(app):
     response = post(app, stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, usage = events(response.text)
@@ -48,7 +47,7 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app: ASGIApp) -> Non
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_what_is_asked_reaches_the_router(app: ASGIApp, router: FakeRouter) -> None:
+def test_what_is_asked_reaches_the_router(app, router):
     fields = {"codec": "kivi", "seed": 9, "top_k": -1, "top_p": 0.5, "temperature": 2}
     post(app, prompt=[5, 6, 7], **fields)
     params = {"max_tokens": 4, "ignore_eos": False, "seed": 9}
@@ -57,15 +56,13 @@ def test_what_is_asked_reaches_the_router(app: ASGIApp, router: FakeRouter) -> N
 
 
 @pytest.mark.parametrize("prompt", [["abc"], [[97, 98, 99]]], ids=["text", "ids"])
-def test_a_list_of_one_prompt_is_a_prompt(prompt: Any, app: ASGIApp, router: FakeRouter) -> None:
+def test_a_list_of_one_prompt_is_a_prompt(prompt, app, router):
     assert post(app, prompt=prompt).status_code == 200
     assert router.asked[0][0] == (97, 98, 99)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_with_the_context_and_says_so(
-    stream: bool, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_an_answer_ends_with_the_context_and_says_so(stream, app, router):
     options = {"stream": stream, "stream_options": {"include_usage": True}}
     response = post(app, max_tokens=2**31 - 1, **options)
     found = events(response.text)[-2:] if stream else [response.json()] * 2
@@ -75,9 +72,7 @@ def test_an_answer_ends_with_the_context_and_says_so(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_answer_and_frees_the_workers(
-    stream: bool, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_a_stop_string_ends_the_answer_and_frees_the_workers(stream, app, router):
     router.pause_at = 4
     response = post(app, max_tokens=9, stop=["zz", "cd"], stream=stream, kv=True)
     chunks = events(response.text) if stream else [response.json()]
@@ -88,7 +83,7 @@ def test_a_stop_string_ends_the_answer_and_frees_the_workers(
     assert router.running == 0
 
 
-def test_the_body_counts_and_not_its_content_type(app: ASGIApp) -> None:
+def test_the_body_counts_and_not_its_content_type(app):
     async def scene(client: httpx.AsyncClient) -> None:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
         body = json.dumps(ask())
@@ -102,16 +97,14 @@ def test_the_body_counts_and_not_its_content_type(app: ASGIApp) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_workers_refuse_has_a_status_of_its_own(
-    stream: bool, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_what_workers_refuse_has_a_status_of_its_own(stream, app, router):
     router.refuses = ConfigError("unknown codec 'zip'")
     response = post(app, stream=stream)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "config"
 
 
-def test_an_error_in_mid_stream_is_an_event(app: ASGIApp, router: FakeRouter) -> None:
+def test_an_error_in_mid_stream_is_an_event(app, router):
     router.pause_at, router.breaks = 2, PeerLostError("gone")
     router.go.set()
     *_, last = events(post(app, max_tokens=9, stream=True).text)
@@ -119,7 +112,7 @@ def test_an_error_in_mid_stream_is_an_event(app: ASGIApp, router: FakeRouter) ->
 
 
 @pytest.mark.parametrize("error", [CapacityError("full"), PeerLostError("gone")])
-def test_come_back_later_says_when(error: DisaggError, app: ASGIApp, router: FakeRouter) -> None:
+def test_come_back_later_says_when(error, app, router):
     router.refuses = error
     response = post(app)
     assert response.status_code == 503
@@ -130,9 +123,7 @@ def test_come_back_later_says_when(error: DisaggError, app: ASGIApp, router: Fak
     ("method", "path", "status"),
     [("GET", "/v1/chat/completions", 404), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
 )
-def test_what_is_not_there_has_the_body_of_an_error_too(
-    method: str, path: str, status: int, app: ASGIApp
-) -> None:
+def test_what_is_not_there_has_the_body_of_an_error_too(method, path, status, app):
     async def scene(client: httpx.AsyncClient) -> None:
         response = await client.request(method, path)
         assert response.status_code == status
@@ -143,9 +134,7 @@ def test_what_is_not_there_has_the_body_of_an_error_too(
     visit(app, scene)
 
 
-def test_a_failure_of_ours_has_the_body_of_an_error_and_tells_nothing(
-    app: ASGIApp, router: FakeRouter
-) -> None:
+def test_a_failure_of_ours_has_the_body_of_an_error_and_tells_nothing(app, router):
     router.refuses = ZeroDivisionError("a secret")
     response = post(app, raises=False)
     assert response.status_code == 500
@@ -154,7 +143,7 @@ def test_a_failure_of_ours_has_the_body_of_an_error_and_tells_nothing(
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
-def test_every_response_can_be_found_again_by_its_request_id(path: str, app: ASGIApp) -> None:
+def test_every_response_can_be_found_again_by_its_request_id(path, app):
     async def scene(client: httpx.AsyncClient) -> None:
         ours = (await client.get(path, headers={"X-Request-Id": "mine-7"})).headers
         assert ours["x-request-id"] == "mine-7"
@@ -166,7 +155,7 @@ def test_every_response_can_be_found_again_by_its_request_id(path: str, app: ASG
     visit(app, scene)
 
 
-def test_a_failure_has_a_request_id_too(app: ASGIApp, router: FakeRouter) -> None:
+def test_a_failure_has_a_request_id_too(app, router):
     router.refuses = ZeroDivisionError()
     assert len(post(app, raises=False).headers["x-request-id"]) == 32
 
@@ -184,9 +173,7 @@ SCOPE = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_its_request_along(
-    stream: bool, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_a_client_that_leaves_takes_its_request_along(stream, app, router):
     """Spoken to as a web server would, because the client library cannot leave in the middle."""
     router.pause_at = 2
     body = json.dumps(ask(max_tokens=9, stream=stream)).encode()
@@ -213,7 +200,7 @@ def test_a_client_that_leaves_takes_its_request_along(
     )
 
 
-def test_a_client_that_leaves_in_mid_body_is_no_failure(app: ASGIApp) -> None:
+def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
     sent: list[Any] = []
     messages = iter(
         [{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}]

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.types import ASGIApp
 
 from disagg.errors import RequestError
 from disagg.server.app import create_app
@@ -58,9 +57,7 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
     ],
     ids=lambda value: str(value)[:32] if isinstance(value, dict) else "",
 )
-def test_a_field_out_of_its_bounds_is_named(
-    fields: dict[str, Any], param: str, says: str, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
     for stream in (False, True):
         response = post(app, **fields, stream=stream)
         assert response.status_code == 400
@@ -78,7 +75,7 @@ INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinit
 @pytest.mark.parametrize(
     "body", ["", "[]", "5", "{", "[" * 10_000, '{"a": 1e}', "\ud800", *INFINITE]
 )
-def test_a_body_that_is_no_json_object_is_refused(body: str, app: ASGIApp) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body, app):
     async def scene(client: httpx.AsyncClient) -> None:
         content = body.encode("utf-8", "surrogatepass")
         response = await client.post("/v1/completions", content=content)
@@ -92,9 +89,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: str, app: ASGIApp) -> No
     [("x" * 20, "20 tokens"), ("x" * 41, "41 characters"), ([1] * 20, "20 tokens")],
     ids=["tokens", "characters", "ids"],
 )
-def test_a_prompt_that_the_context_cannot_hold_is_too_long(
-    prompt: Any, says: str, app: ASGIApp
-) -> None:
+def test_a_prompt_that_the_context_cannot_hold_is_too_long(prompt, says, app):
     response = post(app, prompt=prompt)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "prompt_too_long")
@@ -102,9 +97,7 @@ def test_a_prompt_that_the_context_cannot_hold_is_too_long(
     assert says in error["message"]
 
 
-def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
-    app: ASGIApp, letters: Letters
-) -> None:
+def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(app, letters):
     assert post(app, prompt="x" * 3_000_000).status_code == 400
     assert letters.threads == []
     assert post(app, prompt="abc").status_code == 200
@@ -112,7 +105,7 @@ def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
     assert letters.threads[0] is not threading.current_thread()
 
 
-def test_a_body_beyond_the_limit_is_refused_without_being_read(letters: Letters) -> None:
+def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
     served = Served("tiny", 20, 200, "raw", longest_token=10**9, max_body_bytes=5000)
     router = FakeRouter()
     app = create_app(Completions(served, letters, router))  # type: ignore[arg-type]
@@ -138,20 +131,18 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(letters: Letters)
 
 
 @pytest.mark.parametrize("name", ["tiny", "/models/tiny", None])
-def test_the_model_has_the_name_it_is_served_by_and_the_one_it_was_loaded_by(
-    name: str | None, app: ASGIApp
-) -> None:
+def test_the_model_has_the_name_it_is_served_by_and_the_one_it_was_loaded_by(name, app):
     assert post(app, model=name).json()["model"] == "tiny"
 
 
-def test_another_model_is_not_found(app: ASGIApp) -> None:
+def test_another_model_is_not_found(app):
     response = post(app, model="gpt-4")
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["param"]) == (404, "model", "model")
     assert "'tiny' is" in error["message"]
 
 
-def test_null_is_the_default_wherever_openai_allows_it(app: ASGIApp, router: FakeRouter) -> None:
+def test_null_is_the_default_wherever_openai_allows_it(app, router):
     ours = "temperature top_p top_k max_tokens stream stream_options stop seed codec kv ignore_eos"
     names = [*ours.split(), "model", *NEUTRAL, "user"]
     del router.asked[:]
@@ -169,9 +160,7 @@ def test_null_is_the_default_wherever_openai_allows_it(app: ASGIApp, router: Fak
 
 
 @pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
-def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(
-    name: str, value: Any, app: ASGIApp
-) -> None:
+def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(name, value, app):
     assert post(app, **{name: value}).status_code == 200
     others: dict[str, Any] = {"logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}
     changing = others.get(name, 7 if value in (0, 1) else [3])
@@ -182,16 +171,14 @@ def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing
     assert f"{name}=" in error["message"]
 
 
-def test_the_neutral_values_of_numbers_and_switches_are_not_confused() -> None:
+def test_the_neutral_values_of_numbers_and_switches_are_not_confused():
     assert CompletionRequest.read(b'{"prompt": "a", "presence_penalty": 0.0}')
     for body in (b'{"prompt": "a", "logprobs": 0}', b'{"prompt": "a", "n": true}'):
         with pytest.raises(RequestError, match="is not supported"):
             CompletionRequest.read(body)
 
 
-def test_unknown_fields_are_ignored_with_one_warning_each(
-    app: ASGIApp, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert post(app, flavour="mint", user="me", **{"x" * 1000: 1}).status_code == 200
@@ -218,7 +205,7 @@ def counted() -> Completions:
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.dictionaries(NAMES | st.text(max_size=5), VALUES, max_size=6))
-def test_no_body_makes_the_service_fail(counted: Completions, fields: dict[str, Any]) -> None:
+def test_no_body_makes_the_service_fail(counted, fields):
     try:
         body = json.dumps({"prompt": "abc", **fields})
     except ValueError:  # an integer that Python does not print
@@ -231,7 +218,7 @@ def test_no_body_makes_the_service_fail(counted: Completions, fields: dict[str, 
     visit(create_app(counted), scene)
 
 
-def test_refusals_are_counted_by_reason_and_not_as_successes(app: ASGIApp) -> None:
+def test_refusals_are_counted_by_reason_and_not_as_successes(app):
     for fields in ({"n": 2}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
         post(app, **fields)
     text = get(app, "/metrics").text

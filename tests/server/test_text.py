@@ -38,7 +38,7 @@ def shown(text: str, stops: list[str]) -> str:
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", max_size=4), max_size=3))
-def test_the_text_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
+def test_the_text_ends_at_the_first_stop_string(text, stops):
     ends = [text.find(stop) for stop in stops if stop and stop in text]
     seen = shown(text, stops)
     if not ends:
@@ -49,11 +49,11 @@ def test_the_text_ends_at_the_first_stop_string(text: str, stops: list[str]) -> 
         assert len(seen) >= min(ends) or seen == text[: min(ends)]
 
 
-def test_a_begun_stop_string_is_shown_when_it_is_not_completed() -> None:
+def test_a_begun_stop_string_is_shown_when_it_is_not_completed():
     assert shown("one two\nthr", ["\nthree"]) == "one two\nthr"
 
 
-def test_without_stop_strings_everything_is_shown_at_once() -> None:
+def test_without_stop_strings_everything_is_shown_at_once():
     stream = TextStream(Letters())
     assert [stream.add(ord(x)) for x in "abc"] == ["a", "b", ""]
     assert stream.finish() == "c"

@@ -2,23 +2,21 @@
 
 import httpx
 import pytest
-from starlette.types import ASGIApp
 
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
-from disagg.server.completions import Completions
-from tests.server.conftest import KV, FakeRouter, said
+from tests.server.conftest import KV, said
 from tests.server.visits import get, post, visit
 
 
-def test_health_follows_the_workers(app: ASGIApp, router: FakeRouter) -> None:
+def test_health_follows_the_workers(app, router):
     assert get(app, "/health").status_code == 200
     router.ready = False
     response = get(app, "/health")
     assert (response.status_code, response.json()) == (503, {"status": "starting"})
 
 
-def test_models_and_status_tell_what_is_served(app: ASGIApp, router: FakeRouter) -> None:
+def test_models_and_status_tell_what_is_served(app, router):
     (model,) = get(app, "/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 20)
     router.says["d"] = PeerLostError("gone")
@@ -30,7 +28,7 @@ def test_models_and_status_tell_what_is_served(app: ASGIApp, router: FakeRouter)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_answer_is_counted_streamed_or_not(stream: bool, app: ASGIApp) -> None:
+def test_every_answer_is_counted_streamed_or_not(stream, app):
     for _ in range(2):
         post(app, stream=stream)
     text = get(app, "/metrics").text
@@ -49,9 +47,7 @@ def test_every_answer_is_counted_streamed_or_not(stream: bool, app: ASGIApp) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(
-    stream: bool, app: ASGIApp, router: FakeRouter
-) -> None:
+def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app, router):
     router.refuses = ConfigError("unknown codec")
     post(app, stream=stream)
     router.refuses, router.breaks, router.pause_at = None, PeerLostError("gone"), 1
@@ -64,7 +60,7 @@ def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(
     assert "vllm:request_success_total{" not in text
 
 
-def test_clients_cannot_make_labels_without_end(app: ASGIApp, router: FakeRouter) -> None:
+def test_clients_cannot_make_labels_without_end(app, router):
     for group in range(20):
         router.kv = KV | {"codec": f"kivi:bits=2,group={group}"}
         post(app, codec=f"kivi:bits=2,group={group}")
@@ -77,9 +73,7 @@ def test_clients_cannot_make_labels_without_end(app: ASGIApp, router: FakeRouter
     assert [line.split('"')[1] for line in wire] == ["kivi", "plan", "raw:dtype=fp16"]
 
 
-def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
-    app: ASGIApp, router: FakeRouter
-) -> None:
+def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(app, router):
     counted = {"expired": 2, "damaged": 1}
     router.says["d"] = said({}, counts=counted, failures={"peer_lost": 3})
     for _ in range(2):
@@ -96,9 +90,7 @@ def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
     assert 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0' in text
 
 
-def test_what_engines_do_has_the_names_that_dashboards_know(
-    app: ASGIApp, router: FakeRouter
-) -> None:
+def test_what_engines_do_has_the_names_that_dashboards_know(app, router):
     doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
     held = {"used_bytes": 30, "arena_bytes": 120}
     router.says["d"] = said(doing | held, counts={"preempted": 4})
@@ -115,7 +107,7 @@ def test_what_engines_do_has_the_names_that_dashboards_know(
         assert line in text
 
 
-def test_only_who_knows_the_secret_may_stop_the_service(completions: Completions) -> None:
+def test_only_who_knows_the_secret_may_stop_the_service(completions):
     stopped: list[bool] = []
     app = create_app(completions, "secret", lambda: stopped.append(True))
 
