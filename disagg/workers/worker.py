@@ -23,8 +23,7 @@ from typing import Any
 
 from disagg.config import Config
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Drain, StepOutput
-from disagg.engine.messages import EngineLoad
+from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.errors import PeerLostError, RequestError, ReservationError
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner

@@ -5,6 +5,8 @@ import pytest
 
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
+from disagg.server.counts import Counts
+from disagg.server.text import Piece
 from tests.server.conftest import KV, said
 from tests.server.visits import get, post, visit
 
@@ -44,6 +46,17 @@ def test_every_answer_is_counted_streamed_or_not(stream, app):
     ):
         assert line in text
     assert "disagg_request_failures_total{" not in text
+
+
+@pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
+def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums):
+    counts = Counts("tiny")
+    counts.finished(times, Piece("", len(times) - 1, "stop"), 3)
+    text = counts.scrape([]).decode()
+    series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
+    for name, seconds in zip(series, sums, strict=True):
+        line = f'vllm:{name}_seconds_sum{{model_name="tiny",role="router"}} {float(seconds)}'
+        assert (line in text) == bool(seconds)
 
 
 @pytest.mark.parametrize("stream", [False, True])
