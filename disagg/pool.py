@@ -193,11 +193,6 @@ class Pool:
             if kept and count == 2:
                 self._count_cached(page, 1)
 
-    @atomic
-    def owners(self, page: int) -> int:
-        """How many references a page has, that of being kept included."""
-        return self._references.get(page, 0)
-
     # -- what outlives its owners
 
     @atomic

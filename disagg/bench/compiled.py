@@ -11,15 +11,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 from disagg.bench.machine_code import LOOPS, OTHERS, TARGETS, Row, Spills
 from disagg.bench.result import tell
 
 COMPILE_SECONDS = 300.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,7 @@ def compile_all(
     kernels: Iterable[str] = LOOPS, targets: Iterable[str] = tuple(TARGETS)
 ) -> list[Row | NotCompiled]:
     """The figures of the attention kernels: one row for each kernel and target."""
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [(pair, pool.submit(compile_one, *pair)) for pair in product(kernels, targets)]
-        return [job.result() for _, job in tell(jobs, lambda job: " on ".join(job[0]))]
+    return _two_at_once(compile_one, product(kernels, targets))
 
 
 def compile_one(kernel: str, target: str) -> Row | NotCompiled:
@@ -52,11 +53,15 @@ def compile_others(
     targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(OTHERS)
 ) -> list[Spills | NotCompiled]:
     """What all other kernels spill: one row for each kernel and target."""
-    names = tuple(kernels)
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [(target, pool.submit(_compile_rest, target, names)) for target in targets]
-        done = [job.result() for _, job in tell(jobs, lambda job: f"all others on {job[0]}")]
+    names, given = tuple(kernels), (("all others", target) for target in targets)
+    done = _two_at_once(lambda _, target: _compile_rest(target, names), given)
     return [row for rows in done for row in rows]
+
+
+def _two_at_once(call: Callable[[str, str], T], given: Iterable[tuple[str, str]]) -> list[T]:
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [(pair, pool.submit(call, *pair)) for pair in given]
+        return [job.result() for _, job in tell(jobs, lambda job: " on ".join(job[0]))]
 
 
 def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Spills | NotCompiled]:

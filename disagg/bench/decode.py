@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from disagg.bench.inputs import make_prompt, slabs_for
-from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.inputs import check_device, make_prompt, slabs_for
+from disagg.bench.result import Row, result_of, tell
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
@@ -37,13 +37,14 @@ LLAMA = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+NAMES += " head_dim vocab_size"
 MODELS = {
-    "8b": LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
-    "small": LLAMA
-    | {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
-    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096},
+    name: LLAMA | dict(zip(NAMES.split(), sizes, strict=True))
+    for name, sizes in {
+        "8b": (4096, 14336, 32, 32, 8, 128, 128256),
+        "small": (512, 1408, 4, 8, 2, 64, 4096),
+    }.items()
 }
 RAW = "raw"
 CODECS = (RAW, "int8", "kivi:bits=4", "kivi:bits=2", "gear-l:bits=2,backbone=kivi")
@@ -73,22 +74,14 @@ def run(options: DecodeOptions) -> Row:
     """
     if options.model not in MODELS:
         raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
-    if options.device not in SIZES:
-        raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(SIZES)}")
+    check_device(options.device, "--device cpu measures without one")
     on_gpu = options.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here; --device cpu measures without one")
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[options.model]))
         runner = Runner.random(folder, "bfloat16" if on_gpu else "float32", options.device)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
     return result_of(rows, NOTES, **({"gpu": torch.cuda.get_device_name()} if on_gpu else {}))
-
-
-def draw(result: Row) -> str:
-    """For people: one line a codec and size."""
-    return table(result["rows"])
 
 
 def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
@@ -153,20 +146,17 @@ class Decoding:
     def step(self) -> None:
         """One more token of every sequence."""
         began = time.perf_counter()
-        device, freed = self._arena.device, list[int]()
         decodes = []
         for index, group in enumerate(self.plan.groups):
             growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
-            step = plan_step(group, growths, self._pool, device)
+            step = plan_step(group, growths, self._pool, self._arena.device)
             decodes.append(Decode(codec_of(group), step, whole=True))
-            freed += step.freed
-        count = len(self._tokens)
-        batch = Batch(
-            self._tokens, [self._n] * count, range(count), self._arena, decodes=tuple(decodes)
-        )
+        tokens, count, arena = self._tokens, len(self._tokens), self._arena
+        batch = Batch(tokens, [self._n] * count, range(count), arena, decodes=tuple(decodes))
         planned = time.perf_counter()
         self._tokens = self._runner.forward(batch).argmax(1).tolist()
-        self._pool.release(freed)
+        for decode in decodes:
+            self._pool.release(decode.step.freed)
         self._n += 1
         self.times.append((planned - began, time.perf_counter() - began))
 

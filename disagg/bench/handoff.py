@@ -22,7 +22,6 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -175,20 +174,15 @@ def _decode(
         began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
-    gbps = 8e-9 * nbytes / (ended - began)
-    return {
-        "received_gbps": gbps,
-        "tokens": len(gaps),
-        "p50_ms": median(gaps),
-        "p99_ms": _p99(gaps),
-    }
+    told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}
+    return told | {"p50_ms": median(gaps), "p99_ms": _p99(gaps)}
 
 
 def _p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, round(0.99 * len(values)))]
 
 
-def draw_latency(result: dict[str, Any]) -> str:
+def draw_latency(result: Row) -> str:
     """What people read."""
     (row,) = result["rows"]
     return f"{table([row], list(row)[:-1])}\n\n{table(row['decoding'])}"
@@ -292,11 +286,6 @@ async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
 def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
     """A prompt of so many tokens; another number begins another one, so that no page is known."""
     return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
-
-
-def draw_rows(result: Row) -> str:
-    """What people read of overlap and load."""
-    return table(result["rows"])
 
 
 # -- load

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.planning import KVShape
-from disagg.errors import PromptTooLongError
+from disagg.errors import ConfigError, PromptTooLongError
 from disagg.page import Kind
 from disagg.plan import Plan
 
+DEVICES = ("cpu", "cuda")
 SLAB_BYTES = 16 << 20
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 SLOW_PAIRS = 0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
@@ -35,6 +36,14 @@ THETA = 1e4
 def shape_of(layers: int = 32, heads: int = 8, head_dim: int = 128) -> KVShape:
     """Of a model without windows, in fp16; the defaults are those of Llama 3.1 8B."""
     return KVShape(layers, heads, head_dim, "float16", (None,) * layers)
+
+
+def check_device(device: str, otherwise: str) -> None:
+    """ConfigError for a device that is unknown or not there; `otherwise`: what needs none."""
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"there is no CUDA device here; {otherwise}")
 
 
 def fp16_bytes(shape: KVShape, tokens: int) -> int:

@@ -18,41 +18,25 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from disagg.bench.compiled import compile_all, compile_others
-from disagg.bench.inputs import make_prompt
+from disagg.bench.inputs import DEVICES, check_device, make_prompt
 from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import LastQueries
-from disagg.errors import ConfigError
 
 SPECS = (
-    "kivi:bits=4,group=64",
-    "kivi:bits=2,group=64",
-    "gear-l:bits=4,backbone=kivi,group=64",
-    "gear-l:bits=2,backbone=kivi,group=64",
+    *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
+    *(f"gear-l:bits={bits},backbone=kivi,group=64" for bits in (4, 2)),
     "gear:bits=2,backbone=kivi,group=64",
-    "int8",
-    "fp8",
-    "kcvt",
-    "pertoken",
-    "decoquant",
-    "ott",
-    "h2o",
-    "alignedkv",
-    "raw:dtype=fp16",
+    *["int8", "fp8", "kcvt", "pertoken", "decoquant", "ott", "h2o", "alignedkv", "raw:dtype=fp16"],
 )
+CUDA_SIZES = ((1, 4096), (1, 131072), (32, 8192), (64, 4096), (8, 32768))
 SHAPES = {
     "cpu": (StepShape(1, 4096), StepShape(8, 2048)),
-    "cuda": (
-        StepShape(1, 4096),
-        StepShape(1, 131072),
-        StepShape(32, 8192),
-        StepShape(64, 4096),
-        StepShape(8, 32768),
-    ),
+    "cuda": tuple(StepShape(*size) for size in CUDA_SIZES),
 }
 ENCODE_HEADS, ENCODE_TOKENS = 8, {"cpu": 2048, "cuda": 8192}
 COLD_BYTES = 256 << 20  # more than any L2 cache
@@ -81,8 +65,8 @@ class KernelOptions:
 
 def run(options: KernelOptions) -> Row:
     """The result as a JSON object; ConfigError for a device that is unknown or not there."""
-    if options.device not in SHAPES:
-        raise ConfigError(f"device {options.device!r} is unknown; known: {', '.join(SHAPES)}")
+    if not options.machine_code or options.device not in DEVICES:
+        check_device(options.device, "--machine-code needs none")
     if options.machine_code:
         targets = {"targets": options.targets} if options.targets else {}
         others = [asdict(row) for row in compile_others(**targets)]
@@ -90,9 +74,9 @@ def run(options: KernelOptions) -> Row:
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("there is no CUDA device here; --machine-code needs none")
-        more["gpu"], more["checks"] = torch.cuda.get_device_name(device), check_spellings(device)
+        spellings = import_module("disagg.bench.spellings")  # needs Triton; a CPU has none
+        more["checks"] = [asdict(check) for check in spellings.check_spellings(device)]
+        more["gpu"] = torch.cuda.get_device_name(device)
     else:
         torch.set_num_threads(1)  # as in a worker; and a second core is not always there
     shapes = options.shapes or SHAPES[device.type]
@@ -104,12 +88,6 @@ def run(options: KernelOptions) -> Row:
     attend = [measure_attend(*case, device, options.runs, copied) for case in cases]
     encode = measure_encode(options.specs, device, options.runs, ENCODE_TOKENS[device.type])
     return result_of(attend, NOTES[device.type], **more, encode=encode)
-
-
-def check_spellings(device: torch.device) -> list[Row]:
-    """What spellings.py finds; it needs Triton, which a CPU does without."""
-    found = import_module("disagg.bench.spellings").check_spellings(device)
-    return [asdict(check) for check in found]
 
 
 def draw(result: Row) -> str:
@@ -128,16 +106,14 @@ def measure_attend(
     ratio:    how many times faster than the fastest baseline
     error:    relative, against fp64 attention on what the pages stand for
     """
-    on_gpu = device.type == "cuda"
     layer = make_layer(spec, shape, device)
-    error = layer.error()
-    baselines = make_baselines(layer)
-    attend: Call = layer.attend
-    captured = on_gpu and layer.captured
-    if captured:
-        attend, captured = _try_capture(attend)
-    others = [_try_capture(x)[0] if on_gpu else x for x in baselines.values()]
-    ours, *times = (time_cuda if on_gpu else time_cpu)([attend, *others], runs)
+    error, baselines = layer.error(), make_baselines(layer)
+    calls, captured, timer = [layer.attend, *baselines.values()], False, time_cpu
+    if device.type == "cuda":
+        timer, calls[1:] = time_cuda, [_try_capture(call)[0] for call in calls[1:]]
+        if layer.captured:
+            calls[0], captured = _try_capture(layer.attend)
+    ours, *times = timer(calls, runs)
     fastest = min(times)
     return {
         "codec": layer.codec.spec,
@@ -196,27 +172,21 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     by_group = q.unflatten(1, (shape.heads, -1)).contiguous()  # queries of a KV head as its rows
     by_head = q.unsqueeze(2).contiguous()
     if device.type != "cuda":
-        wide = by_group.float(), k.float(), v.float()
-        narrow = by_group.bfloat16(), k.bfloat16(), v.bfloat16()
         return {
-            "sdpa fp32": lambda: scaled_dot_product_attention(wide[0], wide[1], wide[2]),
-            "sdpa bf16": lambda: scaled_dot_product_attention(narrow[0], narrow[1], narrow[2]),
+            f"sdpa {name}": partial(sdpa, by_group.to(dtype), k.to(dtype), v.to(dtype))
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         }
 
-    def flash_rows() -> Tensor:
+    def flash(queries: Tensor, enable_gqa: bool) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(by_group, k, v)
-
-    def flash_gqa() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(by_head, k, v, enable_gqa=True)
+            return sdpa(queries, k, v, enable_gqa=enable_gqa)
 
     torch.compiler.reset()  # or other shapes before would make this one a dynamic shape
     flex = torch.compile(flex_attention, dynamic=False)
     made: dict[str, Callable[[], Call]] = {
-        "sdpa flash": lambda: flash_rows,
-        "sdpa flash gqa": lambda: flash_gqa,
-        "flex": lambda: lambda: flex(by_head, k, v, enable_gqa=True),
+        "sdpa flash": lambda: partial(flash, by_group, enable_gqa=False),
+        "sdpa flash gqa": lambda: partial(flash, by_head, enable_gqa=True),
+        "flex": lambda: partial(flex, by_head, k, v, enable_gqa=True),
     }
     if find_spec("flashinfer"):
         made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)

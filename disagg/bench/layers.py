@@ -6,6 +6,7 @@ its side record and the tokens kept exact, it has once here too.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,22 +103,12 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     encoded = codec.encode(made.k, made.v, 0, LAYER, LastQueries(made.q, stretch))
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
-    arena, ids, nbytes = _store(encoded, group, shape, device)
+    arena, table, nbytes = _store(encoded, group, shape, device)
     source = torch.Generator().manual_seed(1)
     rows = shape.heads * shape.per_head
     q = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source)
-    return PagedLayer(
-        codec=codec,
-        group=group,
-        shape=shape,
-        arena=arena,
-        table=_table(ids, group, shape),
-        q=q.to(device),
-        k=k.to(device),
-        v=v.to(device),
-        counts=counts.to(device),
-        nbytes=nbytes,
-    )
+    q, k, v, counts = (x.to(device) for x in (q, k, v, counts))
+    return PagedLayer(codec, group, shape, arena, table, q, k, v, counts, nbytes)
 
 
 def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int) -> Tensor:
@@ -134,68 +125,42 @@ def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int
     return counts
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """Page ids of what was stored, [B, ...] int32 each; None where the codec has no such thing."""
-
-    pages: Tensor
-    segments: Tensor | None
-    kept: Tensor | None
-    sides: Tensor | None
-
-
 def _store(
     encoded: Encoded, group: LayerGroup, shape: StepShape, device: torch.device
-) -> tuple[Tensor, _Ids, int]:
-    """An arena with all sequences, where everything is in it, and the bytes of that."""
+) -> tuple[Tensor, PageTable, int]:
+    """An arena with all sequences, the table of who sees all of their tokens, and the bytes."""
     repeats = shape.tokens // (encoded.blocks.shape[0] * group.page.tokens)
     side = None if encoded.side is None else encoded.side.unsqueeze(0)
-    kinds = [  # and how often a sequence has it
-        (group.page, encoded.blocks, repeats),
-        (group.segment, encoded.segments, repeats),
-        (group.raw, encoded.kept, 1),
-        (group.side, side, 1),
-    ]
+    kinds = {  # and how often a sequence has it
+        "pages": (group.page, encoded.blocks, repeats),
+        "segments": (group.segment, encoded.segments, repeats),
+        "kept": (group.raw, encoded.kept, 1),
+        "sides": (group.side, side, 1),
+    }
     source = torch.Generator().manual_seed(0)
-    found: list[Tensor | None] = []
+    stored: list[tuple[Tensor, Tensor]] = []
+    found: dict[str, Any] = {}
     end = nbytes = 0
-    for layout, blocks, copies in kinds:
+    for name, (layout, blocks, copies) in kinds.items():
         if layout is None or blocks is None or not blocks.numel():
-            found.append(None)
             continue
         stride = -(-group.layer_bytes(layout) // ARENA_UNIT)
         count = shape.batch * copies * blocks.shape[0]
         places = torch.randperm(count, generator=source) * stride + end
-        found.append(places.int().view(shape.batch, -1).to(device))
+        found[name] = places.int().view(shape.batch, -1).to(device)
+        stored.append((blocks.to(device), found[name]))
         end += count * stride
         nbytes += count * group.layer_bytes(layout)
     arena = torch.zeros(end * ARENA_UNIT, dtype=torch.uint8, device=device)
-    for (_, blocks, _), ids in zip(kinds, found, strict=True):
-        if blocks is not None and ids is not None:
-            there = blocks.to(device)
-            for row in ids.view(-1, blocks.shape[0]):
-                store_blocks(Target(arena, row), there)
-    pages, segments, kept, sides = found
-    assert pages is not None
-    return arena, _Ids(pages, segments, kept, None if sides is None else sides.view(-1)), nbytes
-
-
-def _table(ids: _Ids, group: LayerGroup, shape: StepShape) -> PageTable:
-    """The page table of sequences that see all of their tokens."""
-    width, device = ids.pages.shape[1], ids.pages.device
-    owner = None
-    if ids.segments is not None:
-        own = torch.arange(width, device=device) // (SEGMENT_TOKENS // group.page.tokens)
-        owner = own.int().expand(shape.batch, width).contiguous()
+    for there, ids in stored:
+        for row in ids.view(-1, there.shape[0]):
+            store_blocks(Target(arena, row), there)
+    if "sides" in found:
+        found["sides"] = found["sides"].view(-1)
+    if "segments" in found:
+        pages = torch.arange(found["pages"].shape[1], device=device)
+        own = pages // (SEGMENT_TOKENS // group.page.tokens)
+        found["owner"] = own.int().expand(shape.batch, -1).contiguous()
     lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
-    table = PageTable(
-        pages=ids.pages,
-        lo=lo,
-        hi=lo + shape.tokens,
-        layout=group.page,
-        segments=ids.segments,
-        owner=owner,
-        kept=ids.kept,
-        sides=ids.sides,
-    )
-    return plan_units(table, group.heads)
+    table = PageTable(lo=lo, hi=lo + shape.tokens, layout=group.page, **found)
+    return arena, plan_units(table, group.heads), nbytes

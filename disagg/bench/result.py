@@ -73,6 +73,11 @@ def write(result: Row, path: Path) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def draw_rows(result: Row) -> str:
+    """What people read of a result that is one table."""
+    return table(result["rows"])
+
+
 def table(rows: Sequence[Row], keys: Sequence[str] = ()) -> str:
     """Text on the left, numbers on the right, a column for every key that some row has."""
     keys = keys or list(dict.fromkeys(key for row in rows for key in row))

@@ -42,7 +42,8 @@ def bench() -> None:
 @app.command()
 def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
-    from disagg.bench.handoff import draw_rows, measure_overlap
+    from disagg.bench.handoff import measure_overlap
+    from disagg.bench.result import draw_rows
 
     _show(draw_rows, measure_overlap(runs), out, as_json)
 
@@ -50,7 +51,8 @@ def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> N
 @app.command()
 def load(out: Out = None, as_json: options.Json = False) -> None:
     """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
-    from disagg.bench.handoff import draw_rows, measure_load
+    from disagg.bench.handoff import measure_load
+    from disagg.bench.result import draw_rows
 
     _show(draw_rows, measure_load(), out, as_json)
 
@@ -96,10 +98,11 @@ def decode(
     as_json: options.Json = False,
 ) -> None:
     """Steps of a whole model of random weights, by codec."""
-    from disagg.bench import decode
+    from disagg.bench.decode import DecodeOptions, run
+    from disagg.bench.result import draw_rows
 
     given = _set({"codecs": codec, "sizes": size})
-    _show(decode.draw, decode.run(decode.DecodeOptions(device, model, **given)), out, as_json)
+    _show(draw_rows, run(DecodeOptions(device, model, **given)), out, as_json)
 
 
 @app.command()
@@ -128,10 +131,14 @@ def transfer(
     given = _set(given) | {name: tuple(value) for name, value in lists.items() if value}
     if not plane:
         _measure_transfer(given, plot, out, as_json)
-    elif plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
+        return
+    if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError("--plane measures one codec and one length, and draws nothing")
-    else:
-        _measure_plane(given, out, as_json)
+    from disagg.bench.link import available
+    from disagg.bench.transfer import PLANE, draw_plane, measure_plane
+
+    asked = replace(PLANE, **{"netns": available()} | given)
+    _show(draw_plane, measure_plane(asked), out, as_json)
 
 
 def _measure_transfer(
@@ -148,14 +155,6 @@ def _measure_transfer(
     if plot is not None:
         draw_picture(result["rows"], plot)
     _show(draw, result, out, as_json)
-
-
-def _measure_plane(given: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from disagg.bench.link import available
-    from disagg.bench.transfer import PLANE, draw_plane, measure_plane
-
-    options = replace(PLANE, **{"netns": available()} | given)
-    _show(draw_plane, measure_plane(options), out, as_json)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,13 @@ class RunningService:
 
 
 def write_state(path: Path, state: RunningService) -> None:
-    """Readable by this user alone, from its first byte on."""
+    """Readable by this user alone from its first byte on, and whole when it appears."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    begun = path.with_name(f"{path.name}.{os.getpid()}")
+    begun.unlink(missing_ok=True)
+    with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(asdict(state), file)
+    begun.replace(path)
 
 
 def check_unannounced(path: Path) -> None:

@@ -76,11 +76,6 @@ class DecodeGraphs:
         self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()
         self._refused: set[Key] = set()
 
-    @property
-    def num_shapes(self) -> int:
-        """Shapes of step that are recorded now."""
-        return len(self._found)
-
     def accepts(self, batch: Batch) -> bool:
         """Whether `run` can serve this batch: it is recorded, or has been recorded now."""
         if not is_plain(batch):

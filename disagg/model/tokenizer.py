@@ -34,11 +34,6 @@ class Tokenizer:
             raise ModelError(f"{file} is no tokenizer: {error}") from error
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids, added ones included."""
-        return self._backend.get_vocab_size()
-
-    @property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n has at least n / `longest_token` tokens."""
         return max(map(len, self._backend.get_vocab()), default=1)

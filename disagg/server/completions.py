@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.errors import CancelledError, DisaggError, ModelError
-from disagg.metrics import RequestTimes
 from disagg.server import limits
 from disagg.server.counts import Counts
 from disagg.server.schema import CompletionRequest
@@ -98,7 +97,7 @@ class Completions:
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
-                        self.counts.finished(_ends(times), piece, len(tokens), own)
+                        self.counts.finished(times, piece, len(tokens), own)
                         failure = None
                     yield piece
                     if piece.finish_reason is not None:
@@ -141,17 +140,13 @@ class Completions:
         return tuple(ids)
 
     def _params(self, request: CompletionRequest, tokens: int) -> dict[str, int | float | bool]:
-        seed = (
-            secrets.randbelow(limits.MAX_SEED)
-            if request.seed is None
-            else request.seed % limits.MAX_SEED
-        )
+        seed = secrets.randbelow(limits.MAX_SEED) if request.seed is None else request.seed
         return {
             "max_tokens": min(request.max_tokens, self.served.context_length - tokens),
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": max(0, request.top_k),
-            "seed": seed,
+            "seed": seed % limits.MAX_SEED,
             "ignore_eos": request.ignore_eos,
         }
 
@@ -171,11 +166,6 @@ class Completions:
             if shown not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
                 self._unknown.add(shown)
                 log.warning("field %r of a completion request is unknown and ignored", shown)
-
-
-def _ends(times: list[float]) -> RequestTimes:
-    """From when a request arrived and each of its tokens came."""
-    return RequestTimes(times[0], times[min(1, len(times) - 1)], times[-1], len(times) - 1)
 
 
 async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:

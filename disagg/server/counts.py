@@ -1,36 +1,68 @@
-"""What this process counts: its requests, and what workers say of themselves. Knows no HTTP."""
+"""What this process counts: its requests, and what workers say of themselves. Knows no HTTP.
+
+Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from disagg.metrics import Metrics, RequestTimes
 from disagg.server.text import Piece
 
+SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "arena_bytes")
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
+ROUTER = "router"
+
+Series = TypeVar("Series", Counter, Gauge, Histogram)
 
 
 class Counts:
     """The metrics of one service. A worker's counts are added as they rose since they were seen."""
 
     def __init__(self, model: str):
-        self._metrics = metrics = Metrics(model, "router")
+        self._registry = CollectorRegistry()
         self._model = model
         self._seen: dict[tuple[str, int, str], int] = {}
+        gauge, counter = partial(self._series, Gauge), partial(self._series, Counter)
+        histogram = partial(self._series, partial(Histogram, buckets=SECONDS))
+        self._bytes = counter("disagg_kv_transfer_bytes", "KV of hand-offs", "kind", "codec")
+        self._phases = histogram("disagg_kv_transfer_seconds", "Hand-offs, by phase", "phase")
+        self._exposed = histogram("disagg_kv_exposed_seconds", "Hand-off time nothing hid")
+        self._broken = counter("disagg_kv_transfer_failures", "Failed hand-offs", "reason")
+        self._rising = {
+            "expired": counter("disagg_kv_expired", "Reservations whose lease ran out"),
+            "damaged": counter("disagg_kv_damaged", "Cached units whose bytes were altered"),
+            "preempted": counter("vllm:num_preemptions", "Sequences that had to make room"),
+        }
+        held = "Prefilled sequences that wait for their acknowledgement"
+        self._gauges = (
+            gauge("vllm:num_requests_running", "Sequences that compute"),
+            gauge("vllm:num_requests_waiting", "Sequences that wait"),
+            gauge("disagg_held_sequences", held),
+            gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
+        )
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens prefilled")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
+        mean = "Mean time between tokens of a request"
+        self._tpot = histogram("vllm:request_time_per_output_token_seconds", mean)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
+        self._success = counter("vllm:request_success", "Finished requests", "finished_reason")
         self._failures = Counter(
             "disagg_request_failures",
             "Requests that were refused, failed or were given up by their client",
             ["model_name", "reason"],
-            registry=metrics.registry,
+            registry=self._registry,
         )
         self._workers = Gauge(
             "disagg_worker",
             "What a worker holds, by the name of the thing",
             ["worker", "role", "what"],
-            registry=metrics.registry,
+            registry=self._registry,
         )
 
     # -- requests
@@ -39,25 +71,30 @@ class Counts:
         """A request that has no answer, or half of one."""
         self._failures.labels(self._model, reason).inc()
 
-    def finished(self, times: RequestTimes, last: Piece, prompt_tokens: int, own: bool) -> None:
+    def finished(
+        self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
+    ) -> None:
         """An answer, and the figures of its hand-off if there are any.
 
-        own: the client chose the codec; then only its family is a label: labels are for ever
+        times: when it was asked for, then when each token came; seconds of any monotonic clock
+        own:   the client chose the codec; then only its family is a label: labels are for ever
         """
-        metrics, kv = self._metrics, last.kv
-        metrics.finished(times, last.finish_reason or "")
-        metrics.add(metrics.prompt_tokens, prompt_tokens)
-        metrics.add(metrics.generation_tokens, last.num_tokens)
-        if not kv:
+        asked, first, ended = times[0], times[:2][-1], times[-1]
+        self._of(self._ttft).observe(first - asked)
+        self._of(self._e2e).observe(ended - asked)
+        if len(times) > 2:
+            self._of(self._tpot).observe((ended - first) / (len(times) - 2))
+        self._of(self._success, finished_reason=last.finish_reason or "").inc()
+        self._of(self._prompt_tokens).inc(prompt_tokens)
+        self._of(self._generation_tokens).inc(last.num_tokens)
+        if not (kv := last.kv):
             return
         codec = family(kv["codec"]) if own else kv["codec"]
         for kind in KINDS:
-            amount = kv.get(f"{kind}_bytes", 0)
-            metrics.add(metrics.transfer_bytes, amount, kind=kind, codec=codec)
+            self._of(self._bytes, kind=kind, codec=codec).inc(kv.get(f"{kind}_bytes", 0))
         for phase in PHASES:
-            seconds = kv.get(f"{phase}_ms", 0.0) / 1e3
-            metrics.observe(metrics.transfer_seconds, seconds, phase=phase)
-        metrics.observe(metrics.exposed_seconds, kv.get("exposed_ms", 0.0) / 1e3)
+            self._of(self._phases, phase=phase).observe(1e-3 * kv.get(f"{phase}_ms", 0.0))
+        self._of(self._exposed).observe(1e-3 * kv.get("exposed_ms", 0.0))
 
     # -- workers
 
@@ -69,37 +106,41 @@ class Counts:
             for name, value in worker.get("gauges", {}).items():
                 self._workers.labels(worker["name"], worker["role"], name).set(value)
             self._take(worker)
-        return self._metrics.render()
+        return generate_latest(self._registry)
 
     def _take(self, worker: Mapping[str, Any]) -> None:
         """A worker that does not answer counts nothing."""
-        metrics = self._metrics
-        counters = {
-            "expired": metrics.expired,
-            "damaged": metrics.damaged,
-            "preempted": metrics.preemptions,
-        }
-        for name, counter in counters.items():
+        role = worker["role"]
+        for name, counter in self._rising.items():
             if rise := self._rise(worker, name, worker.get("counts", {}).get(name, 0)):
-                metrics.add(counter, rise, role=worker["role"])
+                self._of(counter, role).inc(rise)
         for reason, count in worker.get("failures", {}).items():
             if rise := self._rise(worker, f"failed: {reason}", count):
-                metrics.add(metrics.transfer_failures, rise, role=worker["role"], reason=reason)
+                self._of(self._broken, role, reason=reason).inc(rise)
 
     def _load(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """The gauges of each role, of all its workers together; of those that answer."""
         by_role: dict[str, list[Mapping[str, float]]] = {}
         for worker in workers:
             by_role.setdefault(worker["role"], []).append(worker.get("gauges", {}))
-        for role, gauges in by_role.items():
-            running, waiting, held, used, arena = (sum(x.get(y, 0) for x in gauges) for y in GAUGES)
-            self._metrics.load(role, running, waiting, held, usage=used / max(1, arena))
+        for role, said in by_role.items():
+            *doing, used, arena = (sum(x.get(y, 0) for x in said) for y in GAUGES)
+            for gauge, value in zip(self._gauges, (*doing, used / max(1, arena)), strict=True):
+                self._of(gauge, role).set(value)
 
     def _rise(self, worker: Mapping[str, Any], name: str, count: int) -> int:
         """A new incarnation of a worker begins at 0."""
         key = (worker["name"], worker.get("epoch", 0), name)
         before, self._seen[key] = self._seen.get(key, 0), count
         return count - before
+
+    # -- series
+
+    def _series(self, kind: Any, name: str, text: str, *labels: str) -> Any:
+        return kind(name, text, ["model_name", "role", *labels], registry=self._registry)
+
+    def _of(self, series: Series, role: str = ROUTER, **labels: str) -> Series:
+        return series.labels(model_name=self._model, role=role, **labels)
 
 
 def family(spec: str) -> str:

@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -50,7 +51,7 @@ from disagg.wire import (
 if TYPE_CHECKING:
     from disagg.transfer.channel import Channel
 
-RETRY_S = 0.1
+RETRY_S, CREDITS_S = 0.1, 0.1
 MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
 Result = TypeVar("Result")
 
@@ -277,6 +278,7 @@ class Sender:
         self._ending: tuple[int, Mapping[str, float], Mapping[str, PlainValue]] | None = None
         self._drained = asyncio.Event()  # everything has left: the commit may
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
+        self._credited, self._acknowledged_at = asyncio.Event(), 0.0
         self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0
@@ -364,11 +366,21 @@ class Sender:
             while True:
                 await self._unless_over(self._drained.wait())
                 if isinstance(answer := await self._unless_over(self._commit()), Ack):
+                    await self._settle()
                     return answer
                 self._advanced_at = self._clock()
                 self.outbox.missing(answer.missing)
                 self._note_drained()
                 self._channel.wake()
+
+    async def _settle(self) -> None:
+        """The last credits come by another way than the acknowledgement; their bytes count too."""
+        self._acknowledged_at = self._clock()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CREDITS_S):
+                while self.outbox.bytes_in_flight:
+                    self._credited.clear()
+                    await self._credited.wait()
 
     async def _commit(self) -> Ack | Nack:
         assert self._ending is not None
@@ -408,7 +420,7 @@ class Sender:
                 yield from unit.items(group)
 
     def _stats(self, ack: Ack) -> HandoffStats:
-        now = self._clock()
+        now = self._acknowledged_at or self._clock()
         return HandoffStats(
             codec="",
             tokens=self._terms.tokens,
@@ -456,6 +468,7 @@ class Sender:
                 raise credit.error
             self.outbox.grant(credit.nbytes, credit.frames)
             self._advanced_at = self._clock()
+            self._credited.set()
         except DisaggError as error:
             self.end(_Dropped(error))
 

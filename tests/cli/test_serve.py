@@ -32,6 +32,20 @@ def test_the_state_file_is_for_its_owner_alone(state_file):
     assert read_state(state_file) == service()
 
 
+def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(state_file, monkeypatch):
+    seen, dump = [], json.dump
+
+    def look(*args):
+        seen.append(read_state(state_file))
+        dump(*args)
+
+    monkeypatch.setattr(json, "dump", look)
+    for port in (1, 2):
+        write_state(state_file, service(port))
+    assert seen == [None, service(1)]
+    assert [file.name for file in state_file.parent.iterdir()] == [state_file.name]
+
+
 def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(state_file):
     write_state(state_file, service())
     state_file.chmod(0o666)

@@ -5,8 +5,10 @@ import pytest
 
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
+from disagg.server.counts import Counts
+from disagg.server.text import Piece
 from tests.server.conftest import KV, said
-from tests.server.visits import get, post, visit
+from tests.server.visits import assert_counted, get, post, visit
 
 
 def test_health_follows_the_workers(app, router):
@@ -31,9 +33,9 @@ def test_models_and_status_tell_what_is_served(app, router):
 def test_every_answer_is_counted_streamed_or_not(stream, app):
     for _ in range(2):
         post(app, stream=stream)
-    text = get(app, "/metrics").text
     labels = 'model_name="tiny",role="router"'
-    for line in (
+    text = assert_counted(
+        app,
         f'vllm:request_success_total{{finished_reason="length",{labels}}} 2.0',
         f"vllm:prompt_tokens_total{{{labels}}} 6.0",
         f"vllm:generation_tokens_total{{{labels}}} 8.0",
@@ -41,9 +43,19 @@ def test_every_answer_is_counted_streamed_or_not(stream, app):
         f"vllm:e2e_request_latency_seconds_count{{{labels}}} 2.0",
         f'disagg_kv_transfer_bytes_total{{codec="raw",kind="wire",{labels}}} 20.0',
         'disagg_kv_transfer_seconds_count{model_name="tiny",phase="encode",role="router"} 2.0',
-    ):
-        assert line in text
+    )
     assert "disagg_request_failures_total{" not in text
+
+
+@pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
+def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums):
+    counts = Counts("tiny")
+    counts.finished(times, Piece("", len(times) - 1, "stop"), 3)
+    text = counts.scrape([]).decode()
+    series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
+    for name, seconds in zip(series, sums, strict=True):
+        line = f'vllm:{name}_seconds_sum{{model_name="tiny",role="router"}} {float(seconds)}'
+        assert (line in text) == bool(seconds)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -53,10 +65,8 @@ def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app,
     router.refuses, router.breaks, router.pause_at = None, PeerLostError("gone"), 1
     router.go.set()
     post(app, stream=stream)
-    text = get(app, "/metrics").text
-    for reason in ("config", "peer_lost"):
-        line = f'disagg_request_failures_total{{model_name="tiny",reason="{reason}"}} 1.0'
-        assert line in text
+    line = 'disagg_request_failures_total{{model_name="tiny",reason="{}"}} 1.0'
+    text = assert_counted(app, line.format("config"), line.format("peer_lost"))
     assert "vllm:request_success_total{" not in text
 
 
@@ -77,34 +87,31 @@ def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
     counted = {"expired": 2, "damaged": 1}
     router.says["d"] = said({}, counts=counted, failures={"peer_lost": 3})
     for _ in range(2):
-        text = get(app, "/metrics").text
-        for line in (
+        assert_counted(
+            app,
             'disagg_kv_expired_total{model_name="tiny",role="decode"} 2.0',
             'disagg_kv_damaged_total{model_name="tiny",role="decode"} 1.0',
             'disagg_kv_transfer_failures_total{model_name="tiny",reason="peer_lost",role="decode"}'
             " 3.0",
-        ):
-            assert line in text
+        )
     router.says["d"] = said({}, epoch=2, counts={"expired": 1})
-    text = get(app, "/metrics").text
-    assert 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0' in text
+    assert_counted(app, 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0')
 
 
 def test_what_engines_do_has_the_names_that_dashboards_know(app, router):
     doing = {"engine_running": 3, "engine_waiting": 2, "engine_held": 1}
     held = {"used_bytes": 30, "arena_bytes": 120}
     router.says["d"] = said(doing | held, counts={"preempted": 4})
-    text = get(app, "/metrics").text
     labels = '{model_name="tiny",role="decode"}'
-    for line in (
+    assert_counted(
+        app,
         f"vllm:num_requests_running{labels} 3.0",
         f"vllm:num_requests_waiting{labels} 2.0",
         f"disagg_held_sequences{labels} 1.0",
         f"vllm:kv_cache_usage_perc{labels} 0.25",
         f"vllm:num_preemptions_total{labels} 4.0",
         'disagg_worker{role="prefill",what="jobs",worker="p"} 0.0',
-    ):
-        assert line in text
+    )
 
 
 def test_only_who_knows_the_secret_may_stop_the_service(completions):

@@ -46,6 +46,14 @@ def get(app: ASGIApp, path: str) -> httpx.Response:
     return answers[0]
 
 
+def assert_counted(app: ASGIApp, *lines: str) -> str:
+    """What Prometheus reads, all of these lines among it."""
+    text = get(app, "/metrics").text
+    for line in lines:
+        assert line in text
+    return text
+
+
 def ask(**fields: Any) -> dict[str, Any]:
     return {"prompt": "abc", "max_tokens": 4, **fields}
 
