@@ -43,23 +43,25 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "typer": ["disagg/cli"],
 }
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
-BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
-    "bench": 2190,
-    "cli": 970,
+# lines of the *.py of a room that people wrote. What is aimed at: the package without codecs 12,200,
+# tests 17,500 and 661 of tests/cluster. Who raises a room argues it in the commit.
+BUDGETS = {
+    "bench": 2120,
+    "cli": 1050,
     "codecs": 2660,
-    "engine": 1140,
-    "files": 1570,  # disagg/*.py
+    "engine": 1220,
+    "files": 1730,  # disagg/*.py
     "kernels": 7710,
-    "model": 1165,
+    "model": 1170,
     "report": 120,
-    "server": 715,
-    "transfer": 5015,
-    "workers": 2390,
-    "tests": 17500,
-    "training": 615,
+    "server": 1060,
+    "transfer": 3820,
+    "workers": 2440,
+    "tests": 19050,
+    "training": 620,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 15720  # of all these rooms together
+PACKAGE_BUDGET = 14710  # of all these rooms together
 TWICE = {  # names of classes that two files have; none may be added
     "Kept",
     "Source",
