@@ -43,28 +43,24 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "typer": ["disagg/cli"],
 }
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
-BUDGETS = {  # lines of the *.py of a room that people wrote; who needs more argues it in the commit
-    "bench": 3100,
-    "cli": 970,
+# lines of *.py; aimed at: package 12,200, tests 17,500 + 661 (cluster); the commit argues a raise
+BUDGETS = {
+    "bench": 2570,
+    "cli": 1050,
     "codecs": 2530,
-    "engine": 1140,
-    "files": 1570,  # disagg/*.py
-    "kernels": 5445,
-    "model": 1170,
+    "engine": 1220,
+    "files": 1730,  # disagg/*.py
+    "kernels": 5430,
+    "model": 1180,
     "report": 120,
-    "server": 715,
-    "transfer": 5015,
-    "workers": 2390,
-    "tests": 17500,
-    "training": 615,
+    "server": 1060,
+    "transfer": 3660,
+    "workers": 2290,
+    "tests": 19050,
+    "training": 620,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 16175  # of all these rooms together
-TWICE = {  # names of classes that two files have; none may be added
-    "Kept",
-    "Source",
-    "Work",
-}
+PACKAGE_BUDGET = 14850  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
@@ -216,6 +212,4 @@ def test_no_class_has_a_name_twice():
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: files for name, files in places.items() if len(files) > 1}
-    wrong = [f"{name}: {', '.join(twice[name])}" for name in sorted(set(twice) - TWICE)]
-    wrong += [f"{name} is there once now; strike it from TWICE" for name in TWICE - set(twice)]
-    assert not wrong, "\n".join(wrong)
+    assert not twice

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from disagg.codecs import codec_names
+from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
+from disagg.model.runner import Runner
 from disagg.transfer.records import Checklist
+from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt, save_tiny
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 LENGTHS = (1, 64, 130, 300)
+PLAN = "0:ott:skip_layers=0;1-:gear:bits=2,backbone=kivi"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +32,11 @@ def llm(path: str) -> Iterator[LLM]:
     llm = LLM(path, KIVI, config=EngineConfig(arena_bytes=16 << 20))
     yield llm
     assert_empty(llm)
+
+
+@pytest.fixture(scope="module")
+def runner(path: str) -> Runner:
+    return Runner.load(path)
 
 
 def assert_empty(llm: LLM) -> None:
@@ -124,3 +134,15 @@ def test_unusable_models_and_codecs_are_refused_by_name(path):
         LLM("nobody/nothing")
     with pytest.raises(ConfigError, match="gzip"):
         LLM(path, "gzip", config=EngineConfig(arena_bytes=4 << 20))
+
+
+@pytest.mark.parametrize("codec", [*codec_names(), PLAN])
+def test_a_hand_off_of_any_codec_changes_no_token(llm, runner, codec):
+    prompt = random_prompt(250)
+    (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12), codec=codec)
+    assert_same(answer.tokens, serve_watched(runner, prompt, codec, 12))
+    said, meant = (parse_plan(spec, runner.shape) for spec in (answer.kv.codec, codec))
+    assert said.fingerprint == meant.fingerprint
+    kv = answer.kv
+    assert kv.wire_bytes > kv.payload_bytes + kv.cached_bytes > 0.9 * kv.resident_bytes
+    assert_empty(llm)

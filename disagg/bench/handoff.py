@@ -71,7 +71,8 @@ class WorkerEnd:
     async def start(self, config: Config, role: Role) -> Started:
         """Where it can be reached; no router need follow it."""
         torch.set_num_threads(1)
-        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
+        transfer = replace(config.transfer, lease_s=3600.0)  # of a router, too
+        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0), transfer=transfer)
         self._worker = NotingWorker(config, role)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
