@@ -71,8 +71,7 @@ class WorkerEnd:
     async def start(self, config: Config, role: Role) -> Started:
         """Where it can be reached; no router need follow it."""
         torch.set_num_threads(1)
-        transfer = replace(config.transfer, lease_s=3600.0)  # of a router, too
-        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0), transfer=transfer)
+        config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
         self._worker = NotingWorker(config, role)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
@@ -94,8 +93,8 @@ class WorkerEnd:
 
         On the monotonic clock of the host.
         """
-        said, name = self._worker.said, f"{rid}#0/d"
-        while len(found := [at for each, at in said if each == name]) < count:
+        said = self._worker.said
+        while len(found := [at for name, at in said if name.startswith(f"{rid}#0/")]) < count:
             await asyncio.sleep(0.02)
         said.clear()
         return found
