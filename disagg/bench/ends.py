@@ -67,7 +67,8 @@ class ReceivingEnd(End):
         self._pool, arena = make_pool(nbytes, SLAB_BYTES, CPU)
         arena.fill_(0)  # no page faults later
         first = next(iter(plans.values()))
-        self._terms = Terms(MODEL, first, EPOCH, nbytes, plan_of=plans.__getitem__)
+        # nothing is kept: every prompt is sent whole, and no page is read beside
+        self._terms = Terms(MODEL, first, EPOCH, nbytes, plan_of=plans.__getitem__, share=False)
 
     async def listen(self, host: str, security: Security | None = None) -> Started:
         """A new receiver before the pool: where it is reached."""
