@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 # torch from the package index may be a CUDA build of several gigabytes; on a machine without a GPU
 # point pip at a CPU wheel first (see README, "Install").
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml setup.py $(wildcard kernels/cpu/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable .
 	touch $@
