@@ -61,6 +61,8 @@ def locate_model(ref: str | None = None) -> Path:
         raise ModelError(f"model {ref!r} is a file; a folder with config.json is wanted")
     cached = _cached_snapshot(ref)
     if cached is None:
+        if ref.startswith(("/", ".", "~")):
+            raise ModelError(f"no model {ref!r}: no such folder; one with config.json is wanted")
         raise ModelError(
             f"no model {ref!r}: no such folder, and not in the Hugging Face cache; "
             f"`hf download {ref}` fetches one by name"

@@ -96,6 +96,9 @@ def test_what_pages_cannot_serve_is_refused_by_its_config(changes, reason, tmp_p
 def test_a_missing_model_is_named_together_with_the_way_to_get_it():
     with pytest.raises(ModelError, match="hf download nobody/nothing"):
         describe_model("nobody/nothing")
+    with pytest.raises(ModelError, match="no such folder") as refused:
+        describe_model("/no/such/folder")
+    assert "hf download" not in str(refused.value)
 
 
 def test_folders_without_a_readable_config_are_refused(tmp_path):
