@@ -135,6 +135,7 @@ class Cluster:
         self._authority = Authority(session.token) if session else None
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
+        self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
@@ -273,14 +274,13 @@ class Cluster:
     def _names(self) -> list[tuple[Role, str]]:
         """The workers that are there, and as many more as are wanted."""
         cluster = self._config.cluster
-        there: list[str] = []
         if not self._private:
             actors = ray.util.list_named_actors(all_namespaces=True)
-            there = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
-            self._replaced = max((int(x.partition(".")[2] or 0) for x in there), default=0)
+            self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
+            self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
         names = []
         for role, count in (Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode):
-            mine = [name for name in there if name.startswith(f"{role}-")]
+            mine = [name for name in self._found if name.startswith(f"{role}-")]
             new = (x for i in range(count) if (x := f"{role}-{i}") not in mine)
             mine += islice(new, max(0, count - len(mine)))
             names += [(role, name) for name in mine]
@@ -293,15 +293,16 @@ class Cluster:
         return [actor for actor in self._actors if actor.call in done]
 
     def _stop(self) -> None:
-        """Those of a cluster that are ours end by themselves, if they can."""
+        """Those of a cluster that serve us end by themselves, if they can; others' stay."""
         serving = [actor for actor in self._actors if actor.started and not self._private]
         for actor in serving:
             actor.handle.stop.remote()
         if ends := [actor.call for actor in serving]:
             patience_s = self._config.cluster.grace_s + RETRY_S
             ray.wait(ends, num_returns=len(ends), timeout=patience_s)
-        for actor in self._actors if self._private else serving:
-            ray.kill(actor.handle)
+        for actor in self._actors:
+            if actor.started or actor.name not in self._found:
+                ray.kill(actor.handle)
 
     def _start_anew(self, on_down: Callable[[str], None]) -> None:
         """Ray is gone, and its workers with it: another one, with all workers."""

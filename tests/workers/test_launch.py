@@ -151,6 +151,19 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     assert cluster._actors[-1].name == f"decode-0{next_one}"
 
 
+def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Handle] = []
+    monkeypatch.setattr(launch.ray, "kill", killed.append)
+    cluster = FakeCluster(None, LOADING, LOADING, None)
+    names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    cluster._found = names[:2]
+    cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
+    for actor in cluster._actors[0], cluster._actors[3]:
+        cluster._enter(actor)
+    cluster.close()
+    assert killed == [cluster.handles[name] for name in names if name != "decode-0"]
+
+
 def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[tuple[str, bytes], bytes] = {}
 
