@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError
+from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
+from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
 from disagg.transfer.security import Security, load_security
@@ -60,9 +62,12 @@ class Service:
 
     def __enter__(self) -> Self:
         server, cluster = self.config.server, self.config.cluster
+        self._keys = read_keys(server)
+        check_tls(server)
         self._socket = bind(server.host, server.port)
         host = "127.0.0.1" if server.host == EVERYWHERE else server.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        scheme = "https" if server.tls_certificate else "http"
+        self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         with ExitStack() as stack:
             stack.callback(self._socket.close)
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
@@ -117,6 +122,7 @@ class Service:
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
         tokenizer = Tokenizer.load(config.model.name)
+        chat = ChatTemplate.load(config.model.name)
         served = Served(
             self.name,
             info.context_length,
@@ -127,13 +133,15 @@ class Service:
             max_body_bytes=config.server.max_body_bytes,
         )
         self._router = Router(config.router)
-        completions = Completions(served, tokenizer, self._router)
-        app = create_app(completions, self.secret, self.stopped.set)
+        completions = Completions(served, tokenizer, self._router, chat)
+        app = create_app(completions, self.secret, self.stopped.set, self._keys)
         options = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ssl_certfile=config.server.tls_certificate,
+            ssl_keyfile=config.server.tls_key,
             timeout_graceful_shutdown=GRACE_S,
         )
         server = uvicorn.Server(options)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import RouterConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.dispatch import (
@@ -27,6 +27,7 @@ from disagg.workers.dispatch import (
     Deliver,
     Dispatch,
     Forget,
+    Phase,
     Reserve,
     Start,
     Started,
@@ -122,6 +123,8 @@ class Router:
         """
         if self._closing:
             raise PeerLostError("the service is shutting down")
+        if self.waiting >= (most := self.config.max_queue):
+            raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
         client = self._clients[rid] = Client()
         self._ticker = self._ticker or asyncio.create_task(self._tick())
@@ -143,6 +146,11 @@ class Router:
     def running(self) -> int:
         """Requests that are not done."""
         return len(self.dispatch.entries)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has."""
+        return sum(entry.phase is Phase.QUEUED for entry in self.dispatch.entries.values())
 
     @property
     def ready(self) -> bool:

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
 from disagg.server.counts import Counts
@@ -11,15 +12,20 @@ from tests.server.conftest import KV, said
 from tests.server.visits import assert_counted, get, post, visit
 
 
-def test_health_follows_the_workers(app, router):
-    assert get(app, "/health").status_code == 200
+def test_ready_follows_the_workers_and_health_does_not(app, router):
+    assert get(app, "/ready").status_code == 200
     router.ready = False
-    response = get(app, "/health")
+    response = get(app, "/ready")
     assert (response.status_code, response.json()) == (503, {"status": "starting"})
+    assert get(app, "/health").status_code == 200
 
 
 def test_models_and_status_tell_what_is_served(app, router):
     (model,) = get(app, "/v1/models").json()["data"]
+    assert get(app, "/v1/models/tiny").json() == model == get(app, "/v1/models//models/tiny").json()
+    missing = get(app, "/v1/models/gpt-4")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "model")
+    assert get(app, "/version").json() == {"version": __version__}
     assert (model["id"], model["max_model_len"]) == ("tiny", 20)
     router.says["d"] = PeerLostError("gone")
     status = get(app, "/status").json()
