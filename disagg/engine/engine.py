@@ -381,12 +381,14 @@ class Engine:
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.life.status is Status.HELD:
             self._scheduler.hold(sequence)
-            self._events.append(Prefilled(rid, token, reason, 1e3 * sequence.encode_s, scores))
+            told = Prefilled(rid, token, reason, 1e3 * sequence.encode_s, logprobs=scores)
+            self._events.append(told)
             return
         if reason is not None:
             self._end(sequence)
         spent = dict(sequence.life.spent) if reason else {}
-        self._events.append(Token(rid, len(sequence.emitted) - 1, token, reason, spent, scores))
+        index = len(sequence.emitted) - 1
+        self._events.append(Token(rid, index, token, reason, spent, logprobs=scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

@@ -198,7 +198,7 @@ class Completions:
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        return self.counts.scrape((await self.status())["workers"])
+        return self.counts.scrape((await self.status())["workers"], self.router.waiting)
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> Prompt:
         """The tokens of a prompt, its text where it is wanted."""

@@ -80,7 +80,7 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
-        self.running = 0
+        self.running = self.waiting = 0
         self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
