@@ -96,15 +96,15 @@ static void round_group(const Side *s, const Span *span, float (*x)[LINE], const
     const float middle = s->zero < 0 ? -(float)s->center : middle_of(s);
     int16_t *to = op->x + g * span_size(s, span);
     float most[TILE], found[16];
-    V all[16];
+    V all[16] = {0};
     for (int h = 0; h < TILE; h++) {
         most[h] = v_most(largest[h]);
         V by = v_set(32767.0f / (most[h] + 1e-30f));
         all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
-        all[4 + h] = all[12 + h] = biases[h];
+        all[4 + h] = biases[h];
         all[8 + h] = sums[h];
     }
-    sums_of(all, found);
+    for (int i = 0; i < 16; i += SUMS) sums_of(all + i, found + i);
     for (int h = 0; h < TILE; h++) {
         op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
         op->sum[g][h] = found[8 + h];
@@ -238,27 +238,29 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
     }
 }
 
-/* Rows of numbers, four at a time, times four vectors x [4][LINE]: out [4][LINE] */
+/* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
 INLINE void multiply_numbers_of(int type, const uint8_t *rows, int64_t stride, int64_t count,
                                 int64_t columns, const float *x, float times, float *out) {
-    for (int64_t r = 0; r < count; r += 4) {
-        V a[16];
+    enum { AT_ONCE = SUMS / TILE };
+    for (int64_t r = 0; r < count; r += AT_ONCE) {
+        V a[SUMS];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) a[i] = v_set(0);
+        for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
-            V y[4];
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
+            V y[AT_ONCE];
+#pragma GCC unroll 16
+            for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4
             for (int h = 0; h < TILE; h++) {
                 V z = v_load(x + h * LINE + c);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) a[4 * h + i] = v_fma(y[i], z, a[4 * h + i]);
+#pragma GCC unroll 16
+                for (int i = 0; i < AT_ONCE; i++)
+                    a[AT_ONCE * h + i] = v_fma(y[i], z, a[AT_ONCE * h + i]);
             }
         }
-        float sums[16];
+        float sums[SUMS];
         sums_of(a, sums);
-        for (int i = 0; i < 16; i++) out[i / 4 * LINE + r + i % 4] = sums[i] * times;
+        for (int i = 0; i < SUMS; i++) out[i / AT_ONCE * LINE + r + i % AT_ONCE] = sums[i] * times;
     }
 }
 /* a call of F for each type that there is, known to the compiler */

@@ -29,7 +29,7 @@ static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
             V a[16];
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) a[i] = v_load(x + (r + i) * columns + c);
-            transpose16(a);
+            transpose_sums(a);
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) v_store(y + (c + i) * rows + r, a[i]);
 #else

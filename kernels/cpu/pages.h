@@ -5,9 +5,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef TILE
+#define TILE 4 /* queries that are computed together: 4, or 1 */
+#endif
 enum {
     UNIT = 128,         /* bytes of the arena that a page id counts */
-    TILE = 4,           /* queries that are computed together */
     ROWS = 16,          /* queries of a unit of work: its pages stay in a cache for all of them */
     MAX_DIM = 512,      /* head dims; library.py sends larger ones to the reference */
     LINE = MAX_DIM + 16, /* floats from one query to the next: no two at the same place of a cache */
