@@ -514,33 +514,51 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
             v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
 }
 
-/* o [4][D] = o * down + p [4][tokens] times rows [tokens][D] of V, tokens that a query sees */
+/* o [D] += p [tokens] times rows [tokens][D] of V, tokens that a query sees: `wide` vectors from
+ * column d on */
+INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
+                        int64_t first, int64_t tokens, int64_t d, int wide, int all) {
+    V o[SUMS];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
+    for (int64_t i = 0; i < tokens; i++) {
+        V y[SUMS];
+#pragma GCC unroll 16
+        for (int j = 0; j < wide; j++) y[j] = v_read(rows + i * stride, d + j * LANES, type);
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) { /* what a query does not see may be no number */
+            if (!all && (first + i < t->lo[h] || first + i >= t->hi[h])) continue;
+#pragma GCC unroll 16
+            for (int j = 0; j < wide; j++)
+                o[h * wide + j] = v_fma(v_set(p[h * LINE + i]), y[j], o[h * wide + j]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE * wide; i++) v_store(t->o[i / wide] + d + i % wide * LANES, o[i]);
+}
+
 INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
                           int64_t first, int64_t tokens, int64_t dim) {
+    enum { WIDE = SUMS / TILE };
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
-    for (int64_t d = 0; d < dim; d += LANES) {
-        V o[TILE];
-#pragma GCC unroll 4
-        for (int h = 0; h < TILE; h++) o[h] = v_load(t->o[h] + d);
-        for (int64_t i = 0; i < tokens; i++) {
-            V y = v_read(rows + i * stride, d, type);
-#pragma GCC unroll 4
-            for (int h = 0; h < TILE; h++) /* what a query does not see may be no number */
-                if (all || (t->lo[h] <= first + i && first + i < t->hi[h]))
-                    o[h] = v_fma(v_set(p[h * LINE + i]), y, o[h]);
-        }
-#pragma GCC unroll 4
-        for (int h = 0; h < TILE; h++) v_store(t->o[h] + d, o[h]);
-    }
+    int64_t d = 0;
+    for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
+        add_columns(type, t, p, rows, stride, first, tokens, d, WIDE, 1);
+    for (; d < dim; d += LANES) add_columns(type, t, p, rows, stride, first, tokens, d, 1, all);
 }
 
 static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
     float down[TILE];
-    for (int i = 0; i < strip->count; i++)
+    for (int i = 0; i < strip->count; i++) {
+        for (int64_t at = 0; at < tokens * dim * size; at += 64) {
+            __builtin_prefetch(strip->next[i] + f->raw_k + at);
+            __builtin_prefetch(strip->next[i] + f->raw_v + at);
+        }
         multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
                          1.0f, room->s[0] + i * tokens);
+    }
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
