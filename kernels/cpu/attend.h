@@ -178,14 +178,14 @@ typedef struct {
 
 /* Word rows r .. r+rows and a span of words; group[f] is that of field f */
 static void multiply(const Side *s, const Strip *strip, const Span *span, const Operand *op,
-                     const int64_t *group, int64_t r, int64_t rows, float *out) {
+                     const int64_t *group, int64_t r, int64_t rows, float *out, int more) {
     static const float down[8] = {1, 0, 1 / 4.0f, 0, 1 / 16.0f, 0, 1 / 64.0f, 0};
     int64_t halves = halves_of(s), words = s->columns / halves, part = PART / halves;
     int planes = planes_of(s);
     for (int64_t c = 0; c < span->width; c += part) {
         const int64_t at = s->codes + 2 * (r * words + span->first + c);
         Products p = {.stride = 2 * words, .ld = LINE, .plane = s->rows / planes, .out = out + r,
-                      .pages = strip->count, .rows = (int)rows, .more = c > 0,
+                      .pages = strip->count, .rows = (int)rows, .more = more || c > 0,
                       .width = span->width - c < part ? span->width - c : part,
                       .page = span_size(s, span) / span->pages};
         for (int i = 0; i < strip->count; i++) {
@@ -203,7 +203,8 @@ static void multiply(const Side *s, const Strip *strip, const Span *span, const 
     }
 }
 
-static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out) {
+/* more: add to what is there */
+static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out, int more) {
     const Span span = {0, s->columns / halves_of(s), strip->count};
     int planes = planes_of(s);
     int64_t plane = s->rows / planes, end, group[4];
@@ -214,7 +215,7 @@ static void contract_columns(const Side *s, const Strip *strip, const Operand *o
             int64_t last = (group[f] + 1) * s->group - f * plane;
             if (last < end) end = last;
         }
-        multiply(s, strip, &span, op, group, r, end - r, out);
+        multiply(s, strip, &span, op, group, r, end - r, out, more);
     }
 }
 
@@ -224,7 +225,7 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         const int64_t group[4] = {g, g, g, g};
         const Span span = span_of_group(s, g);
-        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0]);
+        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0], 0);
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
         if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
         for (int h = 0; h < TILE; h++)
@@ -347,10 +348,31 @@ static void turn(const Side *s, const uint8_t *segment, const float *x, float *y
     }
 }
 
+static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
+
+/* x [4][LINE] of a turned V, as it was before: H x / 8 by butterflies, times the signs */
+static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE]) {
+    const uint8_t *signs = segment + f->signs;
+    for (int h = 0; h < TILE; h++) {
+        for (int64_t half = 1; half < TURN; half *= 2)
+            for (int64_t d = 0; d < f->head_dim; d += 2 * half)
+                for (int64_t i = d; i < d + half; i++) {
+                    const float a = x[h][i], b = x[h][i + half];
+                    x[h][i] = a + b, x[h][i + half] = a - b;
+                }
+        for (int64_t d = 0; d < f->head_dim; d++) x[h][d] *= signs[d / 8] >> d % 8 & 1 ? -0.125f : 0.125f;
+    }
+}
+
 /* What queries have to do with a segment, when its first page comes */
 static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
-    const Side *k = &f->k;
+    const Side *k = f->k;
     const float *x = t->q[0];
+    for (int64_t c = 0; f->order >= 0 && c < f->head_dim; c++) {
+        int16_t from;
+        memcpy(&from, segment + f->order + 2 * c, 2);
+        for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from];
+    }
     if (k->turn) {
         turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
         x = t->turned[0];
@@ -372,9 +394,10 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
 /* What is gathered in terms of a segment becomes output */
 static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
     const Side *v = &f->v;
-    if (v->turn) {
+    if (turns_output(f)) {
         float back[TILE][LINE];
-        turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        if (v->turn) turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        else turn_back(f, segment, memcpy(back, t->o, sizeof back));
         for (int h = 0; h < TILE; h++)
             for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] += back[h][d];
         clear(t->o, f->head_dim);
@@ -421,24 +444,42 @@ static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, in
         v_store(t->total[h], sum);
         t->top[h] = top[h];
         down[h] = change[h];
-        if (f->v.turn && down[h] != 1.0f)
+        if (turns_output(f) && down[h] != 1.0f)
             for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] *= down[h];
+    }
+}
+
+/* A band without codes: all tokens have the means of its columns; added to out [4][LINE] */
+static void add_means(const Side *s, const uint8_t *block, const float *x, int64_t tokens, float *out) {
+    for (int h = 0; h < TILE; h++) {
+        V sum = v_set(0);
+        for (int64_t c = 0; c < s->columns; c += LANES)
+            sum = v_fma(v_half(block + s->scale + 2 * c), v_load(x + h * LINE + c), sum);
+        sum = v_set(v_sum(sum));
+        for (int64_t i = 0; i < tokens; i += LANES)
+            v_store(out + h * LINE + i, v_load(out + h * LINE + i) + sum);
     }
 }
 
 /* Scores of the tokens of one page: out [4][LINE] */
 static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room, float *out) {
-    const Side *k = &f->k;
+    const Side *k = f->k;
     const uint8_t *block = strip->blocks[0];
-    const float *x = k->turn ? t->turned[0] : t->q[0];
+    const float *x = k->turn || f->order >= 0 ? t->turned[0] : t->q[0];
     if (k->floating) {
         multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x,
                          float8_scale(k, block), out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
-        if (!k->shared) fold_columns(k, &block, 1, x, room, &t->k);
-        contract_columns(k, strip, &t->k, out);
+        for (int64_t b = 0; b < f->bands; x += k[b++].columns) {
+            if (!k[b].bits) {
+                add_means(k + b, block, x, f->tokens, out);
+                continue;
+            }
+            if (!k[b].shared) fold_columns(k + b, &block, 1, x, room, &t->k);
+            contract_columns(k + b, strip, &t->k, out, b > 0);
+        }
     }
     if (k->rank) {
         lay_factor(k, block, f->tokens, room);
@@ -474,7 +515,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         }
     } else {
         fold_columns(v, strip->blocks, strip->count, room->s[0], room, &room->v);
-        contract_columns(v, strip, &room->v, out[0]);
+        contract_columns(v, strip, &room->v, out[0], 0);
     }
     if (v->slots) {
         memset(room->sparse, 0, sizeof(Four) * v->rows);
@@ -599,8 +640,8 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         if (t->end <= t->first) continue;
         if (t->first / tokens < first) first = t->first / tokens;
         if ((t->end + tokens - 1) / tokens > end) end = (t->end + tokens - 1) / tokens;
-        if (f->raw == NO_TYPE && f->k.by == BY_ROW && !f->k.turn)
-            fold_rows(&f->k, t->q[0], room, &t->k);
+        if (f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn)
+            fold_rows(f->k, t->q[0], room, &t->k);
     }
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
@@ -623,7 +664,7 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         Tile *t = tiles + i;
         if (t->segment >= 0)
             leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
-        if (f->raw == NO_TYPE && f->v.turn) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
+        if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
 
@@ -654,7 +695,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
             Tile *t = tiles + i;
             t->first = INT32_MAX, t->end = 0;
             memset(t->low_v, 0, sizeof t->low_v);
-            if (x->format->raw == NO_TYPE && x->format->v.turn) {
+            if (turns_output(x->format)) {
                 memcpy(t->done, t->o, sizeof t->o);
                 clear(t->o, dim);
             }

@@ -16,6 +16,8 @@ enum {
     MAX_TOKENS = 128,   /* of a page */
     STRIP = 4,          /* pages whose softmax is taken together: at most PART tokens */
     MAX_RANK = 16,
+    MAX_BANDS = 3,
+    TURN = 64,          /* channels of V that are mixed */
     OPERANDS = 16384,   /* int16 numbers of a vector that is contracted, all groups of 4 queries */
     MAX_GROUPS = 64,
     PART = 256          /* columns whose sums of codes fit 32 bits: 256 * 255 * 32767 < 2**31 */
@@ -29,13 +31,14 @@ typedef struct {
     int64_t rank, a, b;
     int64_t slots, index, delta;
     int64_t turn, matrix;
-    int64_t floating;
+    int64_t floating, fitted;
 } Side;
 
 typedef struct {
     int64_t tokens, head_dim, block_bytes, segment_bytes, valid;
     int64_t raw, raw_k, raw_v; /* raw is NO_TYPE where pages hold codes */
-    Side k, v;
+    int64_t order, signs, bands; /* of K's columns: the first one is k[0] */
+    Side v, k[MAX_BANDS];
 } Format;
 
 typedef struct { /* one page table of every sequence, as a PageTable */

@@ -87,6 +87,11 @@ INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers; of larger ones
     memcpy(p, &h, sizeof h);
 }
 INLINE float v_sum(V a) {
+#if defined(USE_AVX2)
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#endif
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
