@@ -221,7 +221,8 @@ class PageFormat:
     def is_sealable(self) -> bool:
         """Whether an append can seal such a page: by itself, in one tile of registers."""
         whole = self.valid is None and self.written_bytes == self.block_bytes
-        return whole and not (self.k.rotation or self.v.rotation) and self.is_encodable
+        turned = self.turn or self.k.rotation or self.v.rotation
+        return whole and not turned and self.is_encodable
 
 
 @dataclass(frozen=True)
