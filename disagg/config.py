@@ -108,11 +108,13 @@ class RouterConfig(Bounded):
     deadline_s:   a request that takes longer is given up
     max_attempts: workers that may die under one request before it is refused
     silence_s:    a worker that does not answer for so long counts as dead
+    max_queue:    requests that may wait for workers; more are refused
     """
 
     deadline_s: float = at_least(0.001, default=300.0)
     max_attempts: int = at_least(1, default=3)
     silence_s: float = at_least(0.001, default=5.0)
+    max_queue: int = at_least(1, default=1024)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,9 @@ class ServerConfig(Bounded):
     state_file:        where the service says where it is; None: in a folder of the user's own
     served_model_name: what clients call the model; None: its name, or that of its folder
     max_body_bytes:    longer requests are refused while they arrive
+    api_key:           what clients have to show, each as "Authorization: Bearer KEY"
+    api_key_file:      a file with more of them, one in a line; it is read at the start
+    tls_certificate, tls_key: PEM files; together: HTTPS
     """
 
     host: str = "127.0.0.1"
@@ -175,6 +180,10 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
+    api_key: str | None = None
+    api_key_file: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "starlette": ["disagg/server/", "disagg/serve_app.py"],
     "uvicorn": ["disagg/server/"],
     "pydantic": ["disagg/server/"],
+    "prometheus_client": ["disagg/server/"],
     "triton": ["kernels/gpu/", "disagg/bench/machine_code.py"],
     "matplotlib": ["disagg/report/"],
     "typer": ["disagg/cli"],

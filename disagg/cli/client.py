@@ -126,7 +126,7 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
                 answer.text += choice["text"]
                 answer.finish_reason = choice["finish_reason"] or ""
                 _show(choice["text"], show)
-            answer.kv = event.get("kv") or answer.kv
+                answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError
+from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
+from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
 from disagg.workers.dispatch import Started
@@ -45,9 +47,12 @@ class Service:
 
     def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
         server = config.server
+        self._keys = read_keys(server)
+        check_tls(server)
         self._socket = bind(server.host, server.port)
         host = "127.0.0.1" if server.host == EVERYWHERE else server.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        scheme = "https" if server.tls_certificate else "http"
+        self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         self.config = config
         self.name = served_name(config)
         self._say = say
@@ -115,6 +120,7 @@ class Service:
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
         tokenizer = Tokenizer.load(config.model.name)
+        chat = ChatTemplate.load(config.model.name)
         served = Served(
             self.name,
             info.context_length,
@@ -125,13 +131,15 @@ class Service:
             max_body_bytes=config.server.max_body_bytes,
         )
         self._router = Router(config.router)
-        completions = Completions(served, tokenizer, self._router)
-        app = create_app(completions, self.secret, self.stopped.set)
+        completions = Completions(served, tokenizer, self._router, chat)
+        app = create_app(completions, self.secret, self.stopped.set, self._keys)
         options = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ssl_certfile=config.server.tls_certificate,
+            ssl_keyfile=config.server.tls_key,
             timeout_graceful_shutdown=GRACE_S,
         )
         server = uvicorn.Server(options)
