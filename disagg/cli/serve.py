@@ -199,8 +199,10 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
 
 
 def _open_to_all(config: Config) -> list[str]:
-    """A warning for who serves more than this machine: nobody is asked for a key."""
+    """A warning for who serves more than this machine and asks nobody for a key."""
     host = config.server.host
+    if config.server.api_key or config.server.api_key_file:
+        return []
     try:
         here = ip_address(host).is_loopback
     except ValueError:
