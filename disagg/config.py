@@ -68,6 +68,7 @@ class EngineConfig(Bounded):
     max_sequences:    rows of a decode batch
     arena_bytes:      size of the arena that holds the pages
     watermark:        share of the arena that is kept free for sequences that grow
+    prefix_cache:     what a prompt shares with earlier ones is not computed again
     torch_threads:    None: the cores of the host shared among its workers
     """
 
@@ -75,6 +76,7 @@ class EngineConfig(Bounded):
     max_sequences: int = at_least(1, default=64)
     arena_bytes: int = at_least(1 << 20, default=256 << 20)
     watermark: float = at_least(0, default=0.02)
+    prefix_cache: bool = True
     torch_threads: int | None = at_least(1, default=None)
 
 

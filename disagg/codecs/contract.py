@@ -64,6 +64,7 @@ class LayerCodec(ABC):
     """One method with its options. A subclass's fields are its options.
 
     final_at:      when the bytes of its pages are final
+    last_queries:  of a prompt's end, how many `encode` wants to see
     attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
                    `decode` gives, in fp32; in fp64 it is 1e-12, unless it approximates by design
     """
@@ -71,6 +72,7 @@ class LayerCodec(ABC):
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = 64
+    last_queries: ClassVar[int] = 0
     attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
 
     @property

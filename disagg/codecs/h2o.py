@@ -45,6 +45,7 @@ class H2O(Codec):
     name: ClassVar[str] = "h2o"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    last_queries: ClassVar[int] = 32
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5

@@ -64,7 +64,7 @@ class Token:
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    spent: with the last one, seconds in each state of its life here
+    spent: with the last one, seconds in each state of its life here; and `cached_tokens`
     """
 
     rid: str
@@ -72,6 +72,7 @@ class Token:
     token: int
     finish_reason: str | None = None
     spent: Mapping[Status, float] = field(default_factory=dict)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ class Prefilled:
 
     finish_reason: there is nothing to decode, so nothing need be sent
     encode_ms:     time spent compressing it
+    cached_tokens: leading ones that were not computed
     """
 
     rid: str
     first_token: int
     finish_reason: str | None
     encode_ms: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

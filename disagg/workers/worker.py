@@ -171,6 +171,7 @@ class Worker:
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, "preempted": self._preempted}
+        counts |= self.engine.counts
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         return WorkerStatus(self.epoch, model, plan, gauges, info)
