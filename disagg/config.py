@@ -90,6 +90,8 @@ class TransferConfig(Bounded):
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     dedup:       pages that the decode worker has of other prompts are not sent again
+    min_disagg_tokens: shorter prompts are computed whole where they decode; None: those of which
+                 not fewer bytes would be sent than their KV has in fp16
     channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
@@ -99,6 +101,7 @@ class TransferConfig(Bounded):
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
     dedup: bool = True
+    min_disagg_tokens: int | None = at_least(0, default=None)
     channel: str = one_of("grpc", "direct")
 
 
@@ -122,6 +125,7 @@ class ClusterConfig(Bounded):
 
     address: "local" starts a private Ray; else the address of a cluster, "host:port"
     prefill, decode: how many workers of each role
+    colocated: `prefill` workers that do both, and no others: nothing is handed off
     pools:   workers run only on nodes with a Ray resource named as their role, one for each unit;
              they wait for such nodes, and an autoscaler starts them
     gpus:    of each worker; None: those that Ray has at the start, shared equally
@@ -133,11 +137,17 @@ class ClusterConfig(Bounded):
     address: str = "local"
     prefill: int = at_least(1, default=1)
     decode: int = at_least(1, default=1)
+    colocated: bool = False
     pools: bool = False
     gpus: float | None = at_least(0, default=None)
     orphan_s: float = at_least(0, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.prefill + (0 if self.colocated else self.decode)
 
 
 @dataclass(frozen=True)

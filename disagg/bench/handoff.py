@@ -297,7 +297,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     rule_s:       by the rule, at `tokens_per_s` as measured here and in steps of `chunk_tokens`
     worst_chunks: the most that any waited longer than that, in such steps
     """
-    pick, config = random.Random(1), Config()
+    pick, config = random.Random(1), Config(transfer=TransferConfig(min_disagg_tokens=0))
     arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])

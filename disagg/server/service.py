@@ -79,6 +79,7 @@ class Service:
             stack.callback(workers.close)
             workers.connect()
             count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
+            count = f"{cluster.prefill} worker for both" if cluster.colocated else count
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)

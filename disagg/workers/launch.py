@@ -226,6 +226,8 @@ class Cluster:
 
     def _names(self) -> list[tuple[Role, str]]:
         cluster = self._config.cluster
+        if cluster.colocated:
+            return [(Role.BOTH, f"both-{i}") for i in range(cluster.workers)]
         names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
         return names + [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
 
@@ -310,7 +312,7 @@ def gpu_share(gpus: int, config: Config) -> float:
     """GPUs of each worker: as set, else one, or an equal part of one so that all find a place."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
-    workers = config.cluster.prefill + config.cluster.decode
+    workers = config.cluster.workers
     return 1 / -(-workers // gpus) if gpus and config.model.device != "cpu" else 0.0
 
 
@@ -318,7 +320,7 @@ def torch_threads(config: Config) -> int:
     """Threads of torch: the cores of this host, shared among its workers."""
     if config.engine.torch_threads is not None:
         return config.engine.torch_threads
-    return max(1, (os.cpu_count() or 1) // (config.cluster.prefill + config.cluster.decode))
+    return max(1, (os.cpu_count() or 1) // config.cluster.workers)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
