@@ -247,8 +247,8 @@ class Pool:
     @property
     @atomic
     def kept_keys(self) -> list[bytes]:
-        """The keys of what is kept with a note, in the order of keeping."""
-        return [key for key, kept in self._kept.items() if kept.note is not None]
+        """The keys of what is kept, in the order of keeping."""
+        return list(self._kept)
 
     # -- bytes
 

@@ -5,8 +5,9 @@
     keep      after the step                ──► kept under their keys, until room is needed
 
 Prompts attend exactly whatever their codec, so K and V depend on the tokens before and on nothing
-else: one copy serves all codecs. Pages are owned only while somebody reads or writes them, so they
-take no room that a sequence could have.
+else: one copy serves all codecs. Noted beside them are the sums of squares of queries by which
+channels are ordered. Pages are owned only while somebody reads or writes them, so they take no room
+that a sequence could have.
 """
 
 from collections.abc import Sequence as Seq
@@ -55,10 +56,11 @@ class ExactPrefixes:
         """Fill a workspace with the leading tokens that are known, at most `limit`: how many."""
         sequence.keys = content_keys(MODEL, self._plan, sequence.request.tokens)[0]
         keys = sequence.keys[: limit // RAW_TOKENS]
-        pages = [page for kept in self._pool.take(keys) for page in kept.pages]
+        found = self._pool.take(keys)
+        pages = [page for kept in found for page in kept.pages]
         try:
             if pages:
-                self._read(sequence, pages)
+                self._read(sequence, pages, [x.note for x in found])
                 self._pool.used(keys[: len(pages)])
         finally:
             self._pool.release(pages)
@@ -94,14 +96,18 @@ class ExactPrefixes:
             sequence = new.sequence
             if whole and sequence.error is None:
                 sequence.kept_units = new.first + len(new.pages)
-                for key, page in zip(sequence.keys[new.first :], new.pages, strict=False):
-                    self._pool.keep(key, [page], None)
+                assert sequence.workspace is not None
+                for unit, page in enumerate(new.pages, new.first):
+                    squares = sequence.workspace.squares(unit)
+                    self._pool.keep(sequence.keys[unit], [page], squares)
                 self._pool.used(sequence.keys[: sequence.kept_units])
             self._pool.release(new.pages)
         self._new.clear()
 
-    def _read(self, sequence: Sequence, pages: Seq[int]) -> None:
+    def _read(self, sequence: Sequence, pages: Seq[int], notes: Seq[object]) -> None:
         assert sequence.workspace is not None
+        if squares := [note for note in notes if isinstance(note, Tensor)]:
+            sequence.workspace.recall(squares)
         ids = torch.tensor([pages], dtype=torch.int32, device=self._arena.device)
         for layer in self._group.layers:
             base = self._group.layer_offset(self._group.raw, layer)

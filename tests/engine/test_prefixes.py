@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from disagg.codecs.h2o import H2O
 from disagg.codecs.registry import codec_names
@@ -11,6 +10,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Replay
 from disagg.model.cache import LAST_QUERIES
 from disagg.page import RAW_TOKENS
+from disagg.transfer.records import ArenaSource, Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
 from tests.engine.test_engine import Recorder, steps_until_prefilled
@@ -53,26 +53,36 @@ def test_a_codec_that_looks_at_the_last_queries_has_them_computed(runner):
     assert engine.counts["cached_tokens"] == 320 - LAST_QUERIES
 
 
-def records_of(engine: Engine, rid: str, prompt: tuple[int, ...]) -> torch.Tensor:
-    """The bytes of a prompt's records, as they are handed off."""
+def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[bytes]:
+    """The bytes of a prompt's items, as they are handed off."""
     handoff = Recorder()
-    engine.submit(Prefill(request(rid, prompt, "raw", 2), handoff))
-    (prefilled,) = steps_until_prefilled(engine)[-1].prefilled
-    pages = [page for state in handoff.groups for page in state.ids()]
-    size = handoff.plan.groups[0].record(handoff.plan.groups[0].page).nbytes
-    found = torch.stack([engine.arena[page * 128 : page * 128 + size] for page in pages]).clone()
-    engine.submit(Abort(prefilled.rid))
+    engine.submit(Prefill(request("r", prompt, codec, 2), handoff))
+    steps_until_prefilled(engine)
+    checklist = Checklist(handoff.plan, len(prompt))
+    source = ArenaSource(engine.pool.arena, checklist, handoff.groups)
+    found = [bytes(data) for data in source.read(checklist.items)]
+    engine.submit(Abort("r"))
     run_until_idle(engine)
     return found
 
 
-def test_records_are_the_same_to_the_bit_where_chunks_are_cut_alike(runner):
+@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,residual=0", "banded:bits=3", "ott"])
+def test_records_are_the_same_to_the_bit_where_chunks_are_cut_alike(runner, codec):
     """The chunk behind a known beginning is computed as it was: from the same exact K and V."""
-    prompt = tuple(random_prompt(128))
+    prompt = tuple(random_prompt(256))
     cold, warm = (make_engine(runner, max_batch_tokens=64) for _ in range(2))
-    serve(warm, [prompt[:64]], "raw", 1)
-    assert torch.equal(records_of(warm, "w", prompt), records_of(cold, "c", prompt))
-    assert counted(warm) == (64 + 64, 64)
+    serve(warm, [prompt[:192]], "raw", 1)
+    assert records_of(warm, prompt, codec) == records_of(cold, prompt, codec)
+    assert counted(warm) == (192 + 64, 192)
+
+
+def test_prompts_that_are_scored_are_computed_whole(runner):
+    engine = make_engine(runner)
+    prompt, how = random_prompt(100), {"logprobs": 1, "prompt_logprobs": True}
+    serve(engine, [prompt], "raw", 2)
+    for _ in range(2):
+        serve(engine, [prompt], "raw", 2, **how)
+    assert counted(engine) == (300, 0)
 
 
 def test_nothing_is_known_where_it_is_turned_off(runner):
