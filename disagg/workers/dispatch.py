@@ -347,6 +347,9 @@ class Dispatch:
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
+        if not queued:
+            self._stuck_since = math.inf
+            return []
         ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
         heap = [each for each in ranked if now >= each[-1].not_before]
         board = Board(self.entries.values(), self.members.values(), now)
@@ -357,7 +360,7 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        stuck = queued and not actions and len(queued) == len(self.entries)
+        stuck = not actions and len(queued) == len(self.entries)
         self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions
 

@@ -90,14 +90,14 @@ class House:
 
 @asynccontextmanager
 async def house(
-    config: Config | None = None, min_tokens: int | None = 0, **router: float
+    config: Config | None = None, min_tokens: int | None = 0, limit_s: float = 90, **router: float
 ) -> AsyncIterator[House]:
     """Nobody home yet; everybody leaves at the end. Short prompts are handed off too."""
     config = config or Config()
     transfer = replace(config.transfer, min_disagg_tokens=min_tokens)
     found = House(replace(config, transfer=transfer), Router(RouterConfig(**router)))  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(limit_s):
             yield found
     finally:
         await found.router.close()
