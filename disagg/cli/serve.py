@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
+Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
+MinTokens = Annotated[
+    int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
+]
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
@@ -45,6 +49,8 @@ def serve(
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
+    colocated: Colocated = None,
+    min_disagg_tokens: MinTokens = None,
     name: OwnName = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -55,6 +61,7 @@ def serve(
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
+    flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:

@@ -105,6 +105,7 @@ class LayerCodec(ABC):
     """One method with its options. A subclass's fields are its options.
 
     final_at:      when the bytes of its pages are final
+    last_queries:  of a prompt's end, how many `encode` wants to see
     lead:          first tokens of a prompt that all its pages depend on
     no_sink:       why the first tokens cannot stay exact in front of the pages
     attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
@@ -114,6 +115,7 @@ class LayerCodec(ABC):
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    last_queries: ClassVar[int] = 0
     lead: ClassVar[int] = 0
     no_sink: ClassVar[str] = ""
     attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS

@@ -46,6 +46,7 @@ class H2O(Codec):
     no_sink: ClassVar[str] = "it chooses itself which tokens stay"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    last_queries: ClassVar[int] = 32
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5
