@@ -609,28 +609,28 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
                 first + at, tokens, dim);
 }
 
-static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t head) {
-    return x->arena + page * UNIT + base + head * bytes;
+static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
+    return x->arena + page * UNIT + base + block * bytes;
 }
 
 /* The pages of a strip that begins at column p and ends before `end`: a multiple of STRIP ends it,
  * and so does another segment, so that strips do not depend on who looks at them */
-static Strip strip_of(const Table *x, int64_t b, int64_t head, int64_t p, int64_t end) {
+static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64_t end) {
     const Format *f = x->format;
     const int32_t *pages = x->pages + b * x->num_pages, *owner = x->owner + b * x->num_pages;
     int64_t most = PART / f->tokens < STRIP ? PART / f->tokens : STRIP;
     Strip s = {.count = 0};
     for (int64_t i = p; i < end && (i == p || i % most); i++) {
         if (x->segments && owner[i] != owner[p]) break;
-        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, head);
+        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, block);
         int64_t ahead = i + most < end ? i + most : i;
-        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, head);
+        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, block);
     }
     return s;
 }
 
-/* What the queries of some tiles see of one table */
-static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t head, Room *room) {
+/* What the queries of some tiles see of one table; block: of its pages, those of one head */
+static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t block, Room *room) {
     const Format *f = x->format;
     const int64_t tokens = f->tokens, bytes = f->segment_bytes;
     int64_t first = INT64_MAX, end = 0;
@@ -646,15 +646,15 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
         int64_t id = -1;
-        strip = strip_of(x, b, head, p, end);
+        strip = strip_of(x, b, block, p, end);
         if (x->segments) id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
         for (int i = 0; i < count; i++) {
             Tile *t = tiles + i;
             if (t->first >= (p + strip.count) * tokens || t->end <= p * tokens) continue;
             if (t->segment != id) {
                 if (t->segment >= 0)
-                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
-                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, head), room);
+                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
+                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, block), room);
                 t->segment = id;
             }
             (f->raw == NO_TYPE ? attend_codes : attend_raw)(t, f, &strip, p * tokens, room);
@@ -663,7 +663,7 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
         if (t->segment >= 0)
-            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
+            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
         if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
@@ -685,9 +685,11 @@ static void attend_unit(const Attention *a, int64_t unit) {
         memset(t->total, 0, sizeof t->total);
         t->rows = rows - i * TILE < TILE ? (int)(rows - i * TILE) : TILE;
         for (int h = 0; h < TILE; h++) t->top[h] = -1e30f;
-        for (int h = 0; h < t->rows; h++)
-            for (int64_t d = 0; d < dim; d++)
-                t->q[h][d] = a->q[ROW(i, h) * dim + d] * (a->scale * 1.44269504f);
+        for (int h = 0; h < t->rows; h++) {
+            const int64_t n = first + i * TILE + h, row = b * a->m + n / a->width;
+            const float *q = a->q + row * a->q_row + (head * a->width + n % a->width) * a->q_head;
+            for (int64_t d = 0; d < dim; d++) t->q[h][d] = q[d] * (a->scale * 1.44269504f);
+        }
     }
     for (int64_t j = 0; j < a->num_tables; j++) {
         const Table *x = a->tables + j;
@@ -708,14 +710,14 @@ static void attend_unit(const Attention *a, int64_t unit) {
                 if (t->hi[h] > t->end) t->end = t->hi[h];
             }
         }
-        attend_table(x, tiles, count, b, head, &room);
+        attend_table(x, tiles, count, b, a->layer * a->heads + head, &room);
     }
     for (int i = 0; i < count; i++)
         for (int h = 0; h < tiles[i].rows; h++) {
             float total = v_sum(v_load(tiles[i].total[h])), *to = a->o + ROW(i, h) * dim;
             float by = total > 0 ? 1 / total : 0;
             for (int64_t d = 0; d < dim; d++) to[d] = tiles[i].o[h][d] * by;
-            a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
+            if (a->lse) a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
                                           : -__builtin_inff();
         }
 }
