@@ -93,20 +93,18 @@ const char *disagg_path(int64_t path) {
     return find_path(path) ? find_path(path)->name : NULL;
 }
 
-/* An infinity becomes the largest number of its type: the one before it, as their bits are ordered */
-static void copy_token(uint8_t *to, const uint8_t *from, const Format *f) {
-    for (int64_t i = 0; f->raw == FP32 && i < f->head_dim; i++) {
-        uint32_t u;
-        memcpy(&u, from + 4 * i, 4);
-        u -= (u & 0x7fffffff) == 0x7f800000;
-        memcpy(to + 4 * i, &u, 4);
+/* Numbers of a token; an infinity becomes the largest one, which as bits is the one before it */
+#define COPY(TYPE, INFINITE)                                     \
+    for (int64_t i = 0; i < count; i++) {                        \
+        TYPE u;                                                  \
+        memcpy(&u, from + i * sizeof u, sizeof u);               \
+        u -= (u & (TYPE) ~0 >> 1) == INFINITE;                   \
+        memcpy(to + i * sizeof u, &u, sizeof u);                 \
     }
-    for (int64_t i = 0; f->raw != FP32 && i < f->head_dim; i++) {
-        uint16_t u;
-        memcpy(&u, from + 2 * i, 2);
-        u -= (u & 0x7fff) == (f->raw == FP16 ? 0x7c00 : 0x7f80);
-        memcpy(to + 2 * i, &u, 2);
-    }
+static void copy_token(uint8_t *to, const uint8_t *from, int64_t type, int64_t count) {
+    if (type == FP32) COPY(uint32_t, 0x7f800000)
+    else if (type == BF16) COPY(uint16_t, 0x7f80)
+    else COPY(uint16_t, 0x7c00)
 }
 
 void disagg_append(int64_t path, const Append *x, int64_t threads) {
@@ -117,14 +115,16 @@ void disagg_append(int64_t path, const Append *x, int64_t threads) {
         for (int64_t h = 0; x->pages[i] >= 0 && h < x->heads; h++) {
             uint8_t *token = x->arena + (int64_t)x->pages[i] * UNIT + x->base +
                              (x->layer * x->heads + h) * f->block_bytes + x->slots[i] * f->head_dim * size;
-            copy_token(token + f->raw_k, x->k + size * (i * x->k_row + h * x->k_head), f);
-            copy_token(token + f->raw_v, x->v + size * (i * x->v_row + h * x->v_head), f);
+            copy_token(token + f->raw_k, x->k + size * (i * x->k_row + h * x->k_head), f->raw, f->head_dim);
+            copy_token(token + f->raw_v, x->v + size * (i * x->v_row + h * x->v_head), f->raw, f->head_dim);
         }
 }
 
 void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
     int64_t chunks = (a->m * a->width + ROWS - 1) / ROWS;
-    share((Work)find_path(path)->attend, a, a->batch * a->heads * chunks, threads);
+    const Path *run = find_path(path);
+    share((Work)(a->m * a->width == 1 ? run->attend_one : run->attend), a, a->batch * a->heads * chunks,
+          threads);
 }
 
 void disagg_step(int64_t path, const Step *x, int64_t threads) {

@@ -84,10 +84,13 @@ typedef struct { /* a layer of a step: new tokens, and attention to all */
 typedef struct { /* one instruction set */
     const char *name;
     void (*attend)(const Attention *, int64_t unit);
+    void (*attend_one)(const Attention *, int64_t unit); /* where each KV head has one query */
     void (*encode)(const Encoding *, int64_t unit);
 } Path;
 
 extern const Path path_c, path_avx2, path_avx512vnni;
+void one_c(const Attention *, int64_t), one_avx2(const Attention *, int64_t),
+    one_avx512vnni(const Attention *, int64_t);
 
 static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;

@@ -88,7 +88,9 @@ def test_the_library_is_built_wherever_there_is_a_compiler():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("lengths", "run"), [((390, 70, 0), 3), ((130, 63), 1)])
 def test_pages_are_attended_as_the_spec_says(name, lengths, run, path):
-    check(known(name, lengths, run))
+    case = known(name, lengths, run)
+    check(case)
+    check(replace(case, q=case.q[:, :, :2].contiguous()))  # one query head for each KV head
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -148,12 +150,15 @@ def test_what_no_query_sees_may_be_no_number(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "raw"]
+    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"]
 )
-def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, path):
+@pytest.mark.parametrize("width", [1, 3])
+def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path):
     """Not on the batch, the threads, or the queries that come together."""
-    case = known(name, (700, 90, 333), 3) if name != "raw" else None
-    case = case or make_case(raw_format("bfloat16", 64), [700, 90, 333], 2, 3)
+    case = known(name, (700, 90, 333), 3) if name in FORMATS else None
+    fmt = banded_format(2, 128) if name == "banded" else raw_format("bfloat16", 64)
+    case = case or make_case(fmt, [700, 90, 333], 2, 3)
+    case = replace(case, q=case.q[:, :, : 2 * width])
     hi = case.view.hi - torch.tensor([[8, 300, 0, 5, 80]])  # queries that see less, and windows
     lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
     q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
