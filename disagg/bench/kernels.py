@@ -28,6 +28,7 @@ from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
 
 SPECS = (
+    *("banded:bits=3", "banded:bits=2"),
     *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
     *(f"gear-l:bits={bits},backbone=kivi,group=64" for bits in (4, 2)),
     "gear:bits=2,backbone=kivi,group=64",
