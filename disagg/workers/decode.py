@@ -10,6 +10,7 @@ by this engine.
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Failed, Replay, Token
@@ -43,7 +44,8 @@ class DecodeSide:
         request = request_of(job, "d")
         self._jobs[request.rid] = job
         emitted = job.emitted or (admission.commit.first_token,)
-        self.engine.submit(Admit(request, admission.groups, emitted))
+        said: Any = () if job.emitted else admission.commit.extras.get("logprobs", ())
+        self.engine.submit(Admit(request, admission.groups, emitted, tuple(said)))
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -77,6 +79,7 @@ class DecodeSide:
         else:
             reason = output.finish_reason or ""
             event = replace(event, index=output.index, token=output.token, finish_reason=reason)
+            event = replace(event, logprobs=output.logprobs)
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)
