@@ -40,7 +40,7 @@ OwnName = Annotated[
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
-DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
+DEFAULT_GROUP = 64  # channels: the default serves any multiple
 
 
 def serve(

@@ -97,7 +97,7 @@ def sum_squares(q: Tensor, before: int, total: int) -> Tensor:
     order channels: [Hq, D] fp64, in multiples of 2**-20, so that chunks add up in any order."""
     first, end = lead_of(total)
     some = q[:, max(0, first - before) : max(0, end - before)].float()
-    return (some.square() * 2.0**20).round().sum(1, dtype=torch.float64) * 2.0**-20
+    return some.square().mul_(2.0**20).round_().sum(1, dtype=torch.float64) * 2.0**-20
 
 
 @dataclass(frozen=True)

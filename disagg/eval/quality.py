@@ -17,6 +17,7 @@ from disagg.codecs.describe import FP16_BYTES, bits_per_element
 from disagg.codecs.planning import parse_plan
 from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
+from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -24,24 +25,28 @@ from disagg.plan import LayerGroup, Plan
 
 Row = dict[str, Any]  # a JSON object
 
-CODECS = (
+CODECS = (  # every codec as it comes, and those that papers compare
     "raw:dtype=fp16",
     "int8",
     "fp8",
-    "kivi:bits=4,residual=64",
-    "kivi:bits=2,residual=64",
-    "kivi:bits=2,group=32,residual=64",
+    "banded:bits=3",
+    "banded:bits=2",
+    "kivi:bits=4",
+    "kivi:sink=64",
+    "kivi",
+    "kivi:group=32",
     "gear-l:bits=2,backbone=kivi",
     "gear:bits=2,backbone=kivi",
     "ott",
-    "kcvt:bits=4",
-    "gear-l:bits=4,backbone=kcvt",
-    "gear:bits=4,backbone=kcvt",
-    "pertoken:bits=4",
-    "decoquant:bits=4",
+    "kcvt",
+    "gear-l",
+    "gear",
+    "pertoken",
+    "decoquant",
     "h2o",
     "alignedkv",
 )
+FILLER_CHARS = 200_000  # of the first text, for pass keys to be lost in
 ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too
 
 
@@ -51,6 +56,8 @@ class EvalOptions:
 
     texts:   files, or "python" · rows: of each text
     prompt:  tokens compressed · score: tokens fed behind them
+    free:    greedy tokens said behind the prompt and one more, compared with those of exact KV
+    passkeys, keys: lengths of prompts with a pass key in them, and how many of each
     streaming: tails are sealed while tokens are fed, as in service; else all that is fed is exact
     threads: of torch; on a busy machine more than one wait for each other
     """
@@ -61,6 +68,9 @@ class EvalOptions:
     rows: int = 4
     prompt: int = 1152
     score: int = 384
+    free: int = 0
+    passkeys: tuple[int, ...] = ()
+    keys: int = 5
     streaming: bool = False
     threads: int = 1
 
@@ -82,11 +92,13 @@ class _Truth:
     """What exact KV gives on one row.
 
     prompt: K and V · outputs: of attention, per layer [W, Hq, D] · logp: [score - 1, V]
+    said:   greedy tokens
     """
 
     prompt: Sequence[LayerKV]
     outputs: Sequence[Tensor]
     logp: Tensor
+    said: Sequence[int]
 
 
 class Judge:
@@ -105,8 +117,13 @@ class Judge:
                 f"the context of the model is {self.runner.info.context_length}"
             )
         tokenizer = Tokenizer.load(options.model)
-        named = (read_text(text) for text in options.texts)
-        self.rows = {name: cut_rows(text, tokenizer, length, options.rows) for name, text in named}
+        texts = dict(map(read_text, options.texts))
+        self.rows = {
+            name: cut_rows(text, tokenizer, length, options.rows) for name, text in texts.items()
+        }
+        filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
+        asked = (options.passkeys, options.codecs, options.keys)
+        self.recall = Recall(self.runner, tokenizer, filler, *asked)
         self._truth: tuple[tuple[str, int], _Truth] | None = None
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
@@ -126,6 +143,7 @@ class Judge:
         nll:        sum, nats of the scored tokens under exact KV
         delta, delta_squares: sums, of what the codec adds to each of them
         kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
+        same:       greedy tokens before the first that differs
         errors:     relative, of attention outputs per layer: the last queries of the prompt
         """
         tokens = self.rows[case.text][case.row]
@@ -147,6 +165,7 @@ class Judge:
             "delta_squares": float(delta.square().sum()),
             "kl": float((truth.logp.exp() * (truth.logp - logp)).sum()),
             "top1": int((truth.logp.argmax(1) == logp.argmax(1)).sum()),
+            "same": same_tokens(self._say(case.codec, truth.prompt, tokens), truth.said),
             "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
         }
 
@@ -166,8 +185,14 @@ class Judge:
             tokens = self.rows[case.text][case.row]
             prompt = prefill(self.runner, tokens[: self.options.prompt])
             kv = PagedKV(self.runner, EXACT, prompt)
-            self._truth = key, _Truth(prompt, kv.attend(prompt), self._score(kv, tokens))
+            outputs, logp = kv.attend(prompt), self._score(kv, tokens)
+            self._truth = key, _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
         return self._truth[1]
+
+    def _say(self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]) -> list[int]:
+        """Greedy tokens behind the first that is scored; their tails are always sealed."""
+        kv = PagedKV(self.runner, codec, prompt)
+        return greedy(kv, tokens[self.options.prompt], self.options.free)
 
     def _score(self, kv: PagedKV, tokens: Sequence[int]) -> Tensor:
         return kv.feed(tokens[self.options.prompt : -1]).log_softmax(1)

@@ -54,6 +54,6 @@ def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runne
     prompt = prefill(runner, row[:PROMPT])
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
     for layer, kv in enumerate(prompt):
-        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, kv.q)
-        expected = cache.attend(kv.q[:, -1])
+        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, kv.queries.last)
+        expected = cache.attend(kv.queries.last[:, -1])
         assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)

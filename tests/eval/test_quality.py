@@ -8,10 +8,10 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
-from disagg.eval.summary import exact_perplexity, paired, summarize
+from disagg.eval.summary import costs, exact_perplexity, paired, summarize
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
-SHAPE = {"rows": 2, "prompt": 200, "score": 60}
+SHAPE = {"rows": 2, "prompt": 200, "score": 60, "free": 5}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def test_exact_kv_differs_from_itself_in_nothing(rows):
     for row in rows[:: len(SPECS)]:
         assert row["codec"] == EXACT
         assert row["delta"] == row["kl"] == 0
+        assert row["same"] == SHAPE["free"]
         assert row["top1"] == row["tokens"] == SHAPE["score"] - 1
         assert not any(row["errors"])
 
@@ -45,6 +46,17 @@ def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
     for first in range(0, len(rows), len(SPECS)):
         assert len({row["nll"] for row in rows[first : first + len(SPECS)]}) == 1
     assert exact_perplexity(rows) == exact_perplexity(rows[:: len(SPECS)])
+
+
+def test_costs_have_the_canonical_spec_of_a_codec_and_no_plan_of_several(judge, rows):
+    line = summarize(rows, judge.sizes)[2]
+    plan = line | {"codec": "0:raw;1-:kivi"}
+    found = costs([line, plan])
+    assert found == {
+        "kivi:bits=2,group=64,residual=64": {
+            name: line[name] for name in ("bits", "ppl_pct", "ppl_se_pct", "kl")
+        }
+    }
 
 
 def test_cases_that_are_known_are_not_measured_again(judge, rows):
