@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.codecs.registry import CODECS, get_codec
-from disagg.page import SEGMENT_TOKENS, Kind
+from disagg.page import Kind
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
@@ -75,7 +75,7 @@ def bits_per_element(group: LayerGroup) -> float:
     """Of a long sequence: page and its share of a segment, no tail."""
     block_bytes = group.page.block_bytes / group.page.tokens
     if group.segment:
-        block_bytes += group.segment.block_bytes / SEGMENT_TOKENS
+        block_bytes += group.segment.block_bytes / group.segment_tokens
     return 8 * block_bytes / (2 * group.head_dim)
 
 

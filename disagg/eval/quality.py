@@ -29,6 +29,8 @@ CODECS = (  # every codec as it comes, and those that papers compare
     "raw:dtype=fp16",
     "int8",
     "fp8",
+    "banded:bits=3",
+    "banded:bits=2",
     "kivi:bits=4",
     "kivi",
     "kivi:group=32",
