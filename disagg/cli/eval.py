@@ -94,6 +94,8 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
         if out is not None:
             write(_result(judge, rows, keys), out)
     result = _result(judge, rows, keys)
+    if out is not None:  # once more: all rows may have been known
+        write(result, out)
     if plot is not None:
         draw(result["summary"], _title(result), plot)
     return result

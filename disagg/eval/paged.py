@@ -29,7 +29,7 @@ NEVER = 1 << 30  # tokens of a tail that is never sealed
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of a prompt: k, v [H, n, D] exact, and what is kept of its queries, after RoPE."""
+    """One layer of a prompt: k, v [H, n, D] exact, after RoPE, and what codecs ask of queries."""
 
     k: Tensor
     v: Tensor

@@ -108,8 +108,7 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         self.runner = Runner.load(options.model)
-        for spec in options.codecs:
-            parse_plan(spec, self.runner.shape)
+        self.specs = {x: parse_plan(x, self.runner.shape).spec for x in options.codecs}
         length = options.prompt + options.score
         if options.score < 2 or length > self.runner.info.context_length:
             raise ConfigError(
@@ -128,18 +127,19 @@ class Judge:
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
         """What is left to measure, all codecs of a row side by side."""
-        known = {(row["text"], row["row"], row["codec"]) for row in done}
+        known = {(row["text"], row["row"], row["spec"]) for row in done}
         every = (
             Case(text, row, codec)
             for text, rows in self.rows.items()
             for row in range(len(rows))
             for codec in self.options.codecs
         )
-        return [x for x in every if (x.text, x.row, x.codec) not in known]
+        return [x for x in every if (x.text, x.row, self.specs[x.codec]) not in known]
 
     def measure(self, case: Case) -> Row:
         """The figures of one case.
 
+        spec:       the codec with all its options, whatever their defaults come to be
         nll:        sum, nats of the scored tokens under exact KV
         delta, delta_squares: sums, of what the codec adds to each of them
         kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
@@ -159,6 +159,7 @@ class Judge:
             "text": case.text,
             "row": case.row,
             "codec": case.codec,
+            "spec": self.specs[case.codec],
             "tokens": len(targets),
             "nll": float(exact.sum()),
             "delta": float(delta.sum()),
@@ -169,9 +170,9 @@ class Judge:
             "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
         }
 
-    def sizes(self, codec: str) -> Row:
+    def sizes(self, spec: str) -> Row:
         """Bytes that a plan gives: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
-        plan, prompt = parse_plan(codec, self.runner.shape), self.options.prompt
+        plan, prompt = parse_plan(spec, self.runner.shape), self.options.prompt
         return {
             "bits": round(sum(map(weighted_bits, plan.groups)) / len(plan.group_of), 3),
             "handoff_pct": round(percent_of_fp16(plan, prompt), 2),

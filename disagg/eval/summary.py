@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from disagg.codecs.registry import get_codec
-
 Row = dict[str, Any]  # a JSON object
 
 NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
@@ -14,16 +12,19 @@ NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     """One object for each codec, in the order of the rows.
 
-    rows:  of `Judge.measure` · sizes: what `Judge.sizes` gives for a codec
+    rows:  of `Judge.measure` · sizes: what `Judge.sizes` gives for a spec
     ppl_pct:    what perplexity rises by; of each text in `texts`, of all tokens beside it
     ppl_se_pct: its standard error, over tokens paired with exact KV; ppl_ci_pct: 95 % interval
     kl, top1_pct: nats a token; tokens whose best guess is that of exact KV
     same: greedy tokens before the first that differs, on the mean
     error, error_min, error_max: relative, of attention outputs: mean, least and most of the layers
     """
+    by_spec: dict[str, list[Row]] = {}
+    for row in rows:
+        by_spec.setdefault(row["spec"], []).append(row)
     return [
-        {"codec": codec, **sizes(codec)} | _line([row for row in rows if row["codec"] == codec])
-        for codec in dict.fromkeys(row["codec"] for row in rows)
+        {"codec": those[0]["codec"], "spec": spec, **sizes(spec)} | _line(those)
+        for spec, those in by_spec.items()
     ]
 
 
@@ -64,8 +65,7 @@ def percent(nats: float) -> float:
 def costs(summary: Sequence[Row]) -> dict[str, Row]:
     """What `disagg codecs` tells of each, by canonical spec."""
     kept = ("bits", "ppl_pct", "ppl_se_pct", "kl")
-    alone = [line for line in summary if not line["codec"][0].isdigit()]  # not a plan of several
-    return {get_codec(line["codec"]).spec: {name: line[name] for name in kept} for line in alone}
+    return {line["spec"]: {name: line[name] for name in kept} for line in summary}
 
 
 def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:

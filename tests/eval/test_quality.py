@@ -48,15 +48,15 @@ def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
     assert exact_perplexity(rows) == exact_perplexity(rows[:: len(SPECS)])
 
 
-def test_costs_have_the_canonical_spec_of_a_codec_and_no_plan_of_several(judge, rows):
-    line = summarize(rows, judge.sizes)[2]
-    plan = line | {"codec": "0:raw;1-:kivi"}
-    found = costs([line, plan])
-    assert found == {
-        "kivi:bits=2,group=64,residual=64": {
-            name: line[name] for name in ("bits", "ppl_pct", "ppl_se_pct", "kl")
-        }
+def test_rows_are_known_by_all_options_of_their_codec(judge, rows):
+    lines = summarize(rows, judge.sizes)
+    spec = "kivi:bits=2,group=64,residual=64"
+    assert [line["codec"] for line in lines] == list(SPECS)
+    assert costs(lines)[spec] == {
+        name: lines[2][name] for name in ("bits", "ppl_pct", "ppl_se_pct", "kl")
     }
+    other = [row | {"spec": "kivi:bits=2,group=32,residual=64"} for row in rows]
+    assert len(judge.cases(other)) == len(rows)
 
 
 def test_cases_that_are_known_are_not_measured_again(judge, rows):
