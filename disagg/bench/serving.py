@@ -97,12 +97,11 @@ def first_model(base_url: str) -> str:
 
 def measure_serving(options: ServeOptions, visits: Sequence[Visit]) -> Row:
     """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
-    began = time.perf_counter()
-    seen = asyncio.run(_visit_all(options, visits))
-    return summarize(options, seen, time.perf_counter() - began)
+    return summarize(options, *asyncio.run(_visit_all(options, visits)))
 
 
-async def _visit_all(options: ServeOptions, visits: Sequence[Visit]) -> list[Visited]:
+async def _visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
+    """What was seen of each, and the seconds from the first request to the last answer."""
     gate = asyncio.Semaphore(options.max_concurrency or len(visits))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=SILENCE_S) as client:
@@ -118,7 +117,8 @@ async def _visit_all(options: ServeOptions, visits: Sequence[Visit]) -> list[Vis
         for visit, at_s in zip(visits, departures(options, visits), strict=True):
             await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
             tasks.append(asyncio.create_task(one(visit)))
-        return await asyncio.gather(*tasks)
+        seen = await asyncio.gather(*tasks)
+        return seen, time.perf_counter() - began
 
 
 def departures(options: ServeOptions, visits: Sequence[Visit]) -> list[float]:
