@@ -107,6 +107,24 @@ def decode(
 
 
 @app.command()
+def capacity(
+    device: str = "cpu",
+    model: str = "small",
+    memory_mb: Annotated[float, typer.Option(min=1, help="For KV, of what is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each sequence.")] = 2048,
+    codec: Codecs = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
+    from disagg.bench.capacity import CapacityOptions, measure_capacity
+    from disagg.bench.result import draw_rows
+
+    asked = CapacityOptions(device, model, memory_mb, tokens, **_set({"codecs": codec}))
+    _show(draw_rows, measure_capacity(asked), out, as_json)
+
+
+@app.command()
 def transfer(
     codec: Codecs = None,
     tokens: Lengths = None,

@@ -46,7 +46,7 @@ def test_people_get_a_table_and_progress_beside_it(capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["overlap", "latency", "load", "kernels", "decode", "transfer", "serve"]
+    "name", ["overlap", "latency", "load", "kernels", "decode", "transfer", "serve", "capacity"]
 )
 def test_every_benchmark_is_a_command(name, capsys):
     assert run(["bench", name, "--help"]) == 0
