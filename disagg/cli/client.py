@@ -5,6 +5,7 @@ HTTP and server-sent events with the standard library alone.
 
 import json
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +22,16 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class RunningService:
-    """A running service. `token`: what POST /stop asks for."""
+    """A running service.
+
+    token:       what POST /stop asks for, and as good as an API key
+    certificate: of its HTTPS; a file
+    """
 
     url: str
     pid: int
     token: str
+    certificate: str | None = None
 
     @property
     def alive(self) -> bool:
@@ -102,14 +108,23 @@ class Answer:
     kv: Mapping[str, Any] = field(default_factory=dict)
 
 
-def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
-    """Stream a completion; `show` gets every piece of text. Closing early cancels it there.
+def complete(
+    url: str,
+    body: Mapping[str, Any],
+    show: Callable[[str], None],
+    token: str = "",
+    certificate: str | None = None,
+) -> Answer:
+    """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
 
+    Closing early cancels it there. `token`: an API key · `certificate`: the one to be trusted.
     Raises the error that the service named, or PeerLostError where there is none.
     """
     wanted = {"stream": True, "stream_options": {"include_usage": True}, "kv": True}
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
-    with _exchange(url, "POST", "/v1/completions", dict(body) | wanted, timeout_s=None) as response:
+    sent = dict(body) | wanted
+    with _exchange(url, "POST", path, sent, None, token, certificate) as response:
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -118,9 +133,10 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
                 answer.completion_tokens = usage["completion_tokens"]
             for choice in event["choices"]:
                 times.append(time.monotonic())
-                answer.text += choice["text"]
+                text = choice.get("text") or choice.get("delta", {}).get("content", "")
+                answer.text += text
                 answer.finish_reason = choice["finish_reason"] or ""
-                _show(choice["text"], show)
+                _show(text, show)
                 answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
@@ -136,20 +152,25 @@ def _show(text: str, show: Callable[[str], None]) -> None:
         raise CancelledError("nobody reads the answer any more") from error
 
 
-def get(url: str, path: str) -> dict[str, Any]:
+def get(url: str, path: str, token: str = "", certificate: str | None = None) -> dict[str, Any]:
     """The JSON object at a path."""
-    return _ask(url, "GET", path, None)
+    return _ask(url, "GET", path, None, token, certificate)
 
 
-def post(url: str, path: str, token: str) -> dict[str, Any]:
+def post(url: str, path: str, token: str, certificate: str | None = None) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(url, "POST", path, {}, token)
+    return _ask(url, "POST", path, {}, token, certificate)
 
 
 def _ask(
-    url: str, method: str, path: str, body: Mapping[str, Any] | None, token: str = ""
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    token: str,
+    certificate: str | None,
 ) -> dict[str, Any]:
-    with _exchange(url, method, path, body, CONNECT_S, token) as response:
+    with _exchange(url, method, path, body, CONNECT_S, token, certificate) as response:
         no_json = f"{url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
 
@@ -161,12 +182,15 @@ def _exchange(
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
-    token: str = "",
+    token: str,
+    certificate: str | None,
 ) -> Iterator[HTTPResponse]:
     """A response with a good status; the connection is closed on every way out."""
     parts, host, port = _address(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(host, port, timeout=CONNECT_S)
+    connection = HTTPConnection(host, port, timeout=CONNECT_S)
+    if parts.scheme == "https":
+        trust = _trust(certificate)
+        connection = HTTPSConnection(host, port, timeout=CONNECT_S, context=trust)
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -184,6 +208,15 @@ def _exchange(
         raise PeerLostError(f"no service answers at {url}: {error}") from error
     finally:
         connection.close()
+
+
+def _trust(certificate: str | None) -> ssl.SSLContext:
+    """Trust in what this host trusts; or in one certificate, whatever name it has."""
+    trust = ssl.create_default_context(cafile=certificate)
+    if certificate is not None:
+        trust.check_hostname = False
+        trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return trust
 
 
 def _address(url: str) -> tuple[SplitResult, str, int | None]:

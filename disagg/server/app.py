@@ -18,7 +18,7 @@ from disagg.errors import CancelledError, DisaggError
 from disagg.server.access import Access, bears
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
-from disagg.server.reply import Answer, Reply
+from disagg.server.reply import Answers, Reply
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from disagg.server.views import add_tokens, add_views
 
@@ -42,7 +42,7 @@ def create_app(
     add_views(app, completions)
     add_tokens(app, completions)
 
-    async def answer(http: Request, form: type[GenerationRequest], answer: Answer) -> Response:
+    async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
         request, prompts = await completions.prepare(form, http.stream())  # of any content type
         reply = Reply(completions, request, prompts, answer)
         if request.stream:
