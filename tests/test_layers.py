@@ -24,18 +24,19 @@ FLOORS = [  # bottom to top; rooms on one floor do not know each other
     {"engine"},
     {"workers"},
     {"server", "llm"},
-    {"bench", "eval", "report"},
+    {"bench", "eval", "report", "serve_app"},
     {"cli"},
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {  # package: where alone it may be imported
-    "ray": ["disagg/workers/launch.py"],
+    "ray": ["disagg/workers/launch.py", "disagg/serve_app.py"],
     "transformers": ["disagg/model/"],
     "grpc": ["disagg/transfer/", "protos/"],
+    "cryptography": ["disagg/transfer/certificates.py"],
     "hpack": ["disagg/transfer/"],
     "hyperframe": ["disagg/transfer/"],
     "fastapi": ["disagg/server/"],
-    "starlette": ["disagg/server/"],
+    "starlette": ["disagg/server/", "disagg/serve_app.py"],
     "uvicorn": ["disagg/server/"],
     "pydantic": ["disagg/server/"],
     "prometheus_client": ["disagg/server/"],

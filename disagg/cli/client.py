@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class RunningService:
-    """A running service.
+    """A running service. `ready`: its workers serve.
 
     token:       what POST /stop asks for, and as good as an API key
     certificate: of its HTTPS; a file
@@ -32,6 +32,7 @@ class RunningService:
     pid: int
     token: str
     certificate: str | None = None
+    ready: bool = False
 
     @property
     def alive(self) -> bool:
@@ -66,14 +67,18 @@ def check_unannounced(path: Path) -> None:
 
 
 @contextmanager
-def announced(path: Path, state: RunningService) -> Iterator[None]:
-    """The state file exists inside this block; one that somebody else wrote meanwhile stays."""
+def announced(path: Path, state: RunningService) -> Iterator[Callable[[], None]]:
+    """The state file exists inside this block; one that somebody else wrote meanwhile stays.
+
+    Gives what is to be called when the service is ready.
+    """
     check_unannounced(path)
     write_state(path, state)
     try:
-        yield
+        yield lambda: write_state(path, replace(state, ready=True))
     finally:
-        if read_state(path) == state:
+        there = read_state(path)
+        if there is not None and replace(there, ready=state.ready) == state:
             path.unlink(missing_ok=True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,9 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
 Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
 Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
+OwnName = Annotated[
+    str | None, typer.Option("--name", help="Of this service among those on a cluster.")
+]
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
@@ -51,6 +55,7 @@ def serve(
     api_key_file: ApiKeyFile = None,
     ssl_certfile: Certificate = None,
     ssl_keyfile: Key = None,
+    name: OwnName = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
     show_config: options.ShowConfig = False,
@@ -59,7 +64,7 @@ def serve(
 ) -> None:
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
-    flags["server.served_model_name"] = served_model_name
+    flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     state = state_file and str(state_file)
@@ -90,7 +95,10 @@ def status(
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
-    client.post(state.url, "/stop", state.token, state.certificate)
+    if state.ready:
+        client.post(state.url, "/stop", state.token, state.certificate)
+    else:
+        os.kill(state.pid, signal.SIGTERM)
     until = time.monotonic() + STOP_S
     while state.alive:
         if time.monotonic() > until:
@@ -111,7 +119,7 @@ def running(state_file: Any) -> RunningService:
 
 def run_service(config: Config, as_json: bool) -> None:
     """Serve until SIGINT, SIGTERM or `disagg stop`; the state file lives as long."""
-    path = options.state_path(config.server.state_file)
+    path = options.state_path(config.server.state_file, config.cluster.name)
     client.check_unannounced(path)
     from disagg.model.describe import describe_model
     from disagg.server.service import Service
@@ -120,23 +128,42 @@ def run_service(config: Config, as_json: bool) -> None:
         raise KeyboardInterrupt
 
     check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         with ExitStack() as stack:
             with stages() as say:
-                service = stack.enter_context(Service(config, say))
-            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
-            tls = config.server.tls_certificate
-            state = RunningService(service.url, os.getpid(), service.secret, tls)
-            stack.enter_context(client.announced(path, state))
+                service = Service(config, say)
+                tls = config.server.tls_certificate
+                state = RunningService(service.url, os.getpid(), service.secret, tls)
+                is_ready = stack.enter_context(client.announced(path, state))
+                stack.enter_context(service)
+            is_ready()
             if as_json:
                 print_json({"url": service.url, "pid": os.getpid()})
             told = f"serving {service.name} at {service.url}"
             for line in (*service.links, *_open_to_all(config), told):
                 print(line, file=sys.stderr, flush=True)
+            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
             while not service.stopped.wait(1.0):
                 signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         print("stopped", file=sys.stderr)
+
+
+def ready(path: Path) -> RunningService | None:
+    """The service of a state file, once its workers serve; None if there is none to wait for.
+
+    PeerLostError if it ends before.
+    """
+    state = client.read_state(path)
+    if state is None or state.ready:
+        return state
+    with stages() as say:
+        say(f"waiting for the service at {state.url}")
+        while not state.ready:
+            time.sleep(POLL_S)
+            state = running(path)
+    return state
 
 
 @contextmanager

@@ -223,12 +223,12 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._make_sides(tasks)
             watched = [self.receiver.run(), self._attend()]
-            handlers = [worker_handler(self)]
+            handlers, ports = [worker_handler(self)], self.config.cluster.ports
             if self.role.decodes:
                 handlers.append(self.receiver.handlers())
                 watched += self._make_direct()
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
-            server, address = await start_server(handlers, self._host, self._security)
+            server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
             self._started.set_result(Started(*named))
             try:
@@ -273,7 +273,7 @@ class Worker:
         if self.config.transfer.channel != "direct":
             return []
         direct = DirectServer(self.receiver.open_channel, self._security)
-        port = direct.listen(self._host)
+        port = direct.listen(self._host, self.config.cluster.ports)
         self.receiver.direct = lambda: (port, direct.make_key())
         return [direct.run()]
 
