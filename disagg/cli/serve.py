@@ -36,13 +36,17 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
 Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
 Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
+Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
+MinTokens = Annotated[
+    int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
+]
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
-DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
+DEFAULT_GROUP = 64  # channels: the default serves any multiple
 
 
 def serve(
@@ -55,6 +59,8 @@ def serve(
     api_key_file: ApiKeyFile = None,
     ssl_certfile: Certificate = None,
     ssl_keyfile: Key = None,
+    colocated: Colocated = None,
+    min_disagg_tokens: MinTokens = None,
     name: OwnName = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -67,6 +73,7 @@ def serve(
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
+    flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:

@@ -32,6 +32,7 @@ from disagg.transfer.control import worker_handler
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.records import least_worth_sending
 from disagg.transfer.reservations import Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
@@ -120,12 +121,12 @@ class Worker:
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
         job = self._accept(submit.job, submit.epoch)
-        if not self.role.prefills:
-            raise RequestError(f"{self.name} ({self.role}) takes no prompts")
         if submit.work is Work.LOCAL:
             self.decode.start(job)
-        else:
-            await self.prefill.start(replace(submit, job=job))
+            return
+        if not self.role.prefills:
+            raise RequestError(f"{self.name} ({self.role}) takes no prompts")
+        await self.prefill.start(replace(submit, job=job))
 
     async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step]:
         """What happens here; everything of another router that was here before is dropped."""
@@ -171,6 +172,7 @@ class Worker:
         plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, "preempted": self._preempted}
+        counts |= self.engine.counts
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         return WorkerStatus(self.epoch, model, plan, gauges, info)
@@ -230,7 +232,7 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            self._started.set_result(Started(*named))
+            self._started.set_result(Started(*named, self._min_tokens()))
             try:
                 await self._drain(await self._stop_asked)
             finally:
@@ -239,6 +241,11 @@ class Worker:
                 await server.stop(0)
                 await self._peers.close_all()
         await asyncio.to_thread(self._threads[1].join)
+
+    def _min_tokens(self) -> int:
+        """Shorter prompts stay whole where they decode."""
+        least = self.config.transfer.min_disagg_tokens
+        return least_worth_sending(self.engine.plan(self.config.codec)) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
