@@ -14,9 +14,9 @@ from disagg.codecs.contract import Encoded, LastQueries, LayerCodec, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
-from disagg.kernels.ops import append, attend, gather_raw, load_blocks, store_blocks
+from disagg.kernels.ops import append, attend, gather_raw, load_blocks, rounded, store_blocks
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import View
+from disagg.kernels.view import Units, View
 from disagg.page import SEGMENT_TOKENS, FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
@@ -62,11 +62,11 @@ def write_prompt(
     total:  tokens of the whole prompt; at done == total the tail is written too
     q:      [Hq, W, D] - queries of the last W of the tokens so far, for codecs that choose by them
     """
-    done = k.shape[1]
+    done, raw = k.shape[1], exact_format(group.raw)
     written: list[Written] = []
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
-        new_k, new_v = _rounded(k[:, start:end], group), _rounded(v[:, start:end], group)
+        new_k, new_v = (rounded(x[:, start:end], raw) for x in (k, v))
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
         last = None if q is None else LastQueries(q, total)
@@ -84,7 +84,7 @@ def write_prompt(
         if state.side is not None:
             written.append(Written(Kind.SIDE, 0, 1))
         if state.tail:
-            blocks = raw_blocks(_rounded(k[:, end:], group), _rounded(v[:, end:], group))
+            blocks = raw_blocks(*(rounded(x[:, end:], raw) for x in (k, v)))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
             written.append(Written(Kind.RAW, 0, raws))
@@ -100,9 +100,8 @@ def write_step(
     """
     group = step.group
     raw, base = exact_format(group.raw), group.layer_offset(group.raw, layer)
-    new_k, new_v = _rounded(k, group), _rounded(v, group)
     sealing = _sealing(codec, step, layer)
-    append(arena, new_k, new_v, NewRows(step.pages, step.slots, raw, base), sealing)
+    append(arena, k, v, NewRows(step.pages, step.slots, raw, base), sealing)
     for seal in step.seals if sealing is None else ():
         ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
         tail_k, tail_v = gather_raw(arena, ids, raw, base, group.heads)
@@ -110,7 +109,7 @@ def write_step(
         encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
         _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
-            layout = group.flush_segment or group.layout(Kind.SEGMENT)
+            layout = group.layout(Kind.SEGMENT)
             _store(group, layout, layer, arena, encoded.segments, [seal.segment])
         _store_kept(group, layer, arena, encoded, seal.state)
 
@@ -123,10 +122,9 @@ def attend_step(
     q: [N, Hq, D] - one row for each row of `step.rows`
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
-    rows = q.float().unsqueeze(1).contiguous() if alone else q.float()[step.queries]
-    sealed, tail = step.sealed, step.tail
-    o = attend_tables(codec, step.group, layer, arena, rows, sealed, tail, scale, q.dtype)
-    return o[:, 0] if alone else o[step.valid]
+    rows = q.unsqueeze(1) if alone else q[step.queries]
+    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, scale, step.units)
+    return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
 def attend_tables(
@@ -135,19 +133,19 @@ def attend_tables(
     layer: int,
     arena: Tensor,
     q: Tensor,
-    sealed: PageTable | None,
-    tail: PageTable | None,
+    tables: Sequence[PageTable],
     scale: float,
-    dtype: torch.dtype | None = None,
+    units: Units | None = None,
 ) -> Tensor:
-    """Attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
+    """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
     views: list[View] = []
-    while sealed is not None:
-        views += codec.views(arena, sealed, group, layer)
-        sealed = sealed.following
-    if tail is not None:
-        views.append(tail.view(arena, group, layer, exact_format(group.raw)))
-    return attend(q, views, scale, dtype)
+    for table in tables:
+        if table.layout == group.raw:
+            fmt = exact_format(group.raw, group.side if table.sides is not None else None)
+            views.append(table.view(arena, group, layer, fmt))
+        else:
+            views += codec.views(arena, table, group, layer)
+    return attend(q, views, scale, units)
 
 
 def read_tail(
@@ -167,13 +165,6 @@ def read_blocks(
     ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
     base = group.layer_offset(layout, layer)
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
-
-
-def _rounded(x: Tensor, group: LayerGroup) -> Tensor:
-    """K or V in the dtype of the tail; what that cannot hold saturates, as it does in pages."""
-    dtype = getattr(torch, group.raw.plane("k").dtype)
-    limits = torch.finfo(dtype)
-    return x.to(dtype).clamp(limits.min, limits.max)
 
 
 def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:

@@ -137,7 +137,8 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
         sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, 0, -1)
         return FormatC(*sizes, kind, fmt.k, fmt.v, SideC(), SideC())
     valid = -1 if fmt.valid is None else fmt.valid
-    sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, fmt.segment_bytes, valid)
+    shared = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
+    sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, shared, valid)
     return FormatC(*sizes, NO_TYPE, 0, 0, _side_of(fmt.k), _side_of(fmt.v))
 
 

@@ -79,13 +79,11 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(
-    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr = False
-):  # fmt: skip
+def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
     """Write one side of a block, and give what its codes and slots miss of x [R, C].
 
-    x:     finite numbers in fp32, 0 where nothing is `there`
-    FRESH: the page is all of its segment, so shared scales are found here and stored there
+    x:       finite numbers in fp32, 0 where nothing is `there`
+    segment: has the scales of the page, where these are shared
     """
     if SIDE.floating:
         store_float8(x, there, row, column, block, SIDE)
@@ -94,9 +92,7 @@ def encode_tile(
         means = x
         if SIDE.sparse is not None:
             picks, means = choose_outliers(x, there, SIDE)
-        codes, seen = quantize_tile(
-            means, there, row, column, m_r, m_c, block, segment, SIDE, FRESH
-        )
+        codes, seen = quantize_tile(means, there, row, column, m_r, m_c, block, segment, SIDE)
         store_words(block, codes, row, column, SIDE)
         missing = x - seen
         if SIDE.sparse is not None:
@@ -105,9 +101,7 @@ def encode_tile(
 
 
 @triton.jit
-def quantize_tile(
-    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr
-):  # fmt: skip
+def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
     """Codes of x [R, C] in int32 and what they stand for; scales and zeros are stored.
 
     block, segment: u8 pointers to the block of the page, and of the segment whose scales hold
@@ -115,10 +109,7 @@ def quantize_tile(
     AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
     LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
     PADDED: tl.constexpr = x.shape[0] != SIDE.rows or x.shape[1] != SIDE.columns
-    home = block
     if SIDE.scale.shared:
-        home = segment
-    if SIDE.scale.shared and not FRESH:
         p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
         scale = tl.load(p_scale, mask=m_c, other=1.0)
         zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
@@ -132,7 +123,7 @@ def quantize_tile(
         for g in tl.static_range(LENGTH // SIDE.scale.group):
             own = there & (place // SIDE.scale.group == g)
             scale, zero = group_scale(x, own, AXIS, SIDE)
-            store_scales(home, scale, zero, g, lane, m_lane, SIDE)
+            store_scales(block, scale, zero, g, lane, m_lane, SIDE)
             own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
             code = tl.where(own, own_code, code)
             seen = tl.where(own, own_seen, seen)
@@ -146,20 +137,20 @@ def quantize_tile(
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
             g, lane = o_g[None, :], row[:, None]
         scale, zero = group_scale(groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE)
-        store_scales(home, scale, zero, g, lane, lane >= 0, SIDE)
+        store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
         code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
         code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
     return code, seen
 
 
 @triton.jit
-def store_scales(home, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
-    """Scales and zeros of groups g; home: u8 pointer to the block that has them."""
+def store_scales(block, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
+    """Scales and zeros of groups g; block: u8 pointer."""
     LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
     o_scale = g * LANES + lane
-    tl.store(at(home, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
+    tl.store(at(block, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
     if SIDE.scale.zero is not None:
-        tl.store(at(home, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
+        tl.store(at(block, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
 
 
 @triton.jit
