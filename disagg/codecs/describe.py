@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from disagg.codecs.registry import CODECS, get_codec
-from disagg.page import SEGMENT_TOKENS, Kind
+from disagg.page import Kind
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
@@ -37,7 +37,7 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
     group = codec.layer_group((0,), heads, head_dim, "float16")
     page_bytes = group.layer_bytes(group.page)
     segment_bytes = group.layer_bytes(group.segment) if group.segment else 0
-    per_token = page_bytes / group.page.tokens + segment_bytes / SEGMENT_TOKENS
+    per_token = page_bytes / group.page.tokens + segment_bytes / group.segment_tokens
     spread = [fp16_percent(group, tokens + i) for i in range(64)]
     return CodecRow(
         name=codec.name,

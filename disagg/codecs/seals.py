@@ -3,6 +3,8 @@
     tail before   │ raw │ raw │ raw │ raw │ raw │          the oldest T tokens of a full tail become
     tail after                            │ raw │ raw +    a page; the raw pages read are freed last
 
+A sink is in front of both, and stays.
+
 Pages sealed while decoding have the layout `flush_page` where the group has one: all that belongs
 to such a page is in it. Else, in a group with segments, a page joins the first one of the sequence,
 and only the first page of all begins one.
@@ -131,13 +133,14 @@ def append_tokens(
 def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Sealed:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
     found = Sealed()
-    raws = group.page.tokens // RAW_TOKENS
+    raws, sink = group.page.tokens // RAW_TOKENS, group.sink // RAW_TOKENS
     index = 0
     for growth in growths:
         state = growth.state
         first = state.num_pages * group.page.tokens
         while group.sealed(growth.n + growth.m) > first:
-            tail, state.tail[:raws] = state.tail[:raws], []
+            tail = state.tail[sink : sink + raws]
+            del state.tail[sink : sink + raws]
             if group.page == group.raw:
                 _extend(state, group.raw, None, first, tail[0])
             else:
@@ -159,7 +162,7 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))
     state.seals += 1
-    return Seal(state, index, tuple(tail), page, first, segment, begins)
+    return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:

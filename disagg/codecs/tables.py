@@ -124,7 +124,7 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
     """
     if group.page == group.raw:
         return m  # sealing a raw page changes no value
-    sealed = group.sealed(n + 1)
+    sealed = group.sink + group.sealed(n + 1)
     next_seal = sealed + group.page.tokens + group.residual  # sealed(n) moves when n reaches this
     return min(m, max(1, next_seal - 1 - n))
 
@@ -180,7 +180,7 @@ def build_tables(
         if layout is not None:
             runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
             found += seen.table(layout, runs)
-    if group.side is not None:
+    if group.kept_limit:
         kept = [[Run(group.raw, None, 0, array("i", growth.state.kept))] for growth in growths]
         sides = _numbers([growth.state.side or 0 for growth in growths])
         found += [replace(table, sides=sides) for table in seen.table(group.raw, kept, False)]

@@ -297,8 +297,8 @@ class Engine:
         group, state = sequence.plan.groups[index], sequence.groups[index]
         assert sequence.workspace is not None
         start = time.perf_counter()
-        q, codec = sequence.workspace.queries(layer), codec_of(group)
-        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, q)
+        queries, codec = sequence.workspace.queries(layer), codec_of(group)
+        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, queries)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
             sequence.handoff.offer(

@@ -74,7 +74,7 @@ def _is_known(fmt: Format) -> bool:
         return False
     if isinstance(fmt, ExactFormat):
         return fmt.counted and fmt.tokens == RAW_SLOTS
-    if not isinstance(fmt, PageFormat):
+    if not isinstance(fmt, PageFormat) or fmt.turn:
         return False
     if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.by == "row":
         return False

@@ -55,7 +55,11 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _is_known(fmt: PageFormat) -> bool:
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
         return False
-    return not fmt.v.scale.shared and all(_is_known_side(side) for side in (fmt.k, fmt.v))
+    return (
+        not fmt.turn
+        and not fmt.v.scale.shared
+        and all(_is_known_side(side) for side in (fmt.k, fmt.v))
+    )
 
 
 def _is_known_side(side: Side) -> bool:
