@@ -60,6 +60,10 @@ SPECS = {
     "gear-l-4": "gear-l:bits=4,backbone=kivi",
     "gear-2": "gear:bits=2,backbone=kivi",
     "gear-4": "gear:bits=4",
+    "gear": "gear",
+    "gear-2-5%": "gear:bits=2,backbone=kivi,sparsity=0.05",
+    "banded-2": "banded:bits=2",
+    "banded-3": "banded:bits=3",
     "kcvt-4": "kcvt:bits=4",
     "ott": "ott",
     "int8": "int8",
@@ -171,7 +175,7 @@ def served_formats(spec: str) -> list[PageFormat | ExactFormat]:
         page = group.flush_page
         quantized = isinstance(codec, QuantizedCodec)
         found.append(flush_format(codec, HEAD_DIM) if quantized else exact_format(page))
-    if group.side is not None:
+    if group.kept_limit:
         found.append(exact_format(group.raw, group.side))
     return found if group.page == group.raw else [*found, exact_format(group.raw)]
 

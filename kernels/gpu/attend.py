@@ -199,14 +199,14 @@ def loops_of(
     loops = []
     for number, fmt in zip(numbers, formats, strict=True):
         shape = shape_of(fmt, queries, group, chip.columns)
+        precision = "tf32x3" if chip.nvidia else "ieee"
         stages = pipeline_stages(fmt, chip.nvidia, len(formats) > 1)
         if isinstance(fmt, PageFormat):
             floating = fmt.k.floating or fmt.v.floating
             spelling = chip.float8 if floating else chip.codes
-            loops.append(Loop(number, fmt, shape, stages, spelling))
+            loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision))
             continue
         check_tile(fmt)
         item, operand = (getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype))
-        precision = "tf32x3" if chip.nvidia else "ieee"
         loops.append(Loop(number, fmt, shape, stages, PLAIN, item, operand, precision))
     return tuple(loops)

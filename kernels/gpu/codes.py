@@ -7,6 +7,7 @@ compiler keeps one page in flight instead of two or three (Triton 3.6 to 3.9).
 import triton
 import triton.language as tl
 
+from disagg.kernels.gpu.bands import bands_scores, prepare_bands, turn_back
 from disagg.kernels.gpu.scores import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
 from disagg.kernels.gpu.tiles import (
@@ -43,7 +44,10 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     offset = segment_base // 2 + i_head * (FMT.segment_bytes // 2)
     segment = words_ptr + (i_segment.to(tl.int64) * 64 + offset)
     own = sparse_rows(lo_ptr, FMT, SHAPE)
-    query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
+    if FMT.turn is None:
+        query, unit = prepare_query(p_q, m_c, scale, segment, SHAPE.copies, FMT)
+    else:
+        query, unit = prepare_bands(p_q, m_c, scale, segment, SHAPE.copies, FMT)
     m, l = empty_softmax(T // 4, SHAPE.columns)
     bias = tl.max(tl.full([SHAPE.columns], P_BIAS, tl.float32), 0)
     V_SIDE: tl.constexpr = FMT.v  # Triton 3.6 does not take an attribute as an argument
@@ -69,9 +73,14 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     m, l, bias, sums = state
     inverse = store_lse(out[1], m, l, bias, m_c)
     o_w = tl.arange(0, triton.next_power_of_2(W))[:, None]
+    o = ()
     for f in tl.static_range(FIELDS):
         b_o = field_values(segment, sums, f, V_SIDE, SHAPE.groups, SPELLING) * inverse[None, :]
-        tl.store(out[0][None, :] + f * W + o_w, b_o, mask=m_c[None, :] & (o_w < W))
+        o = o + (b_o,)
+    if FMT.turn is not None:
+        o = turn_back(segment, o, FMT, LOOP.precision)
+    for f in tl.static_range(FIELDS):
+        tl.store(out[0][None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
 
 
 @triton.jit
@@ -85,7 +94,10 @@ def add_page(
     seen: (first token of the page, lo, hi), or () for a page that all columns see whole
     """
     m, l, bias, sums = state
-    s = page_scores(block, query, own, SHAPE.copies, FMT, SPELLING)
+    if FMT.turn is None:
+        s = page_scores(block, query, own, SHAPE.copies, FMT, SPELLING)
+    else:
+        s = bands_scores(block, query, SHAPE.copies, FMT, SPELLING)
     if len(seen) > 0:
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens), seen[1], seen[2])
     V_SIDE: tl.constexpr = FMT.v

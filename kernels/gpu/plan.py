@@ -101,13 +101,10 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
     k, v = fmt.k, fmt.v
-    if (
-        fmt.turn
-        or v.scale.by == "row"
-        or v.scale.shared
-        or (v.scale.by == "block" and v.scale.center)
-    ):
+    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
         return False
+    if fmt.turn:
+        return fmt.tokens == 64 and fmt.head_dim <= 256 and fmt.head_dim & (fmt.head_dim - 1) == 0
     if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
         return False
     if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
