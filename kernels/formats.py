@@ -216,8 +216,6 @@ class PageFormat:
     @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
-        if self.turn:
-            return False
         k, v = self.k.low_rank, self.v.low_rank
         if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):
             return False
@@ -227,9 +225,11 @@ class PageFormat:
 
     @property
     def is_sealable(self) -> bool:
-        """Whether an append can seal such a page: by itself, in one tile of registers."""
+        """Whether an append can seal such a page: in one tile of registers, from no more than its
+        own tokens and an order of channels."""
         whole = self.valid is None and self.written_bytes == self.block_bytes
-        return whole and not self.segment_bytes and self.is_encodable
+        alone = not self.segment_bytes or self.turn is not None
+        return whole and alone and self.is_encodable
 
 
 @dataclass(frozen=True)

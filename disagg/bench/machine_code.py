@@ -252,7 +252,7 @@ def _check(kernel: str, kernels: tuple[str, ...], target: str) -> None:
 def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
     fmt = page_format(SPECS[name])
     assert isinstance(fmt, PageFormat)
-    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v}
+    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v, "BAND": 0}
     if fmt.valid is None:
         constants["absent_ptr"] = None
     along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
@@ -276,8 +276,11 @@ def _append(name: str | None, chip: GPUTarget) -> CompiledSource:
     codec = get_codec(SPECS[name] if name else "raw:dtype=fp16")
     raw = exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").raw)
     fmt = codec.seal_format(HEAD_DIM)
-    constants = {"RAW": raw, "DTYPE": tl.float16, "FMT": fmt, "CODES": isinstance(fmt, PageFormat)}
-    return CompiledSource(append_kernel, constants, append_warps(fmt))
+    codes = isinstance(fmt, PageFormat)
+    constants = {"RAW": raw, "DTYPE": tl.float16, "FMT": fmt, "CODES": codes}
+    constants["BANDS"] = len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0
+    types = {"segments_ptr": "*i32", "k_ptr": "*fp16", "v_ptr": "*fp16"}
+    return CompiledSource(append_kernel, constants, append_warps(fmt), types=types)
 
 
 def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
@@ -292,7 +295,10 @@ def _planes(kernel: str, chip: GPUTarget) -> CompiledSource:
     return CompiledSource(getattr(aligned, kernel), constants, 4)
 
 
-ENCODED = ("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8")
+ENCODED = (
+    *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
+    *("banded-2", "banded-3"),
+)
 OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
     **{
         f"encode-{name}-{side}": partial(_encode, name, side == "v")

@@ -176,7 +176,7 @@ def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
     fmt = None if rows is None else codec.seal_format(group.head_dim)
-    if rows is None or fmt is None:
+    if rows is None or fmt is None or any(seal.fresh for seal in step.seals):
         return None
     page = flush_layout(group)
     segment = segment_layout(group, page)

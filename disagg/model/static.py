@@ -94,7 +94,10 @@ def _padded(batch: Batch) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]
 
 
 def _seals(decode: Decode) -> bool:
-    """Whether the append of a step seals the pages that it completes."""
+    """Whether the append of a step seals the pages that it completes; the first of a sequence may
+    begin a segment, which it cannot."""
+    if any(seal.fresh for seal in decode.step.seals):
+        return False
     return decode.codec.seal_format(decode.step.group.head_dim) is not None
 
 

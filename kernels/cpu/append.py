@@ -46,4 +46,5 @@ def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) 
         seal_pages(k, v, target, fmt, fmt.tokens)
     else:
         seed = sealing.seed + int(tables.stretches[row])
-        store_blocks(target, reference.seal_page(k, v, fmt, seed))
+        frozen = reference.joined_segment(arena, row, heads, sealing)
+        store_blocks(target, reference.seal_page(k, v, fmt, seed, frozen))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
+from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode import encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
@@ -25,14 +26,16 @@ UNIT = tl.constexpr(ARENA_UNIT)
 @triton.jit
 def append_kernel(
     arena_ptr, k_ptr, v_ptr, pages_ptr, slots_ptr, raw_base, k_row, k_head, v_row, v_head,
-    sealed_ptr, tails_ptr, stretches_ptr, base, seed,
+    sealed_ptr, tails_ptr, segments_ptr, stretches_ptr, base, segment_base, seed,
     RAW: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
     """K or V (axis 2) of one new token (axis 0) and KV head (axis 1).
 
     arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of any float dtype, strides in items
     sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
     DTYPE:        that of raw pages; CODES: whether FMT is of a page of codes, else of exact tokens
+    BANDS:        how many bands K has
     """
     i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_side = tl.program_id(2)
@@ -50,13 +53,14 @@ def append_kernel(
             p_tail = tails_ptr + i_row * (FMT.tokens // RAW.tokens)
             block = arena_ptr + tl.multiple_of(page * UNIT + base + i_head * FMT.block_bytes, 16)
             if CODES:
+                segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
+                segment = arena_ptr + segment + i_head * FMT.segment_bytes
                 start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
-                K_SIDE: tl.constexpr = FMT.k  # Triton 3.6 does not take an attribute as an argument
-                V_SIDE: tl.constexpr = FMT.v
                 if i_side == 0:
-                    seal_codes(k, p_tail, block, start, 1, K_SIDE, RAW, DTYPE)
+                    for band in tl.static_range(BANDS):
+                        seal_codes(k, p_tail, block, segment, start, 1, band, FMT, RAW, DTYPE)
                 else:
-                    seal_codes(v, p_tail, block, start, 0, V_SIDE, RAW, DTYPE)
+                    seal_codes(v, p_tail, block, segment, start, 0, 0, FMT, RAW, DTYPE)
             elif i_side == 0:
                 seal_exact(k, p_tail, block + FMT.k, FMT, RAW, DTYPE)
             else:
@@ -114,16 +118,20 @@ def load_tail(
 
 @triton.jit
 def seal_codes(
-    token, p_tail, block, seed,
-    D_AXIS: tl.constexpr, SIDE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+    token, p_tail, block, segment, seed, D_AXIS: tl.constexpr, BAND: tl.constexpr,
+    FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One side of a page of codes."""
+    """One side of a page of codes, of K one band; segment: u8 pointer to the one it joins."""
+    SIDE: tl.constexpr = side_of(FMT, BAND) if D_AXIS == 1 else FMT.v
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
     if D_AXIS == 1:
-        x, there = load_tail(token, p_tail, o_r, m_r, o_c, m_c, D_AXIS, RAW, DTYPE)
+        channel = channels_of(o_c, segment, BAND, FMT)
+        x, there = load_tail(token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE)
     else:
         x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
+        if FMT.turn is not None:
+            x = turned(x, segment, FMT)
     missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
     if SIDE.low_rank is not None:
         missing = tl.where(there, missing, 0.0).to(tl.float16)
@@ -166,14 +174,15 @@ def append(
     if not k.shape[0]:
         return
     pages, slots = rows.pages, rows.slots
-    tables, offsets, fmt = (pages, pages, pages), (0, 0), None
+    tables, offsets, fmt = (pages, pages, pages, pages), (0, 0, 0), None
     if sealing is not None:
         seals, fmt = sealing.rows, sealing.fmt
-        tables = (seals.pages, seals.tails, seals.stretches)
-        offsets = (sealing.base, sealing.seed)
+        tables = (seals.pages, seals.tails, seals.segments, seals.stretches)
+        offsets = (sealing.base, sealing.segment_base, sealing.seed)
     append_kernel[(k.shape[0], k.shape[1], 2)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, isinstance(fmt, PageFormat),
+        len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0,
         num_warps=append_warps(fmt), enable_fp_fusion=False,
     )  # fmt: skip
 

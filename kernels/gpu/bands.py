@@ -11,6 +11,7 @@ import triton.language as tl
 
 from disagg.kernels import formats
 from disagg.kernels.formats import PageFormat, Side
+from disagg.kernels.gpu.encode_tiles import at, finite
 from disagg.kernels.gpu.scores import (
     codes_of,
     fold_scale,
@@ -118,6 +119,31 @@ def means_bias(block, q, SIDE: tl.constexpr):
 
 
 @triton.jit
+def channels_of(o_c, segment, BAND: tl.constexpr, FMT: tl.constexpr):
+    """The channels that columns o_c of a band hold; segment: u8 pointer. As they are, unturned."""
+    if FMT.turn is None:
+        return o_c
+    else:
+        p_order = at(segment, FMT.turn.order, tl.int16) + first_of_band(FMT, BAND)
+        return tl.load(p_order + o_c).to(tl.int32)
+
+
+@triton.jit
+def turned(x, segment, FMT: tl.constexpr):
+    """V [channels, tokens] fp32 as pages hold it; saturated. segment: u8 pointer."""
+    D: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[1]
+    o_d = tl.arange(0, D)
+    bits = tl.load(segment + FMT.turn.signs + o_d // 8).to(tl.int32) >> (o_d % 8)
+    x *= (1 - 2 * (bits & 1)).to(tl.float32)[:, None]
+    for i in tl.static_range(6):
+        pairs = tl.reshape(x, [D // (2 << i), 2, 1 << i, T])
+        a, b = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), [D, T])
+    return finite(x * 0.125)
+
+
+@triton.jit
 def turn_back(segment, o, FMT: tl.constexpr, PRECISION: tl.constexpr):
     """The fields o [W, C] fp32 of V's channels as they were before the turn."""
     W: tl.constexpr = FMT.v.rows // FMT.v.fields
@@ -128,19 +154,19 @@ def turn_back(segment, o, FMT: tl.constexpr, PRECISION: tl.constexpr):
     b_same ^= b_same >> 2
     b_same ^= b_same >> 1
     b_h = (1 - 2 * (b_same & 1)).to(tl.float32)
-    turned = ()
+    mixed = ()
     for f in tl.static_range(4):
-        turned = turned + (tl.dot(b_h, o[f], input_precision=PRECISION),)
+        mixed = mixed + (tl.dot(b_h, o[f], input_precision=PRECISION),)
     if TOGETHER >= 2:
-        a, b, c, d = turned[0], turned[1], turned[2], turned[3]
-        turned = (a + b, a - b, c + d, c - d)
+        a, b, c, d = mixed
+        mixed = (a + b, a - b, c + d, c - d)
     if TOGETHER == 4:
-        a, b, c, d = turned[0], turned[1], turned[2], turned[3]
-        turned = (a + c, b + d, a - c, b - d)
+        a, b, c, d = mixed
+        mixed = (a + c, b + d, a - c, b - d)
     signed = ()
     for f in tl.static_range(4):
         o_d = f * W + o_w
         b_bits = tl.load(as_bytes(segment, FMT.turn.signs) + o_d // 8).to(tl.int32)
         b_sign = 0.125 - 0.25 * ((b_bits >> (o_d % 8)) & 1).to(tl.float32)
-        signed = signed + (turned[f] * b_sign[:, None],)
+        signed = signed + (mixed[f] * b_sign[:, None],)
     return signed

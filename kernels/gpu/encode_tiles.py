@@ -9,8 +9,11 @@ operation, so the bytes are the same.
 import triton
 import triton.language as tl
 
+from disagg.kernels.reference import quantize
+
 LARGEST = tl.constexpr(65504.0)  # of fp16
 SMALLEST_SCALE = tl.constexpr(2.0**-24)
+SHARES = quantize.SHARES
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 
 
@@ -56,6 +59,49 @@ def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
+def sum_rows(x):
+    """[COUNT, G, C] -> [COUNT, C], row after row as the reference adds."""
+    o_r = tl.arange(0, x.shape[1])[None, :, None]
+    total = tl.zeros([x.shape[0], x.shape[2]], tl.float32)
+    for r in range(x.shape[1]):
+        total += tl.sum(tl.where(o_r == r, x, 0.0), 1)
+    return total
+
+
+@triton.jit
+def fitted_codes(x, SIDE: tl.constexpr):
+    """Codes [COUNT, G, C] in int32 of groups x, and their fp16 scales and zeros [COUNT, C], whose
+    range is clipped and stretched; reference/quantize.py says how."""
+    LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+    SHARE: tl.constexpr = share_of(SIDE.bits)
+    low, high = tl.min(x, 1), tl.max(x, 1)
+    width = (high - low) * SHARE
+    largest = tl.maximum(tl.abs(low), tl.abs(high)) * (1.0 / 1024)
+    step = tl.maximum(tl.maximum(tl.div_rn(width, LEVELS * 1.0), largest), SMALLEST_SCALE)
+    start = (low + high) * 0.5 - width * 0.5
+    inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    u = (x - start[:, None, :]) * inverse[:, None, :]
+    code = tl.minimum(tl.maximum(u, 0.0), LEVELS * 1.0) + ROUND
+    whole = code.to(tl.int32, bitcast=True) & LEVELS
+    code = code - ROUND
+    sum_u, sum_c = sum_rows(u), sum_rows(code)
+    mean_u, mean_c = sum_u / SIDE.scale.group, sum_c / SIDE.scale.group
+    spread = sum_rows(u * u) - sum_u * mean_u
+    along = sum_rows(u * code) - sum_u * mean_c
+    ratio = tl.div_rn(spread, tl.where(along > 0, along, 1.0))
+    stretch = tl.where(along > 0, tl.minimum(tl.maximum(ratio, 0.5), 2.0), 1.0)
+    scale = tl.maximum(step * stretch, SMALLEST_SCALE).to(tl.float16)
+    zero = tl.div_rn(start + step * mean_u, scale.to(tl.float32)) - mean_c
+    return whole, scale, zero.to(tl.float16)
+
+
+@triton.constexpr_function
+def share_of(bits: int) -> float:
+    """Of the range that codes of so many bits cover."""
+    return SHARES[bits]
+
+
+@triton.jit
 def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
     """Codes of x, and the numbers in fp32 that they stand for.
 
@@ -87,6 +133,10 @@ def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.conste
     """
     if SIDE.floating:
         store_float8(x, there, row, column, block, SIDE)
+        missing = x
+    elif SIDE.bits == 0:
+        mean = finite(sum_rows(x[None, :, :]) / SIDE.rows).to(tl.float16)
+        tl.store(at(block, SIDE.scale.scale, tl.float16) + column[None, :], mean)
         missing = x
     else:
         means = x
@@ -127,6 +177,13 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
             own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
             code = tl.where(own, own_code, code)
             seen = tl.where(own, own_seen, seen)
+    elif SIDE.scale.fitted:
+        COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group
+        groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+        code, scale, zero = fitted_codes(groups, SIDE)
+        o_g = tl.arange(0, COUNT)[:, None]
+        store_scales(block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE)
+        code, seen = tl.reshape(code, x.shape), x
     else:
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
         o_g = tl.arange(0, COUNT)

@@ -23,6 +23,7 @@ from disagg.kernels.reference.pages import (
     append_raw,
     codes_plane,
     gather_raw,
+    load_blocks,
     pack_words,
     store_blocks,
 )
@@ -130,14 +131,25 @@ def append(
         one = slice(row, row + 1)
         tail = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
         seed = sealing.seed + int(tables.stretches[row])
-        block = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed)
+        frozen = joined_segment(arena, row, heads, sealing)
+        block = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed, frozen)
         store_blocks(Target(arena, tables.pages[one], sealing.base), block)
 
 
-def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> Tensor:
-    """One page by itself: block [1, H, block_bytes] u8 of k, v [H, T, D], exact."""
+def joined_segment(arena: Tensor, row: int, heads: int, sealing: Sealing) -> Tensor | None:
+    """The segment [H, segment_bytes] u8 that the page of a row joins, where the format has any."""
+    if isinstance(sealing.fmt, ExactFormat) or not sealing.fmt.segment_bytes:
+        return None
+    ids, size = sealing.rows.segments[row : row + 1], sealing.fmt.segment_bytes
+    return load_blocks(arena, ids, sealing.segment_base, heads, size)[0]
+
+
+def seal_page(
+    k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0, frozen: Tensor | None = None
+) -> Tensor:
+    """One page: block [1, H, block_bytes] u8 of k, v [H, T, D], exact; frozen: what it joins."""
     if not isinstance(fmt, ExactFormat):
-        return encode(k, v, fmt, Segmentation(fmt.tokens, seed))[0]
+        return encode(k, v, fmt, Segmentation(fmt.tokens, seed, frozen))[0]
     assert fmt.k < fmt.v
     both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
     return both.flatten(1).view(torch.uint8).unsqueeze(0)
