@@ -14,7 +14,8 @@ from disagg.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
-    str | None, typer.Option(help="Folder or Hugging Face name; the packaged one unless given.")
+    str | None,
+    typer.Option(help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'),
 ]
 Codec = Annotated[str | None, typer.Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
 ConfigFile = Annotated[

@@ -56,7 +56,7 @@ class Ott(QuantizedCodec):
     page_tokens: ClassVar[int] = 128
 
     bits: int = 2
-    group: int = 128
+    group: int = 64
     residual: int = 32
     outliers: int = 3
     aux: int = 32

@@ -10,7 +10,7 @@ from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call
 from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import gather_raw, store_blocks
-from disagg.kernels.sealing import NewRows, Sealing, Target
+from disagg.kernels.sealing import NewRows, Sealing, Segmentation, Target
 
 
 def append(
@@ -42,9 +42,9 @@ def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) 
     tables, fmt, one = sealing.rows, sealing.fmt, slice(row, row + 1)
     k, v = (x[0] for x in gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads))
     target = Target(arena, tables.pages[one], sealing.base)
+    frozen = reference.joined_segment(arena, row, heads, sealing)
     if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
-        seal_pages(k, v, target, fmt, fmt.tokens)
+        seal_pages(k, v, target, fmt, Segmentation(fmt.tokens, frozen=frozen))
     else:
         seed = sealing.seed + int(tables.stretches[row])
-        frozen = reference.joined_segment(arena, row, heads, sealing)
         store_blocks(target, reference.seal_page(k, v, fmt, seed, frozen))
