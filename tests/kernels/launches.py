@@ -24,7 +24,12 @@ from typing import Any, ClassVar
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -197,7 +202,9 @@ def follow(scenario: Scenario) -> None:
         lengths.append(n)
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
-        step = upload(plan_step(group, growths, arena, DEVICE), DEVICE)
+        with unset_fake_temporarily():  # plans are made of numbers on the host
+            planned = plan_step(group, growths, arena, DEVICE)
+        step = upload(planned, DEVICE)
         new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
         recorded = m == 1 and (not step.seals or codec.seal_format(head_dim) is not None)
         with NoHost() if recorded else nullcontext():
@@ -227,7 +234,7 @@ def main(asked: list[str]) -> None:
         FakeLauncher.compiled.clear()
         error = ""
         try:
-            with FakeTensorMode():
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 follow(Scenario(**json.loads(text)))
         except Exception as raised:  # whatever it is, the next scenario says more
             error = f"{type(raised).__name__}: {raised}"
