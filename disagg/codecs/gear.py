@@ -15,8 +15,8 @@ KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
 class GearL(SinkCodec):
     """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
 
-    A lies in the pages, B in the segment. A page sealed while decoding is a segment of its own,
-    with a smaller rank.
+    A lies in the pages, B in the segment. A page sealed while decoding has both in it, of a smaller
+    rank: however many there are, attention is one run.
 
     bits:        2, 4 or 8; by default 3.03, 5.03, 9.03 a number at head dim 128, half a bit more
                  at 64
@@ -58,16 +58,9 @@ class GearL(SinkCodec):
         return self._segment(head_dim, self.rank)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        if self.decode_rank == self.rank:
-            return None
-        planes = self._page(head_dim, self.decode_rank)
+        rank = self.decode_rank
+        planes = self._page(head_dim, rank) + self._segment(head_dim, rank)
         return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
-
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        if self.decode_rank == self.rank:
-            return self.segment_layout(head_dim)
-        planes = self._segment(head_dim, self.decode_rank)
-        return make_layout(self.spec, Kind.SEGMENT, self.page_tokens, planes)
 
     def outlier_planes(self, head_dim: int) -> Planes:
         """The sparse slots of a page; GEAR-L has none."""

@@ -15,12 +15,10 @@ from disagg.codecs.quantized import (
     flush_format,
     prompt_format,
 )
-from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.formats import FREE
 from disagg.kernels.reference.kept import raw_of, view_kept
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.kernels.view import View
 from disagg.page import (
     RAW_TOKENS,
     SEGMENT_TOKENS,
@@ -104,8 +102,9 @@ class Ott(QuantizedCodec):
         shape = (head_dim, self.rank)
         return [(f"{x}_basis", "float16", shape) for x in "kv"] if self.rank else []
 
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        return self.segment_layout(head_dim)
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        planes = self.page_planes(head_dim) + self.segment_planes(head_dim)
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes) if self.rank else None
 
     def side_layout(self, head_dim: int) -> Layout | None:
         if not self.slots:
@@ -170,23 +169,6 @@ class Ott(QuantizedCodec):
         empty = torch.zeros(k.shape[0], layout.block_bytes, dtype=torch.uint8, device=k.device)
         raws = -(-min(self.outliers, self.slots) // RAW_TOKENS)
         return empty, empty.new_zeros(raws, k.shape[0], _raw_of_dtype(k).block_bytes)
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        codes = super().views(arena, table, group, layer)
-        if table.kept is None or table.sides is None or group.side is None:
-            return codes
-        kept = View(
-            arena=arena,
-            pages=table.kept,
-            lo=table.lo,
-            hi=table.hi,
-            fmt=exact_format(group.raw, group.side),
-            base=group.layer_offset(group.raw, layer),
-            heads=group.heads,
-            sides=table.sides,
-            side_base=group.layer_offset(group.side, layer),
-        )
-        return [*codes, kept]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
