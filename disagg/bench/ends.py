@@ -28,7 +28,7 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.link import Pace
-from disagg.transfer.messages import Attach, Job, parse
+from disagg.transfer.messages import Attach, Job, Role, parse
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Terms
@@ -36,7 +36,7 @@ from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, Ticket
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 
 MODEL, EPOCH = "synthetic", 1
 DEADLINE_S = 3600.0
@@ -185,7 +185,7 @@ class SendingEnd(End):
         prompt, channel = self._prompts[spec], self._channel(way)
         plan, tokens = prompt.checklist.plan, prompt.checklist.tokens
         job = self._job(spec, tokens)
-        grant = await WorkerClient(channel.link).reserve(job, way.target.epoch)
+        grant = await WorkerClient(channel.link).reserve(job, way.target.epoch, "")
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         attach = Attach(ticket, way.target.model, plan.fingerprint, tokens)
         source = ArenaSource(prompt.arena, prompt.checklist, prompt.states)

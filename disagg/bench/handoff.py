@@ -34,9 +34,9 @@ from disagg.engine.sequence import urgency
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Job, Submit, Work
+from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.rpc import connect
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 

@@ -14,7 +14,7 @@ engine, where every state can end in DONE:
       │ │ another worker      │ prefilled for itself
       │ ▼                     ▼
       │ └─────────────────► DECODE ──────────────────► DONE
-      └──────────────────────┘    end of text, length, abort
+      └──────────────────────┘    end of text, length, abort; or HELD: it goes on elsewhere
         preempted: its records are freed; it prefills and replays when there is room
 """
 
@@ -52,7 +52,7 @@ ARROWS: Mapping[Status, tuple[Status, ...]] = {
     Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
     Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
     Status.HELD: (Status.DONE,),
-    Status.DECODE: (Status.QUEUED, Status.DONE),
+    Status.DECODE: (Status.QUEUED, Status.HELD, Status.DONE),
     Status.DONE: (),
 }
 
@@ -144,6 +144,7 @@ class Sequence:
     n:         tokens in the pool · groups: their records, one state per layer group; empty: none
     emitted:   tokens generated so far, here or elsewhere
     order:     who came first keeps its place
+    hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
     """
@@ -156,6 +157,7 @@ class Sequence:
     emitted: list[int] = field(default_factory=list)
     n: int = 0
     groups: tuple[GroupState, ...] = ()
+    hold_at: int | None = None
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
     error: DisaggError | None = None

@@ -5,12 +5,14 @@
       ▲                        │ D is full        │ refused, P or D dead       │ D dead
       └────────────────────────┴──────────────────┴────────────────────────────┘ next attempt
     local work (a single token, or a worker of both roles) needs no grant
+    DECODE at a worker that shall decode no longer: room at another ─► MOVE ─► DECODE there
     from anywhere: client gone, no token for deadline_s, deaths ─► Forget at P and D ─► done
 
 This is the one queue. A request leaves it when a prefill worker P can start it and a decode worker
 D promises room, so that workers keep no queue and one that is full holds up nobody. Those with the
 least work left go first; waiting makes up for work. A token has the name (rid, attempt, index) and
-is delivered once; what was delivered is kept here, so that the next attempt replays it.
+is delivered once; what was delivered is kept here, so that the next attempt replays it. A sequence
+that moves stays the same attempt: what both workers say of it is delivered once, as anything else.
 """
 
 import math
@@ -31,8 +33,10 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
 
+MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
@@ -42,22 +46,6 @@ OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its long
 ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
-
-
-class Role(StrEnum):
-    """What a worker admits: `prefills` prompts for others, `decodes` those of others."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-    @property
-    def prefills(self) -> bool:
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        return self is not Role.PREFILL
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class Started:
     model: str = ""
 
 
-Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE"])
+Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 
 
 @dataclass
@@ -79,7 +67,7 @@ class Entry:
     """One request.
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
-    prefill, decode: its workers, one for local work
+    prefill, decode: its workers, one for local work · target: where it is to go on
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
     deaths:   of workers that computed nothing else · alone: it may cost one more
@@ -91,6 +79,7 @@ class Entry:
     phase: Phase = Phase.QUEUED
     prefill: str | None = None
     decode: str | None = None
+    target: str | None = None
     avoid: frozenset[str] = frozenset()
     blamed: set[str] = field(default_factory=set)
     computed: bool = False
@@ -103,14 +92,19 @@ class Entry:
 
     @property
     def workers(self) -> list[str]:
-        return list(dict.fromkeys(filter(None, (self.prefill, self.decode))))
+        return list(dict.fromkeys(filter(None, (self.prefill, self.decode, self.target))))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is done with."""
+        return self.phase in (Phase.DECODE, Phase.MOVE)
 
     @property
     def computed_by(self) -> str | None:
         """Whose engine works on it now."""
         if self.phase is Phase.PREFILL and not self.computed:
             return self.prefill
-        return self.decode if self.phase is Phase.DECODE else None
+        return self.decode if self.decodes else None
 
     @property
     def single(self) -> bool:
@@ -152,8 +146,9 @@ class Member:
     def says(self, load: Load) -> bool:
         """Take its load in; whether it may have room that it did not have before."""
         old, self.load = self.load, load
+        self.started = replace(self.started, role=load.role or self.started.role)
         more = load.free_bytes > old.free_bytes or load.slots > old.slots
-        if roomier := more or load.waiting < old.waiting:
+        if roomier := more or load.waiting < old.waiting or load.role != old.role:
             self.bound = (math.inf, 0.0)
         return roomier
 
@@ -172,54 +167,6 @@ class Member:
             self.open_until = now + min(LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT))
 
 
-@dataclass(frozen=True)
-class Reserve:
-    """Action: ask a decode worker for room."""
-
-    worker: str
-    job: Job
-
-
-@dataclass(frozen=True)
-class Start:
-    """Action: a worker begins; its pages go to `decode`, by the `grant` that it gave."""
-
-    worker: str
-    job: Job
-    work: Work
-    decode: str | None = None
-    grant: Grant | None = None
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Action: a worker aborts an attempt, whatever it did for it."""
-
-    worker: str
-    rid: str
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Acknowledge:
-    """Action: a worker need not keep the first `count` outputs of a request any longer."""
-
-    worker: str
-    rid: str
-    count: int
-
-
-@dataclass(frozen=True)
-class Deliver:
-    """Action: the client gets its next token, or the end: "stop", "length" or an error."""
-
-    rid: str
-    what: int | str | DisaggError
-
-
-Action = Reserve | Start | Forget | Acknowledge | Deliver
-
-
 class Dispatch:
     """All requests and all workers. Every method takes one event and says what is to be done."""
 
@@ -227,7 +174,7 @@ class Dispatch:
         self.entries: dict[str, Entry] = {}
         self.members: dict[str, Member] = {}
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
-        self.retries = 0
+        self.retries = self.moves = 0
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
@@ -266,7 +213,9 @@ class Dispatch:
             entry.deaths += 1
             entry.alone = entry.deaths >= self._config.max_attempts - 1
         for entry in list(self.entries.values()):
-            lives = entry.phase is Phase.DECODE and name != entry.decode
+            if entry.phase is Phase.DECODE and name == entry.target:
+                entry.target = None
+            lives = entry.decodes and name not in (entry.decode, entry.target)
             if lives or name not in entry.workers:
                 continue
             if entry.deaths < self._config.max_attempts:
@@ -284,10 +233,13 @@ class Dispatch:
     def granted(self, rid: str, attempt: int, grant: Grant) -> list[Action]:
         """A decode worker has room; if the request is over, it was told to forget it."""
         entry = self._current(rid, attempt)
-        if entry is None or entry.prefill is None or entry.phase is not Phase.RESERVE:
-            return []
-        entry.phase = Phase.PREFILL
-        return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
+        if entry and entry.prefill and entry.phase is Phase.RESERVE:
+            entry.phase = Phase.PREFILL
+            return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
+        if entry and entry.decode and entry.target and entry.phase is Phase.DECODE:
+            entry.phase = Phase.MOVE
+            return [Start(entry.decode, entry.job, Work.MOVE, entry.target, grant)]
+        return []
 
     def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
         """A worker says something about an attempt: figures, an error, a token, the end."""
@@ -301,7 +253,7 @@ class Dispatch:
             return self._tell(worker, rid, event.attempt, now) if more else []
         if event.error is not None:
             return self._refuse(entry, worker, event.error, now)
-        known, actions = len(entry.emitted), self._progress(entry, worker, now)
+        known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
         if token is not None and index < known:
             self.unequal_tokens += entry.emitted[index] != token
         elif token is not None and index == known:
@@ -347,6 +299,10 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
+        for entry in [x for x in self.entries.values() if self._leaves(x, now)]:
+            length = len(entry.job.prompt) + len(entry.emitted)
+            if target := board.successor(entry, length * self._token_bytes):
+                actions.append(self._move(entry, target))
         stuck = queued and not actions and len(queued) == len(self.entries)
         self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions
@@ -360,22 +316,42 @@ class Dispatch:
         entry.computed, entry.began = False, now
         attempt, left_s = entry.job.attempt + 1, entry.deadline - now
         emitted = tuple(entry.emitted)
-        entry.job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        entry.job = replace(job, moved=0)
         entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
         if prefill is decode:
             return Start(prefill.name, entry.job, Work.LOCAL)
         return Reserve(decode.name, entry.job)
+
+    def _leaves(self, entry: Entry, now: float) -> bool:
+        """Whether a sequence has to go on elsewhere, and has not so little left that it may end."""
+        if entry.phase is not Phase.DECODE or entry.target or now < entry.not_before:
+            return False
+        left = entry.job.sampling.get("max_tokens", 0) - len(entry.emitted)
+        stays = entry.decode is None or self.members[entry.decode].started.role.decodes
+        return left > MOVE_TOKENS and not stays
+
+    def _move(self, entry: Entry, target: Member) -> Action:
+        """Ask for room for the sequence as it will be when its pages are there."""
+        entry.target, emitted = target.name, tuple(entry.emitted)
+        length = len(entry.job.prompt) + len(emitted) + MOVE_TOKENS
+        entry.job = replace(entry.job, emitted=emitted, moved=length)
+        return Reserve(target.name, entry.job)
 
     def _current(self, rid: str, attempt: int) -> Entry | None:
         entry = self.entries.get(rid)
         stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
         return None if stale else entry
 
-    def _progress(self, entry: Entry, worker: str, now: float) -> list[Action]:
+    def _progress(self, entry: Entry, worker: str, index: int, now: float) -> list[Action]:
         """A worker did its part of an attempt: the next prompt may have its place."""
         before = entry.phase, entry.computed
         entry.computed = True
-        if worker == entry.decode:
+        if worker == entry.target and entry.phase is Phase.MOVE:
+            if index >= len(entry.job.emitted):  # else it says what it did before, as another
+                entry.decode, entry.target, entry.phase = worker, None, Phase.DECODE
+                self.moves += 1
+        elif worker == entry.decode and entry.phase is not Phase.MOVE:
             entry.phase = Phase.DECODE
             for name in filter(self.members.__contains__, entry.workers):
                 self.members[name].failures, self.members[name].open_until = 0, -math.inf
@@ -385,7 +361,7 @@ class Dispatch:
         del self.entries[event.rid]
         actions: list[Action] = [Deliver(event.rid, event.finish_reason)]
         for name in filter(self.members.__contains__, entry.workers):
-            if worker in (name, entry.decode):
+            if name == worker or (worker == entry.decode and name != entry.target):
                 actions.append(Acknowledge(name, event.rid, event.index + 1))
             else:  # ended by its first token: the decode worker waits for pages that never come
                 actions += self._tell(name, event.rid, event.attempt, now)
@@ -394,9 +370,12 @@ class Dispatch:
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
-        if full and entry.phase is Phase.RESERVE:
+        stays = entry.phase is Phase.DECODE and worker == entry.target
+        if full and (stays or entry.phase is Phase.RESERVE):
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
-            entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
+            entry.target, entry.not_before = None, now + FULL_S * stays
+            if not stays:
+                entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
             return self._place(now)
         entry.refusals += 1
         hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
@@ -415,7 +394,7 @@ class Dispatch:
         """Back to the queue; whoever lives forgets the attempt."""
         self.retries += 1
         actions = self._forget(entry, now)
-        entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
+        entry.phase, entry.prefill, entry.decode, entry.target = Phase.QUEUED, None, None, None
         return actions
 
     def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:
@@ -490,6 +469,14 @@ class Board:
         if entry.alone:
             self._kept |= {first.name, second.name}
         return None if busy[first.name] or busy[second.name] else (first, second)
+
+    def successor(self, entry: Entry, nbytes: float) -> Member | None:
+        """Where a sequence whose worker decodes no longer can go on; None: nowhere now."""
+        there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
+        found = self._fitting(entry, nbytes, there)
+        best = min(found, key=lambda x: (self._lives[x.name], -x.load.free_bytes), default=None)
+        self._lives.update([best.name] if best else [])
+        return best
 
     def _fitting(self, entry: Entry, nbytes: float, members: list[Member]) -> list[Member]:
         """Those that may have room, or are idle. If none has, one is kept after some patience."""

@@ -23,8 +23,9 @@ from ray.exceptions import RayError
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
+from disagg.transfer.messages import Role
 from disagg.transfer.security import load_security
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 
 NAMESPACE = "disagg"
 LOCAL = "local"

@@ -21,16 +21,8 @@ from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
-from disagg.workers.dispatch import (
-    Acknowledge,
-    Action,
-    Deliver,
-    Dispatch,
-    Forget,
-    Reserve,
-    Start,
-    Started,
-)
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.dispatch import Dispatch, Started
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -226,6 +218,9 @@ class Router:
         if not watch.up:
             watch.up = True
             self._act(self.dispatch.worker_up(self.peers[name].started, now))
+        peer = self.peers[name]
+        if (role := step.load.role) not in (None, peer.started.role):
+            self.peers[name] = replace(peer, started=replace(peer.started, role=role))
         unheard, watch.unheard = watch.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
@@ -306,11 +301,12 @@ class Router:
         self._calls[worker, job.rid] = self._spawn(run())
 
     async def _reserve(self, peer: Peer, job: Job) -> None:
-        grant = await peer.client.reserve(job, peer.started.epoch)
+        grant = await peer.client.reserve(job, peer.started.epoch, self.id)
         self._act(self.dispatch.granted(job.rid, job.attempt, grant))
 
     def _submit(self, start: Start) -> Submit:
-        submit = Submit(start.job, start.work, self.peers[start.worker].started.epoch)
+        epoch = self.peers[start.worker].started.epoch
+        submit = Submit(start.job, start.work, epoch, router=self.id)
         if start.decode is None or start.grant is None:
             return submit
         address, grant = self.peers[start.decode].started.address, start.grant

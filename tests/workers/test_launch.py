@@ -10,8 +10,9 @@ from ray.exceptions import RayActorError
 
 from disagg.config import Config, load_config
 from disagg.errors import ModelError, PeerLostError
+from disagg.transfer.messages import Role
 from disagg.workers import launch
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.launch import Actor, Cluster, gpu_share, torch_threads
 
 
