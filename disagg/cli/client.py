@@ -141,9 +141,9 @@ def get(url: str, path: str) -> dict[str, Any]:
     return _ask(url, "GET", path, None)
 
 
-def post(url: str, path: str, token: str) -> dict[str, Any]:
+def post(url: str, path: str, token: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(url, "POST", path, {}, token)
+    return _ask(url, "POST", path, body or {}, token)
 
 
 def _ask(

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.errors import CancelledError, DisaggError
+from disagg.server.admin import Staff, admin_routes
 from disagg.server.completions import Completions
 from disagg.server.schema import Choice, CompletionBody, CompletionRequest, Usage, error_body
 from disagg.server.text import Piece
@@ -32,12 +33,17 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def create_app(
-    completions: Completions, token: str | None = None, on_stop: Callable[[], None] = lambda: None
+    completions: Completions,
+    token: str | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    staff: Staff | None = None,
 ) -> ASGIApp:
-    """The application. `token`: the secret that POST /stop must carry, or no such route."""
+    """The application. `token`: what its owner carries; without it nobody stops or scales it."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_views(app, completions)
+    if staff is not None and token is not None:
+        app.include_router(admin_routes(staff, token))
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:

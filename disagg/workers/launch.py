@@ -16,13 +16,14 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 
 from disagg.config import Config
-from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
+from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
 from disagg.transfer.security import load_security
 from disagg.workers.dispatch import Started
@@ -88,6 +89,11 @@ class Shell:
         return self._worker.meet(addresses)
 
     @ray.method(concurrency_group="watch")
+    def assume(self, role: Role) -> None:
+        """Do something else from now on."""
+        self._worker.assume(role)
+
+    @ray.method(concurrency_group="watch")
     def stop(self) -> None:
         """Finish what is here within the grace, and end."""
         self._worker.stop()
@@ -107,13 +113,18 @@ class Shell:
 
 @dataclass(eq=False)
 class Actor:
-    """A worker that loads, then serves. `call`: ends when it serves, then when it has ended."""
+    """A worker that loads, then serves.
+
+    call:   ends when it serves, then when it has ended
+    leaves: it stops once those that stay can serve
+    """
 
     role: Role
     name: str
     handle: ray.actor.ActorHandle
     call: ray.ObjectRef
     started: Started | None = None
+    leaves: bool = False
 
 
 class Cluster:
@@ -128,6 +139,8 @@ class Cluster:
         self._token = token
         self._folder = folder
         self._actors: list[Actor] = []
+        cluster = config.cluster
+        self._wanted = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
@@ -199,6 +212,7 @@ class Cluster:
         """
         if not all(knock(*door) for door in self._doors):
             self._start_anew(on_down)
+            return
         for actor in self._wait():
             try:
                 if actor.started is None:
@@ -209,7 +223,45 @@ class Cluster:
                 log.error("%s did not start: %s; trying again", actor.name, error)
                 self._closing.wait(RETRY_S)
             self._actors.remove(actor)
-            self._replace(actor.role, actor.name)
+        self._adjust()
+
+    # -- who shall be there: asked from any thread, done at the next look
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """So many workers of each role; some change what they do, new ones load, others leave."""
+        given = {Role.PREFILL: prefill, Role.DECODE: decode}
+        for role, number in given.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
+        self._wanted |= {role: number for role, number in given.items() if number is not None}
+
+    def drain(self, name: str) -> None:
+        """Let a worker leave, with another one in its place."""
+        if name not in (known := {actor.name: actor for actor in self._actors}):
+            raise UnknownNameError("worker", name, known)
+        known[name].leaves = True
+
+    def _adjust(self) -> None:
+        """Change roles, load workers and let some leave, as it is wanted."""
+        stay = {
+            role: [x for x in self._actors if x.role is role and not x.leaves]
+            for role in self._wanted
+        }
+        spare = [x for role, number in self._wanted.items() for x in stay[role][number:]]
+        able = [x for x in spare if x.started and not self._config.cluster.pools]
+        for role, number in self._wanted.items():
+            for _ in range(number - len(stay[role])):
+                if able:
+                    able[0].role = role
+                    able[0].handle.assume.remote(role)
+                    spare.remove(able.pop(0))
+                else:
+                    self._load_another(role)
+        for actor in spare:
+            actor.leaves = True
+        for actor in self._actors:
+            if actor.leaves and all(x.started or x.leaves for x in self._actors):
+                actor.handle.stop.remote()
 
     def close(self) -> None:
         """Stop the workers, those of a cluster within their grace, and leave Ray."""
@@ -262,14 +314,16 @@ class Cluster:
         except PeerLostError as error:
             log.error("%s; trying again", error)
             self._closing.wait(RETRY_S)
-            return
-        for role, name in self._names():
-            self._replace(role, name)
+        else:
+            self._adjust()
 
-    def _replace(self, role: Role, name: str) -> None:
+    def _load_another(self, role: Role) -> None:
+        """Under the first name that is free, with a number that tells it from those before."""
         if not self._closing.is_set():
             self._replaced += 1
-            self._actors.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
+            taken = {actor.name.split(".")[0] for actor in self._actors}
+            name = next(x for i in count() if (x := f"{role}-{i}") not in taken)
+            self._actors.append(self._load(role, f"{name}.{self._replaced}"))
 
     def _load(self, role: Role, name: str) -> Actor:
         gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
-from disagg.workers.dispatch import Dispatch, Started
+from disagg.workers.dispatch import Dispatch, Phase, Started
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -92,6 +93,7 @@ class Router:
         self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
 
     # -- for clients
@@ -148,6 +150,13 @@ class Router:
             watch.task.cancel()
             del self.peers[name]
             self._act(self.dispatch.worker_down(name, self._clock()))
+
+    def summary(self) -> dict[str, int]:
+        """Requests, those that wait for a worker, what became of others, and bytes handed over."""
+        entries, rules = self.dispatch.entries.values(), self.dispatch
+        queued = sum(entry.phase is Phase.QUEUED for entry in entries)
+        told = {"requests": len(entries), "queued": queued}
+        return told | {"moved": rules.moves, "retried": rules.retries} | dict(self._bytes)
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
@@ -226,6 +235,7 @@ class Router:
         for event in step.events:
             client = self._clients.get(event.rid)
             if client is not None and event.stats is not None:
+                self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                 client.kv = event.stats
                 client.receipt.set()
             self._act(self.dispatch.hear(name, event, now))

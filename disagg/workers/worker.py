@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -25,6 +26,7 @@ from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.errors import PeerLostError, ReservationError
+from disagg.kernels.cpu.library import backend
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -51,6 +53,7 @@ from disagg.workers.events import Events
 from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
+LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
 
@@ -183,13 +186,17 @@ class Worker:
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
-        plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
+        plan, model = self.engine.plan(self.config.codec), self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
         counts["preempted"] = self._preempted
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
-        return WorkerStatus(self.epoch, model, plan, gauges, info)
+        device = self._runner.device.type
+        info |= {"node": socket.gethostname(), "backend": backend() if device == "cpu" else device}
+        free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
+        info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
+        return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""

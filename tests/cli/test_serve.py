@@ -164,7 +164,7 @@ def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, monkeypa
 
 def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, capsys):
     write_state(state_file, RunningService(known.url, os.getpid(), "wrong"))
-    assert run(["stop", "--state-file", str(state_file)]) == 1
+    assert run(["stop", "--state-file", str(state_file)]) == 2
     assert "token" in capsys.readouterr().err
     assert not known.stopped.is_set()
 

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from disagg.config import Config, load_config
-from disagg.errors import ModelError, PeerLostError
+from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.transfer.messages import Role
 from disagg.workers import launch
 from disagg.workers.dispatch import Started
@@ -23,7 +23,10 @@ class Call:
     done: bool = False
     value: Any = None
 
+    told: tuple[object, ...] | None = None
+
     def remote(self, *arguments: object) -> "Call":
+        self.told = arguments
         return self
 
 
@@ -32,6 +35,8 @@ class Handle:
     """An actor. `watch` is the call that ends with it."""
 
     watch: Call = field(default_factory=Call)
+    stop: Call = field(default_factory=Call)
+    assume: Call = field(default_factory=Call)
     meet: Call = field(default_factory=lambda: Call(done=True, value=[]))
 
 
@@ -116,6 +121,44 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
     cluster.kill("decode-0")
     assert cluster.step() == ["-decode-0"]
     assert cluster.step() == ["+decode-0.2"]
+
+
+def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    cluster.scale(2, 2)
+    assert [cluster.step() for _ in range(3)] == [[], ["+prefill-1.1"], ["+decode-1.2"]]
+    cluster.scale(1, 3)
+    assert cluster.step() == []
+    assert cluster.handles["prefill-1.1"].assume.told == (Role.DECODE,)
+    cluster.scale(None, 1)
+    cluster.step()
+    left = {name for name, handle in cluster.handles.items() if handle.stop.told is not None}
+    assert left == {"prefill-1.1", "decode-1.2"}
+    for name in sorted(left):
+        cluster.kill(name)
+        assert cluster.step() == [f"-{name}"]
+    assert cluster.step() == []
+
+
+def test_a_worker_leaves_when_the_one_in_its_place_serves() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    cluster.drain("decode-0")
+    stop = cluster.handles["decode-0"].stop
+    assert (cluster.step(), stop.told) == ([], None)
+    assert (cluster.step(), stop.told) == (["+decode-1.1"], ())
+    cluster.kill("decode-0")
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
+
+
+def test_what_cannot_be_wanted_is_refused_by_name() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    with pytest.raises(ConfigError, match="0 decode"):
+        cluster.scale(1, 0)
+    with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
+        cluster.drain("decode-7")
 
 
 def test_a_worker_that_cannot_start_is_an_error_at_the_start() -> None:
