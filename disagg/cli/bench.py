@@ -88,6 +88,19 @@ def chaos(
 
 
 @app.command()
+def moves(
+    runs: Annotated[int, typer.Option(min=1, help="Medians are of this many.")] = 20,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """What an answer notices when it goes on at another decode worker."""
+    from disagg.bench.moves import measure_moves
+    from disagg.bench.result import draw_rows
+
+    _show(draw_rows, measure_moves(runs), out, as_json)
+
+
+@app.command()
 def kernels(
     machine_code: bool = False,
     device: str = "cpu",
