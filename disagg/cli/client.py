@@ -5,6 +5,7 @@ HTTP and server-sent events with the standard library alone.
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from disagg.errors import CancelledError, ConfigError, PeerLostError, error_from
+from disagg.errors import CancelledError, ConfigError, PeerLostError, TransferError, error_from
 
 CONNECT_S = 5.0
+RESUME_S, RETRY_S = 60.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,46 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
     answer.ttft_ms = 1e3 * (times[1] - times[0])
     answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
     return answer
+
+
+def persist(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
+    """`complete`, once more where the service is lost in the middle and comes back.
+
+    The same seed makes the same answer, which is shown from where it broke off. TransferError if it
+    comes out otherwise, PeerLostError if nobody answers for RESUME_S.
+    """
+    body, shown = {"seed": secrets.randbits(31), **body}, ""
+    while True:
+        said = ""
+
+        def tell(piece: str) -> None:
+            nonlocal said, shown
+            said += piece
+            if not (said.startswith(shown) or shown.startswith(said)):
+                raise TransferError("the answer broke off, and comes out otherwise now")
+            if new := said[len(shown) :]:
+                shown = said
+                show(new)
+
+        try:
+            return complete(url, body, tell)
+        except PeerLostError:
+            if not shown or not _comes_back(url):
+                raise
+
+
+def _comes_back(url: str) -> bool:
+    """Whether a service is gone, and there again soon."""
+    gone, until = False, time.monotonic() + RESUME_S
+    while time.monotonic() < until:
+        try:
+            get(url, "/health")
+        except PeerLostError:
+            gone = True
+            time.sleep(RETRY_S)
+        else:
+            return gone
+    return False
 
 
 def _show(text: str, show: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import complete, read_state
+from disagg.cli.client import persist, read_state
 from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service
 from disagg.errors import CancelledError, RequestError
@@ -53,7 +53,7 @@ def submit(
     body = {"prompt": read_prompt(text), "model": model, "codec": codec, **sampling}
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
     with somewhere(url, config, sets, flags, body) as found, cancelled_by_ctrl_c():
-        answer = complete(found, body, (lambda piece: None) if as_json else show)
+        answer = persist(found, body, (lambda piece: None) if as_json else show)
     if as_json:
         print_json(asdict(answer))
     else:
