@@ -8,6 +8,7 @@ host has one of these: it starts COMMAND again when that dies, until it ends wel
 from HOST:PORT, and then stops what Ray left here. Knows no disagg; standard library alone.
 """
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -23,7 +24,7 @@ LOCK, LOG = FOLDER / "keep.lock", FOLDER / "keep.log"
 CHECK_S = 1.0
 REFUSED_S = 5.0  # the host is there and Ray is not: it was stopped
 SILENT_S = 90.0  # nothing answers; the raylet gives up after 60 s by itself
-PAUSE_S = (1.0, 30.0)  # before a command is started again, the first time and at most
+PAUSE_S = (0.25, 30.0)  # before a command is started again, the first time and at most
 GRACE_S = 15.0  # for a command that is told to end
 
 
@@ -84,6 +85,16 @@ class Kept:
             say("starting " + " ".join(self._command))
             self.process, self._started = subprocess.Popen(self._command), now
 
+    def wait(self) -> None:
+        """CHECK_S, or less: until the command ends or is to be started again."""
+        if not self._command:
+            time.sleep(CHECK_S)
+        elif self.process is None:
+            time.sleep(min(CHECK_S, max(0.0, self._next - time.monotonic())))
+        else:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(CHECK_S)
+
     def end(self) -> None:
         """Tell it to end, then make it."""
         if self.process is None:
@@ -113,7 +124,7 @@ def hold(address: str, command: list[str]) -> None:
         try:
             while watch.look(knock(host, int(port)), time.monotonic()):
                 kept.look(time.monotonic())
-                time.sleep(CHECK_S)
+                kept.wait()
         finally:
             kept.end()
         say(f"no Ray at {address} any more; stopping what it left here")

@@ -8,6 +8,7 @@ need from here.
 
 import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,35 +108,58 @@ class RouterConfig(Bounded):
     deadline_s:   a request that takes longer is given up
     max_attempts: workers that may die under one request before it is refused
     silence_s:    a worker that does not answer for so long counts as dead
+    max_queue:    requests that may wait for workers; more are refused
     """
 
     deadline_s: float = at_least(0.001, default=300.0)
     max_attempts: int = at_least(1, default=3)
     silence_s: float = at_least(0.001, default=5.0)
+    max_queue: int = at_least(1, default=1024)
 
 
 @dataclass(frozen=True)
 class ClusterConfig(Bounded):
     """Where the workers run.
 
-    address: "local" starts a private Ray; else the address of a cluster, "host:port"
+    address: "local" starts a private Ray; else that of a cluster, "host:port", or "auto": the one
+             that Ray itself would join, of RAY_ADDRESS or of this host
+    name:    of the service among others on a cluster, Ray's namespace
     prefill, decode: how many workers of each role
     pools:   workers run only on nodes with a Ray resource named as their role, one for each unit;
              they wait for such nodes, and an autoscaler starts them
     gpus:    of each worker; None: those that Ray has at the start, shared equally
+    ports:   where workers listen, [first, last], on every host; None: on any free ones
+    runtime_env: of the workers, as Ray takes it: {env_vars: {HF_HOME: /models}}
     orphan_s: workers exit so long after the last router left
     grace_s:  how long a stopping worker may finish what it has
     detach:   a service that ends leaves its workers on a cluster to the next, for orphan_s
     """
 
     address: str = "local"
+    name: str = "disagg"
     prefill: int = at_least(1, default=1)
     decode: int = at_least(1, default=1)
     pools: bool = False
     gpus: float | None = at_least(0, default=None)
+    ports: list | None = None
+    runtime_env: dict | None = None
     orphan_s: float = at_least(0, default=60.0)
     grace_s: float = at_least(0, default=5.0)
     detach: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(r"[\w-]+", self.name):
+            wanted = "letters, digits, - and _ are wanted"
+            raise ConfigError(f"config key cluster.name is {self.name!r}; {wanted}")
+        match self.ports:
+            case None:
+                pass
+            case [int(first), int(last)] if 0 < first <= last < 1 << 16:
+                pass
+            case ports:
+                wanted = "the first and the last port are wanted: [20000, 20099]"
+                raise ConfigError(f"config key cluster.ports is {ports!r}; {wanted}")
 
 
 @dataclass(frozen=True)
@@ -146,6 +170,9 @@ class ServerConfig(Bounded):
     state_file:        where the service says where it is; None: in a folder of the user's own
     served_model_name: what clients call the model; None: its name, or that of its folder
     max_body_bytes:    longer requests are refused while they arrive
+    api_key:           what clients have to show, each as "Authorization: Bearer KEY"
+    api_key_file:      a file with more of them, one in a line; it is read at the start
+    tls_certificate, tls_key: PEM files; together: HTTPS
     """
 
     host: str = "127.0.0.1"
@@ -153,24 +180,29 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
+    api_key: str | None = None
+    api_key_file: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
 
 
 @dataclass(frozen=True)
-class SecurityConfig:
+class SecurityConfig(Bounded):
     """Who may speak on the plane between workers. Files, read on each host by its processes.
 
-    token_file:  the shared secret that every call carries; a private Ray makes one of its own
+    plane:       what a cluster has at least, made by the service where no file gives it: "tls" with
+                 a token, "token" without encryption, or "open" to whoever reaches its ports
+    token_file:  the shared secret that every call carries
     certificate: PEM of this host, with its `key`; `ca` is the authority of all. Together: TLS
     mutual:      clients show a certificate too
-    insecure:    a cluster may go without a secret: whoever reaches its ports may use it
     """
 
+    plane: str = one_of("tls", "token", "open")
     token_file: str | None = None
     ca: str | None = None
     certificate: str | None = None
     key: str | None = None
     mutual: bool = False
-    insecure: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,19 +262,26 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    import yaml  # here, because only those who give a file pay for the import
-
     try:
-        found = yaml.safe_load(path.read_text())
+        found = _parse_yaml(f"file {path}", path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"config file {path} holds no map of keys")
     return found
+
+
+def _parse_yaml(name: str, text: str) -> Any:
+    import yaml  # here, because only those who need it pay for the import
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {name} is not YAML: {error}") from error
 
 
 def _fit(name: str, value: Any, hint: Any) -> Any:
@@ -254,6 +293,8 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
     (kind,) = kinds
     if isinstance(value, str) and kind is bool:
         value = {"true": True, "false": False}.get(value.lower(), value)
+    elif isinstance(value, str) and kind in (list, dict):
+        value = _parse_yaml(f"key {name}", value)
     elif isinstance(value, str) and kind is not str:
         with contextlib.suppress(ValueError):  # reported below, with what was given
             value = kind(value)

@@ -14,6 +14,7 @@ DisaggError
 │   ├── CorruptFrameError       a checksum or digest does not match, or a frame is cut short
 │   └── VersionError            a frame of another format version
 ├── CapacityError               no room now; later there may be
+│   └── QueueFullError          as many requests wait as may
 └── TransferError               a hand-off that did not complete
     ├── ReservationError        a reservation that is unknown, superseded, aborted or expired
     ├── PeerLostError           the other side is gone or does not answer
@@ -121,6 +122,11 @@ class CapacityError(DisaggError):
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 503
     exit_code = 7
+
+
+class QueueFullError(CapacityError):
+    reason = "queue_full"
+    http_status = 429
 
 
 class TransferError(DisaggError):

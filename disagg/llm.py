@@ -17,7 +17,7 @@ from itertools import count
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Prefilled, Token
-from disagg.engine.sequence import Request, SamplingParams
+from disagg.engine.sequence import Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError
 from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
@@ -33,13 +33,17 @@ EPOCH = 1
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. `finish_reason`: "stop" (end of text) or "length"."""
+    """One answer. `finish_reason`: "stop" (end of text) or "length".
+
+    logprobs: of each token, where they are wanted; before them those of the prompt
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: str
     prompt_tokens: int
     kv: HandoffStats
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class LLM:
@@ -150,6 +154,7 @@ class _Work:
     link: Loopback | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    logprobs: tuple[Logprobs, ...] = ()
 
     def hand_over(self, prefilled: Prefilled) -> None:
         """Its prompt is computed; the first token may be the whole answer."""
@@ -157,11 +162,13 @@ class _Work:
         self.link.finish(prefilled)
         self.tokens.append(prefilled.first_token)
         self.finish_reason = prefilled.finish_reason or ""
+        self.logprobs = prefilled.logprobs
 
     def take(self, token: Token) -> None:
         assert len(self.tokens) - 1 <= token.index <= len(self.tokens)
         self.tokens[token.index :] = [token.token]  # the last one may come once more
         self.finish_reason = token.finish_reason or ""
+        self.logprobs += token.logprobs
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
         assert self.link is not None
@@ -172,4 +179,5 @@ class _Work:
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.tokens),
             kv=self.link.stats,
+            logprobs=self.logprobs,
         )

@@ -22,7 +22,7 @@ FORMAT_VERSION = 1
 ARENA_UNIT = 128  # bytes; page ids count these, so int32 ids reach 256 GiB
 PLANE_ALIGN = 16  # bytes; one vector load of a GPU thread
 RAW_TOKENS = 16  # tokens of a raw page
-SEGMENT_TOKENS = 2048  # tokens that share a segment, counted from position 0 of the sequence
+SEGMENT_TOKENS = 2048  # tokens that share a segment, counted from the first page; most codecs'
 
 ITEM_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 ITEM_BYTES |= {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}

@@ -1,11 +1,14 @@
 """Which records a sequence is made of: layer groups and the plan of a model.
 
-A sequence of n tokens in one layer group is `sealed(n) = T * floor(max(0, n - R) / T)` tokens in
-pages, then R .. R+T-1 tokens in raw pages: the tail.
+A sequence of n tokens in one layer group is `sealed(n) = T * floor(max(0, n - sink - R) / T)`
+tokens in pages, behind the sink and before R .. R+T-1 tokens of the tail, both in raw pages.
 
-    position 0                             sealed(n)                      n
-    │ page │ page │ ... │ page │ page │ ... │ raw │ raw │ ... │ raw (part) │
-    └────── segment 0 ─────────┘└ segment 1 ┘└────────── tail ────────────┘
+    position 0    sink                                  sink + sealed(n)                n
+    │ raw │ raw ...│ page │ page │ ... │ page │ page │ ...│ raw │ raw │ ... │ raw (part) │
+    └──── sink ───┘└────── segment 0 ─────────┘└ segment 1 ┘└───────── tail ────────────┘
+
+The raw pages are one list, the sink's in front: token p of them is in slot p - sealed(n) behind the
+pages, in slot p before.
 
 Everywhere: append, then seal, then attend. Pure arithmetic over ids; the bytes are page.py's.
 """
@@ -58,6 +61,8 @@ class LayerGroup:
     layers:   model layer indices, ascending
     window:   tokens a query sees, itself included; None: all
     residual: R, the least number of exact tokens in the tail
+    sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
+    lead:     first tokens of a prompt that all its pages depend on, besides those they hold
     flush_page, flush_segment: of pages sealed while decoding; the first alone: all is in the page
     kept, kept_limit: exact tokens that a seal, and that all of them, set aside in raw pages
     """
@@ -77,11 +82,18 @@ class LayerGroup:
     flush_segment: Layout | None = None
     kept: int = 0
     kept_limit: int = 0
+    sink: int = 0
+    lead: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
         layouts = [x.fingerprint for x in self.layouts()]
         return fingerprint_of((self.layers, self.window, self.heads, self.head_dim, layouts))
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens that share a segment, or would."""
+        return self.segment.tokens if self.segment else SEGMENT_TOKENS
 
     def layouts(self) -> Iterator[Layout]:
         """The layouts in use, pages first."""
@@ -121,16 +133,21 @@ class LayerGroup:
     def sealed(self, n: int) -> int:
         """Tokens in pages when the sequence has n: a pure function of n."""
         tokens = self.page.tokens
-        return tokens * (max(0, n - self.residual) // tokens)
+        return tokens * (max(0, n - self.sink - self.residual) // tokens)
 
     def inventory(self, n: int) -> Inventory:
         """The records that a prompt of n tokens fills."""
         sealed = self.sealed(n)
-        segments = -(-sealed // SEGMENT_TOKENS) if self.segment else 0
+        segments = -(-sealed // self.segment_tokens) if self.segment else 0
         tail_len = n - sealed
         raws = -(-tail_len // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
         pages, sides = sealed // self.page.tokens, 1 if self.side else 0
         return Inventory(pages, segments, sides, raws, tail_len)
+
+    def is_side_sent(self, n: int) -> bool:
+        """Whether the side record of a prompt of n tokens says anything: of its pages; in groups
+        with a lead only while there is none, of what the first one will need."""
+        return self.side is not None and bool(self.sealed(n)) != bool(self.lead)
 
     def kept_raws(self, seals: int) -> int:
         """Raw pages for what `seals` seals set aside; all of a prompt is one."""

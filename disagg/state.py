@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from disagg.errors import DisaggError
-from disagg.page import RAW_TOKENS, SEGMENT_TOKENS, Kind, Layout
+from disagg.page import RAW_TOKENS, Kind, Layout
 from disagg.plan import LayerGroup, RecordShape
 
 
@@ -24,6 +24,7 @@ class Allocator(Protocol):
 class Run:
     """Pages in token order under one layout and one segment. A kernel never crosses one.
 
+    first: tokens in pages before it
     pages: 32-bit ids side by side, so that a page table of thousands is copied, not counted out
     """
 
@@ -35,7 +36,10 @@ class Run:
 
 @dataclass
 class GroupState:
-    """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed."""
+    """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed.
+
+    tail: the raw pages in token order, those of the sink in front
+    """
 
     runs: list[Run] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
@@ -77,7 +81,7 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
             allocator.release(taken)
         raise
     pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
-    step = SEGMENT_TOKENS // group.page.tokens if segments else max(1, len(pages))
+    step = group.segment_tokens // group.page.tokens if segments else max(1, len(pages))
     owners: Sequence[int | None] = segments or [None]
     runs = [
         Run(group.page, owner, i * group.page.tokens, array("i", pages[i : i + step]))

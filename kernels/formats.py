@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 ARENA_UNIT = 128  # bytes; a page id counts these from the start of the arena
 RAW_SLOTS = 16  # tokens of a raw page
+TURN = 64  # channels of V that are mixed
 STRIP = 16  # slots that are read together: the rows of a matrix product
 TILE_STRIPS = 4  # strips that a GPU takes in one iteration
 
@@ -28,6 +29,8 @@ class Scale:
     scale:  offset of the scales, fp16 unless by is "block"
     zero:   offset of the zeros, fp16, same shape; None: every zero is `center`
     shared: the offsets are in the segment's block; by is "column" and group is all rows
+    fitted: how an encoder chooses them, see reference/quantize.py: the range is clipped, and the
+            scale then stretched; by is "column"
     """
 
     by: str
@@ -36,6 +39,7 @@ class Scale:
     zero: int | None = None
     center: int = 0
     shared: bool = False
+    fitted: bool = False
 
     def __post_init__(self) -> None:
         if self.by not in ("column", "row", "block"):
@@ -91,7 +95,8 @@ class Side:
         word [r][c]   bit  field * bits + 8 * half   holds the code of
                       row  field * rows/fields + r,  column  half * columns/halves + c
 
-    bits:     2, 4 or 8
+    bits:     2, 4 or 8; 0: there are no codes and no zeros, and x[r, c] = scale[c], the mean of a
+              column of fp16
     codes:    offset of int16 [rows/fields][columns/halves], or float8_e4m3fn [rows][columns]
     floating: whether codes are floats
     """
@@ -107,8 +112,8 @@ class Side:
     floating: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"codes of {self.bits} bits; 2, 4 and 8 are known")
+        if self.bits not in (0, 2, 4, 8):
+            raise ValueError(f"codes of {self.bits} bits; 0, 2, 4 and 8 are known")
         if self.rows % self.fields or self.columns % self.halves:
             raise ValueError(
                 f"{self.rows} x {self.columns} codes of {self.bits} bits fill no words"
@@ -119,13 +124,13 @@ class Side:
 
     @property
     def fields(self) -> int:
-        """Bit-fields of a code word along the rows; 1 for floats, which are not in words."""
-        return 1 if self.floating else min(4, 16 // self.bits)
+        """Bit-fields of a code word along the rows; 1 for what is not in words."""
+        return 1 if self.floating or not self.bits else min(4, 16 // self.bits)
 
     @property
     def halves(self) -> int:
         """Parts of the columns that share a code word."""
-        return 1 if self.floating else 16 // (self.fields * self.bits)
+        return 1 if self.floating or not self.bits else 16 // (self.fields * self.bits)
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -138,12 +143,38 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the segment says of K's channels, which are in another order, and of V's, which are
+    mixed; a kernel permutes q, and turns back its output once.
+
+        column c of K       holds channel order[c]; so score = sum_c q[order[c]] K[t, c]
+        channel d of V      V[t] = turn(v[t]) block by block of TURN channels, where
+                            turn(x) = H (s * x) / 8, turned back: x = s * (H y) / 8
+        s[d]                -1 where bit d of `signs` is 1, else 1
+        H                   the Hadamard matrix of TURN channels in natural order, as butterflies:
+                            for h = 1, 2, 4, 8, 16, 32: every pair (i, i + h) with i & h == 0
+                            becomes (a + b, a - b), each rounded to fp32; the eighth is exact
+
+    order: offset of int16 [head_dim] in the segment
+    signs: offset of u8 [head_dim / 8] in the segment, low bit first; the same in all segments of a
+           layer and KV head, so that a view may turn back one sum of them all
+    """
+
+    order: int
+    signs: int
+
+
+@dataclass(frozen=True)
 class PageFormat:
     """Codes: a block of a page, and of the segment it belongs to.
 
     segment_bytes: of a segment's block; 0 where nothing is shared
     valid:         offset of a bit for each token, u8 [tokens / 8], low bit first; a token whose bit
                    is 0 is not there; None: all are
+    bands:         where K's columns are cut into bands of other widths: the sides of those behind
+                   `k`, from its last column on. Their scales, and zeros, are planes one behind the
+                   other, so one row of each serves all bands. By column, in groups of all rows
+    turn:          how the channels of K are ordered and those of V turned; None: as they are
     """
 
     tokens: int
@@ -153,12 +184,19 @@ class PageFormat:
     k: Side
     v: Side
     valid: int | None = None
+    bands: tuple[Side, ...] = ()
+    turn: Turn | None = None
+
+    @property
+    def k_sides(self) -> tuple[Side, ...]:
+        """The bands of K's columns, all of them in order; one, unless there are `bands`."""
+        return self.k, *self.bands
 
     @property
     def written_bytes(self) -> int:
         """Bytes of the planes of a block: where they are fewer than its own, planes leave gaps."""
         total = 0 if self.valid is None else self.tokens // 8
-        for side in (self.k, self.v):
+        for side in (*self.k_sides, self.v):
             total += side.rows * side.columns * side.bits // 8
             if not side.scale.shared:
                 scales = side.scale_shape[0] * side.scale_shape[1]
@@ -170,6 +208,8 @@ class PageFormat:
     @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
+        if self.turn:
+            return False
         k, v = self.k.low_rank, self.v.low_rank
         if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):
             return False
@@ -181,7 +221,8 @@ class PageFormat:
     def is_sealable(self) -> bool:
         """Whether an append can seal such a page: by itself, in one tile of registers."""
         whole = self.valid is None and self.written_bytes == self.block_bytes
-        return whole and not (self.k.rotation or self.v.rotation) and self.is_encodable
+        turned = self.turn or self.k.rotation or self.v.rotation
+        return whole and not turned and self.is_encodable
 
 
 @dataclass(frozen=True)

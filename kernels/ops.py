@@ -96,7 +96,7 @@ def encode(
     elif absent is None and cpu_encode.is_encoded(fmt, k):
         shape = (0 if target else k.shape[1] // fmt.tokens, k.shape[0], fmt.block_bytes)
         blocks = k.new_empty(shape, dtype=torch.uint8)
-        return blocks, cpu_encode.seal_pages(k, v, target or in_order(blocks), fmt, cut.tokens)
+        return blocks, cpu_encode.seal_pages(k, v, target or in_order(blocks), fmt, cut)
     else:
         blocks, segments = encoders.encode(k, v, fmt, cut, absent)
     if target is None:

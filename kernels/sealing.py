@@ -51,7 +51,8 @@ class Segmentation:
 
     tokens: of a segment, a multiple of 16; the last one may have fewer
     seed:   of the first segment; that of the next one is as many stretches more
-    frozen: [H, segment_bytes] u8 - a segment whose rotation is kept; None: new ones are made
+    frozen: [H, segment_bytes] u8 - a segment that new ones repeat: its rotation is kept, and its
+            order and signs, which no encoder makes. None: new ones are made
     """
 
     tokens: int = 2048

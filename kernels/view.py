@@ -4,6 +4,9 @@
     kept exact           view ── partial result ──┼── merge ── o [B, M, Hq, D]
     tail                 view ── partial result ──┘
 
+A tail is all of a sequence's raw pages: where the first tokens stay exact in front of the pages
+(a sink), they are its first slots, and the tokens behind the pages follow at once.
+
 A codec says which views its sequences have, over disjoint tokens; `ops.attend` makes one answer of
 all of them. What happens between is the business of whoever computes: the reference makes one
 (o, log-sum-exp) of each view, the C library answers all in one call, a GPU cuts them into units.

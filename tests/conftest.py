@@ -21,6 +21,7 @@ SERIAL = {  # never beside each other: what starts Ray, makes namespaces or buil
     "tests/bench/test_link.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_private.py",
+    "tests/cluster/test_ray_users.py",
     "tests/test_packaging.py",
     "tests/test_readme.py",
 }

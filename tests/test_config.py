@@ -94,3 +94,28 @@ def test_a_switch_is_on_or_off():
 def test_a_value_below_the_least_is_named_with_it(key, value):
     with pytest.raises(ConfigError, match=rf"config key {key} is .*; at least .* is wanted"):
         load_config(None, {key: value})
+
+
+@pytest.mark.parametrize(
+    "ports", ["[1]", "[7, 6]", "[0, 9]", "[1, 65536]", "['a', 'b']", "{}", "7"]
+)
+def test_ports_are_the_first_and_the_last_one(ports):
+    with pytest.raises(ConfigError, match=r"config key cluster.ports is .* wanted"):
+        load_config(None, {"cluster.ports": ports})
+
+
+def test_lists_and_maps_are_yaml_in_a_file_and_in_a_flag(tmp_path):
+    text = "cluster: {ports: [2000, 2009], runtime_env: {env_vars: {HF_HOME: /models}}}"
+    flags = {"cluster.ports": "[2000, 2009]"}
+    flags |= {"cluster.runtime_env": "{env_vars: {HF_HOME: /models}}"}
+    config = load_config(None, flags)
+    assert config == load_config(write(tmp_path, text))
+    assert config.cluster.runtime_env == {"env_vars": {"HF_HOME": "/models"}}
+    with pytest.raises(ConfigError, match=r"config key cluster.ports is not YAML"):
+        load_config(None, {"cluster.ports": "[2000"})
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up"])
+def test_a_service_has_a_name_that_files_can_have(name):
+    with pytest.raises(ConfigError, match=r"config key cluster.name is .* wanted"):
+        load_config(None, {"cluster.name": name})

@@ -1,6 +1,9 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg.errors import CapacityError
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
@@ -52,6 +55,14 @@ class Counter:
 def test_the_tail_holds_r_to_r_plus_t_minus_1_tokens(n, sealed):
     assert group().sealed(n) == sealed
     assert n < 64 or 64 <= n - group().sealed(n) < 128
+
+
+@given(st.integers(0, 3000), st.sampled_from([0, 64]), st.sampled_from([0, 16, 64]))
+def test_behind_a_sink_tokens_are_counted_as_if_it_were_not_there(n, sink, residual):
+    some = replace(group(residual), sink=sink)
+    assert some.sealed(n) == group(residual).sealed(max(0, n - sink))
+    assert some.inventory(n).tail_len == n - some.sealed(n)
+    assert n < sink + residual or 0 <= n - some.sealed(n) - sink - residual < 64
 
 
 def test_without_a_residual_a_full_page_is_sealed_at_once():

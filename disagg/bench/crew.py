@@ -24,7 +24,7 @@ from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 
-HOST, CHUNK_BYTES, POLL_S = "127.0.0.1", 1 << 18, 0.05
+HOST, CHUNK_BYTES, POLL_S, DRAIN_S = "127.0.0.1", 1 << 18, 0.05, 60.0
 STAYS = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle worker
 
 
@@ -44,7 +44,7 @@ class WorkerProcess:
 
     async def leave(self) -> None:
         """Returns when all that it had is gone elsewhere."""
-        self._worker.stop()
+        self._worker.stop(DRAIN_S)
         await asyncio.to_thread(self._worker.wait)
 
 

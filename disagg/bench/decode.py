@@ -18,6 +18,7 @@ import torch
 
 from disagg.bench.inputs import check_device, make_prompt, slabs_for
 from disagg.bench.result import Row, result_of, tell
+from disagg.codecs.contract import Queries
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
@@ -172,7 +173,9 @@ def _write_context(
     )
     for group, state in zip(plan.groups, states, strict=True):
         for layer in group.layers:
-            write_prompt(codec_of(group), group, state, layer, arena, k, v, 0, tokens, q)
+            write_prompt(
+                codec_of(group), group, state, layer, arena, k, v, 0, tokens, Queries.of(q, tokens)
+            )
 
 
 def _sizes(runner: Runner) -> tuple[int, int, int]:

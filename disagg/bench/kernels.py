@@ -25,7 +25,7 @@ from disagg.bench.inputs import DEVICES, check_device, make_prompt
 from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
-from disagg.codecs.contract import LastQueries
+from disagg.codecs.contract import Prompt, Queries
 
 SPECS = (
     *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
@@ -145,7 +145,7 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     rows = []
     for spec in tell(specs, lambda spec: f"encode, {spec}"):
         codec = get_codec(spec)
-        encode = partial(codec.encode, k, v, 0, LAYER, LastQueries(q, tokens))
+        encode = partial(codec.encode, k, v, 0, LAYER, Prompt(tokens, k, Queries.of(q, tokens)))
         copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
         nbytes = 2 * k.numel() * k.element_size()
         speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}

@@ -14,7 +14,7 @@ from torch import Tensor
 from disagg.bench.inputs import make_prompt
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, LastQueries
+from disagg.codecs.contract import Encoded, Prompt, Queries
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.layer import attend_tables
 from disagg.codecs.tables import PageTable, plan_units
@@ -22,7 +22,7 @@ from disagg.kernels.formats import FREE
 from disagg.kernels.ops import serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Target
-from disagg.page import ARENA_UNIT, SEGMENT_TOKENS
+from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup
 
 LAYER = 2  # of the model: some codecs treat the first two as others
@@ -95,12 +95,13 @@ class PagedLayer:
 
 def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     """Encode a stretch on the CPU and store as many copies of it as the shape has."""
-    stretch = min(SEGMENT_TOKENS, shape.tokens)
-    assert shape.tokens % stretch == 0
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
+    stretch = min(group.segment_tokens, shape.tokens)
+    assert shape.tokens % stretch == 0
     made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
-    encoded = codec.encode(made.k, made.v, 0, LAYER, LastQueries(made.q, stretch))
+    prompt = Prompt(stretch, made.k, Queries.of(made.q, stretch))
+    encoded = codec.encode(made.k, made.v, 0, LAYER, prompt)
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
     arena, table, nbytes = _store(encoded, group, shape, device)
@@ -159,7 +160,7 @@ def _store(
         found["sides"] = found["sides"].view(-1)
     if "segments" in found:
         pages = torch.arange(found["pages"].shape[1], device=device)
-        own = pages // (SEGMENT_TOKENS // group.page.tokens)
+        own = pages // (group.segment_tokens // group.page.tokens)
         found["owner"] = own.int().expand(shape.batch, -1).contiguous()
     lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
     table = PageTable(lo=lo, hi=lo + shape.tokens, layout=group.page, **found)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ RESUME_S, RETRY_S = 60.0, 0.2
 
 @dataclass(frozen=True)
 class RunningService:
-    """A running service. `token`: what POST /stop asks for."""
+    """A running service. `token`: what POST /stop asks for; `ready`: its workers serve."""
 
     url: str
     pid: int
     token: str
+    ready: bool = False
 
     @property
     def alive(self) -> bool:
@@ -62,14 +63,18 @@ def check_unannounced(path: Path) -> None:
 
 
 @contextmanager
-def announced(path: Path, state: RunningService) -> Iterator[None]:
-    """The state file exists inside this block; one that somebody else wrote meanwhile stays."""
+def announced(path: Path, state: RunningService) -> Iterator[Callable[[], None]]:
+    """The state file exists inside this block; one that somebody else wrote meanwhile stays.
+
+    Gives what is to be called when the service is ready.
+    """
     check_unannounced(path)
     write_state(path, state)
     try:
-        yield
+        yield lambda: write_state(path, replace(state, ready=True))
     finally:
-        if read_state(path) == state:
+        there = read_state(path)
+        if there is not None and replace(there, ready=state.ready) == state:
             path.unlink(missing_ok=True)
 
 
@@ -123,7 +128,7 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
                 answer.text += choice["text"]
                 answer.finish_reason = choice["finish_reason"] or ""
                 _show(choice["text"], show)
-            answer.kv = event.get("kv") or answer.kv
+                answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])

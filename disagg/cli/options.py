@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from disagg.config import DEFAULT_CODEC, Config, as_dict, load_config
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, as_dict, load_config
 from disagg.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
-    str | None, typer.Option(help="Folder or Hugging Face name; the packaged one unless given.")
+    str | None,
+    typer.Option(help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'),
 ]
 Codec = Annotated[str | None, typer.Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
 ConfigFile = Annotated[
@@ -52,10 +53,10 @@ def print_config(config: Config, as_json: bool) -> None:
     print(yaml.safe_dump(as_dict(config), sort_keys=False), end="")
 
 
-def state_path(given: Path | str | None) -> Path:
-    """The state file of this user, unless another one is given."""
+def state_path(given: Path | str | None, name: str = ClusterConfig.name) -> Path:
+    """The state file of this user's service of a name, unless another one is given."""
     if given is not None:
         return Path(given)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) if runtime else Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}"
-    return folder / "disagg.json"
+    return folder / f"{name}.json"

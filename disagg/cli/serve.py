@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
+OwnName = Annotated[
+    str | None, typer.Option("--name", help="Of this service among those on a cluster.")
+]
 STOP_S = 15.0
 POLL_S = 0.05
 DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
@@ -40,6 +44,7 @@ def serve(
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
+    name: OwnName = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
     show_config: options.ShowConfig = False,
@@ -48,7 +53,7 @@ def serve(
 ) -> None:
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
-    flags["server.served_model_name"] = served_model_name
+    flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:
@@ -60,7 +65,10 @@ def serve(
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
-    client.post(state.url, "/stop", state.token)
+    if state.ready:
+        client.post(state.url, "/stop", state.token)
+    else:
+        os.kill(state.pid, signal.SIGTERM)
     until = time.monotonic() + STOP_S
     while state.alive:
         if time.monotonic() > until:
@@ -81,7 +89,7 @@ def running(state_file: Any) -> RunningService:
 
 def run_service(config: Config, as_json: bool) -> None:
     """Serve until SIGINT, SIGTERM or `disagg stop`; the state file lives as long."""
-    path = options.state_path(config.server.state_file)
+    path = options.state_path(config.server.state_file, config.cluster.name)
     client.check_unannounced(path)
     from disagg.model.describe import describe_model
     from disagg.server.service import Service
@@ -90,22 +98,41 @@ def run_service(config: Config, as_json: bool) -> None:
         raise KeyboardInterrupt
 
     check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         with ExitStack() as stack:
             with stages() as say:
-                service = stack.enter_context(Service(config, say))
-            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
-            state = RunningService(service.url, os.getpid(), service.secret)
-            stack.enter_context(client.announced(path, state))
+                service = Service(config, say)
+                state = RunningService(service.url, os.getpid(), service.secret)
+                is_ready = stack.enter_context(client.announced(path, state))
+                stack.enter_context(service)
+            is_ready()
             if as_json:
                 print_json({"url": service.url, "pid": os.getpid()})
             told = f"serving {service.name} at {service.url}"
             for line in (*service.links, *_open_to_all(config), told):
                 print(line, file=sys.stderr, flush=True)
+            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
             while not service.stopped.wait(1.0):
                 signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         print("stopped", file=sys.stderr)
+
+
+def ready(path: Path) -> RunningService | None:
+    """The service of a state file, once its workers serve; None if there is none to wait for.
+
+    PeerLostError if it ends before.
+    """
+    state = client.read_state(path)
+    if state is None or state.ready:
+        return state
+    with stages() as say:
+        say(f"waiting for the service at {state.url}")
+        while not state.ready:
+            time.sleep(POLL_S)
+            state = running(path)
+    return state
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import persist, read_state
+from disagg.cli.client import persist
 from disagg.cli.output import print_json, print_savings
-from disagg.cli.serve import private_service
+from disagg.cli.serve import private_service, ready
 from disagg.errors import CancelledError, RequestError
 
 Text = Annotated[str, typer.Argument(help='The prompt; "-" reads standard input, "@FILE" a file.')]
@@ -89,7 +89,7 @@ def somewhere(
         return
     config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})
     if path is None and not sets:
-        running = read_state(options.state_path(config.server.state_file))
+        running = ready(options.state_path(config.server.state_file))
         if running is not None:
             yield running.url
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, LastQueries, require
+from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import EXACT_ERRORS
@@ -35,6 +35,7 @@ class AlignedKV(Codec):
     """
 
     name: ClassVar[str] = "alignedkv"
+    no_sink: ClassVar[str] = "it stores all bits of every token"
     attend_errors: ClassVar[Mapping[str, float]] = dict.fromkeys(EXACT_ERRORS, 2**-7)
 
     def page_layout(self, head_dim: int) -> Layout:
@@ -58,7 +59,7 @@ class AlignedKV(Codec):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
         return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]), target=target)[0])

@@ -19,6 +19,6 @@ class Codec(LayerCodec):
 
         k, v:  [H, n, D], any float dtype - keys after RoPE
         layer: of the model; it matters to codecs that treat the first layers differently
-        q:     [Hq, W, D] - the last queries, for codecs that choose tokens by attention
+        q:     [Hq, W, D] - the last queries, for codecs that choose by them
         """
         return CompressedKV.from_prompt(self, k, v, layer, q)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, LayerCodec
+from disagg.codecs.contract import Encoded, LayerCodec, Queries
 from disagg.codecs.layer import (
     attend_tables,
     read_blocks,
@@ -83,7 +83,8 @@ class CompressedKV:
         group = codec.layer_group((layer,), heads, head_dim, dtype)
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
-        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, q)
+        queries = None if q is None else Queries.of(q, n)
+        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, queries)
         cache.num_tokens = n
         return cache
 
@@ -135,11 +136,11 @@ class CompressedKV:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
         group, arena = self.group, self._arena.bytes
         tokens = self._state.num_pages * group.page.tokens
-        k, v = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
-        k, v = k.to(dtype), v.to(dtype)
+        exact = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
+        sink, rest = ([x[:, some].to(dtype) for x in exact] for some in _around(group.sink))
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
-        parts_k, parts_v = [x for x, _ in sealed], [x for _, x in sealed]
-        return torch.cat([*parts_k, k], 1), torch.cat([*parts_v, v], 1)
+        k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
+        return k, v
 
     def _view(self, q: Tensor) -> tuple[Tensor, PageTable | None, PageTable | None]:
         """The query as a batch of one, and the page tables that it sees."""
@@ -165,7 +166,8 @@ class CompressedKV:
         sealed = [self.codec.present(encoded, self.group) for encoded in self.runs()]
         tail = self.num_tokens - sum(x.shape[1] for x in sealed)
         rest = torch.ones(self.group.heads, tail, dtype=torch.bool, device=self._arena.bytes.device)
-        return torch.cat([*sealed, rest], 1)
+        before, behind = (rest[:, some] for some in _around(self.group.sink))
+        return torch.cat([before, *sealed, behind], 1)
 
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
@@ -201,6 +203,11 @@ class CompressedKV:
         if group.side is not None:
             total += group.layer_bytes(group.side)
         return total
+
+
+def _around(sink: int) -> tuple[slice, slice]:
+    """Of raw tokens, those in front of the pages and those behind."""
+    return slice(sink), slice(sink, None)
 
 
 def _check_pair(k: Tensor, v: Tensor) -> None:

@@ -30,6 +30,9 @@ from disagg.kernels.view import View
 from disagg.page import FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
+PAGE_TOKENS = 64  # of a page, unless a codec says otherwise
+LEAD_FIRST, LEAD_END = 64, 576
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -52,11 +55,49 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class LastQueries:
-    """q [Hq, W, D] of tokens total - W .. total - 1 of a prompt, after RoPE."""
+class Prompt:
+    """What a codec may look at in one layer, besides the tokens that it encodes; after RoPE.
 
-    q: Tensor
+    total:   its tokens
+    k:       [H, done, D] - the keys so far
+    queries: None where nobody has seen any
+    """
+
     total: int
+    k: Tensor
+    queries: "Queries | None" = None
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is kept of the queries of a prompt.
+
+    last:    [Hq, W, D] - of its last W tokens, as far as they are computed
+    squares: [Hq, D] fp64 - sums of their squares over the tokens of `lead_of`
+    """
+
+    last: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, total: int) -> "Queries":
+        """Those of the last W of `total` tokens, q [Hq, W, D]."""
+        return cls(q, sum_squares(q, total - q.shape[1], total))
+
+
+def lead_of(total: int) -> tuple[int, int]:
+    """First and end of the tokens of a prompt that order channels: 64 .. 575, or what there is; all
+    of a prompt that has less than a page of them."""
+    first = LEAD_FIRST if total >= LEAD_FIRST + PAGE_TOKENS else 0
+    return first, min(total, LEAD_END)
+
+
+def sum_squares(q: Tensor, before: int, total: int) -> Tensor:
+    """Sums of squares over those tokens of q [Hq, c, D], behind `before` tokens of `total`, that
+    order channels: [Hq, D] fp64, in multiples of 2**-20, so that chunks add up in any order."""
+    first, end = lead_of(total)
+    some = q[:, max(0, first - before) : max(0, end - before)].float()
+    return (some.square() * 2.0**20).round().sum(1, dtype=torch.float64) * 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -64,19 +105,26 @@ class LayerCodec(ABC):
     """One method with its options. A subclass's fields are its options.
 
     final_at:      when the bytes of its pages are final
+    lead:          first tokens of a prompt that all its pages depend on
+    no_sink:       why the first tokens cannot stay exact in front of the pages
     attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
                    `decode` gives, in fp32; in fp64 it is 1e-12, unless it approximates by design
     """
 
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
-    page_tokens: ClassVar[int] = 64
+    page_tokens: ClassVar[int] = PAGE_TOKENS
+    lead: ClassVar[int] = 0
+    no_sink: ClassVar[str] = ""
     attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
 
     @property
     def spec(self) -> str:
-        """The canonical spec: every option, in declaration order."""
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """The canonical spec: every option, in declaration order; a sink last, if it is not the
+        codec's default."""
+        shown = [f for f in fields(self) if f.name != "sink" or f.default != self.sink_tokens]
+        shown.sort(key=lambda f: f.name == "sink")
+        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
         return f"{self.name}:{options}" if options else self.name
 
     @property
@@ -87,6 +135,11 @@ class LayerCodec(ABC):
     @property
     def tail_tokens(self) -> int:
         """R: the least number of exact tokens kept in the tail."""
+        return 0
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens that stay exact in front of the pages."""
         return 0
 
     def raw_dtype(self, model_dtype: str) -> str:
@@ -137,6 +190,8 @@ class LayerCodec(ABC):
             side=self.side_layout(head_dim),
             flush_page=self.flush_page_layout(head_dim),
             flush_segment=self.flush_segment_layout(head_dim),
+            sink=self.sink_tokens if window is None else 0,
+            lead=self.lead,
         )
 
     @abstractmethod
@@ -146,7 +201,7 @@ class LayerCodec(ABC):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
         """The pages of tokens first .. first+n-1 of a prompt, in one layer.
@@ -154,10 +209,14 @@ class LayerCodec(ABC):
         k, v:   [H, n, D] - exact values after RoPE, rounded to the tail's dtype; n a multiple of T
         first:  position of the first token; the start of a segment, or of a page
         layer:  of the model
-        last:   queries of the end of the prompt, for codecs that choose by attention
+        prompt: for codecs that choose by all of it
         target: where the blocks are written to; None: they are in the result
         error:  see the codec's own docstring
         """
+
+    def early_side(self, prompt: Prompt) -> Tensor | None:
+        """The side record [H, bytes] u8 of a prompt without a page, if it says anything then."""
+        return None
 
     def seal_format(self, head_dim: int) -> SealFormat | None:
         """The page that the append of a decode step seals by itself; None: it calls `flush`."""
@@ -166,6 +225,7 @@ class LayerCodec(ABC):
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         """One page sealed while decoding: k, v [H, T, D].
 
+        first:  position of the first token
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
                 `side` and `kept` as they are, with room for what this seal may set aside
         """

@@ -25,6 +25,7 @@ class DecoQuant(QuantizedCodec):
     """
 
     name: ClassVar[str] = "decoquant"
+    no_sink: ClassVar[str] = "its rotation is fitted to segments from the first token on"
     final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
     k_by: ClassVar[str] = "row"
 

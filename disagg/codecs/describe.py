@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from disagg.codecs.registry import CODECS, get_codec
-from disagg.page import SEGMENT_TOKENS, Kind
+from disagg.page import Kind
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
@@ -35,17 +35,14 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
     """The row of one codec; UnknownNameError or ConfigError where the spec cannot be."""
     codec = get_codec(spec)
     group = codec.layer_group((0,), heads, head_dim, "float16")
-    page_bytes = group.layer_bytes(group.page)
-    segment_bytes = group.layer_bytes(group.segment) if group.segment else 0
-    per_token = page_bytes / group.page.tokens + segment_bytes / SEGMENT_TOKENS
     spread = [fp16_percent(group, tokens + i) for i in range(64)]
     return CodecRow(
         name=codec.name,
         spec=codec.spec,
-        bits_per_element=8 * per_token / (2 * heads * head_dim),
+        bits_per_element=bits_per_element(group),
         page_tokens=group.page.tokens,
-        page_bytes=page_bytes,
-        segment_bytes=segment_bytes,
+        page_bytes=group.layer_bytes(group.page),
+        segment_bytes=group.layer_bytes(group.segment) if group.segment else 0,
         fp16_pct=spread[0],
         fp16_pct_mean=sum(spread) / len(spread),
     )
@@ -54,6 +51,14 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
 def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
     """Every registered codec with its default options, by name."""
     return [describe(name, heads, head_dim, tokens) for name in sorted(CODECS)]
+
+
+def bits_per_element(group: LayerGroup) -> float:
+    """Of a long sequence: page and its share of a segment, no tail."""
+    block_bytes = group.page.block_bytes / group.page.tokens
+    if group.segment:
+        block_bytes += group.segment.block_bytes / group.segment_tokens
+    return 8 * block_bytes / (2 * group.head_dim)
 
 
 def fp16_percent(group: LayerGroup, tokens: int) -> float:

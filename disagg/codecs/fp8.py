@@ -21,6 +21,9 @@ class Fp8(QuantizedCodec):
     """
 
     name: ClassVar[str] = "fp8"
+    no_sink: ClassVar[str] = (
+        "the error of a float is relative, so large tokens cost the others nothing"
+    )
     k_by: ClassVar[str] = "block"
     v_by: ClassVar[str] = "block"
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
 BACKBONES = ("kcvt", "kivi")
@@ -12,7 +12,7 @@ KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
 
 
 @dataclass(frozen=True)
-class GearL(QuantizedCodec):
+class GearL(SinkCodec):
     """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
 
     A lies in the pages, B in the segment. A page sealed while decoding is a segment of its own,
@@ -37,6 +37,7 @@ class GearL(QuantizedCodec):
     decode_rank: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = self.name
         require(self.bits in (2, 4, 8), f"{name}:bits is {self.bits}; 2, 4 and 8 are known")
         known = ", ".join(BACKBONES)

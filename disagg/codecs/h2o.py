@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, LastQueries, require
+from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes
 from disagg.codecs.tables import PageTable
@@ -43,6 +43,7 @@ class H2O(Codec):
     """
 
     name: ClassVar[str] = "h2o"
+    no_sink: ClassVar[str] = "it chooses itself which tokens stay"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
@@ -73,16 +74,16 @@ class H2O(Codec):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
-        if last is None:
+        if prompt is None or prompt.queries is None:
             raise RequestError(
                 "h2o drops by attention: the last queries of the prompt are wanted, q="
             )
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
-        weights = weights_received(last.q, k, head_dim**-0.5, last.total)
+        weights = weights_received(prompt.queries.last, k, head_dim**-0.5, prompt.total)
         kept = heaviest_and_recent(weights, count * self.slots, count * self.slots // 2)
         fmt = exact_format(self.page_layout(head_dim))
         blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)

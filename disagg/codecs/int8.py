@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 
 
 @dataclass(frozen=True)
-class Int8(QuantizedCodec):
+class Int8(SinkCodec):
     """Symmetric round-to-nearest to -127 .. 127, one scale for each token and KV head.
 
     error:  |x' - x| <= s/2 + 2**-11 max|x| + 2**-17, where s = fp16(max|x| / 127) of the token

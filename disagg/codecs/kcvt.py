@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
 
 @dataclass(frozen=True)
-class Kcvt(QuantizedCodec):
+class Kcvt(SinkCodec):
     """Asymmetric round-to-nearest; the scales of K live in the segment, those of V in the page.
 
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
@@ -28,6 +28,7 @@ class Kcvt(QuantizedCodec):
     bits: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.bits in (2, 4, 8), f"kcvt:bits is {self.bits}; 2, 4 and 8 are known")
 
     def page_planes(self, head_dim: int) -> Planes:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 from disagg.page import RAW_TOKENS
 
 
 @dataclass(frozen=True)
-class Kivi(QuantizedCodec):
+class Kivi(SinkCodec):
     """Asymmetric round-to-nearest; K in groups of tokens per channel, V in groups of channels.
 
     bits:     2 or 4
@@ -28,6 +28,7 @@ class Kivi(QuantizedCodec):
     residual: int = 128
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.bits in (2, 4), f"kivi:bits is {self.bits}; 2 and 4 are known")
         require(self.group in (32, 64), f"kivi:group is {self.group}; 32 and 64 are known")
         valid = self.residual >= 0 and self.residual % RAW_TOKENS == 0

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, LastQueries, LayerCodec, seed_of
+from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.ops import append, attend, gather_raw, load_blocks, store_blocks
 from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import View
-from disagg.page import SEGMENT_TOKENS, FinalAt, Kind, Layout
+from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
 
@@ -32,15 +32,15 @@ class Written:
 
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
-    """How many tokens of a prompt can be encoded for good when `done` of `total` are computed.
+    """How many tokens of pages can be encoded for good when `done` of `total` are computed.
 
     Depends on nothing else, so bytes never depend on how the prompt was cut into chunks.
     """
     sealed = group.sealed(total)
-    if done >= total or group.final_at is FinalAt.PROMPT:
+    if done >= total or group.final_at is FinalAt.PROMPT or done < group.lead:
         return sealed if done >= total else 0
-    step = group.page.tokens if group.final_at is FinalAt.PAGE else SEGMENT_TOKENS
-    return min(sealed, step * (done // step))
+    step = group.page.tokens if group.final_at is FinalAt.PAGE else group.segment_tokens
+    return min(sealed, step * (max(0, done - group.sink) // step))
 
 
 def write_prompt(
@@ -53,27 +53,28 @@ def write_prompt(
     v: Tensor,
     before: int,
     total: int,
-    q: Tensor | None = None,
+    queries: Queries | None = None,
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of `state`.
 
-    k, v:   [H, done, D] - exact K and V of all tokens so far, after RoPE
-    before: tokens that earlier calls for this layer had seen
-    total:  tokens of the whole prompt; at done == total the tail is written too
-    q:      [Hq, W, D] - queries of the last W of the tokens so far, for codecs that choose by them
+    k, v:    [H, done, D] - exact K and V of all tokens so far, after RoPE
+    before:  tokens that earlier calls for this layer had seen
+    total:   tokens of the whole prompt; at done == total the raw pages are written too
+    queries: of the tokens so far, for codecs that choose by them
     """
-    done = k.shape[1]
+    done, sink = k.shape[1], group.sink
+    prompt = Prompt(total, k, queries)
     written: list[Written] = []
     start, end = encodable(group, before, total), encodable(group, done, total)
     if end > start:
-        new_k, new_v = _rounded(k[:, start:end], group), _rounded(v[:, start:end], group)
+        some = slice(sink + start, sink + end)
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
-        last = None if q is None else LastQueries(q, total)
         target = _target(group, group.page, layer, arena, pages)
-        encoded = codec.encode(new_k, new_v, start, layer, last, target)
+        new_k, new_v = _rounded(k[:, some], group), _rounded(v[:, some], group)
+        encoded = codec.encode(new_k, new_v, some.start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
-            index = start // SEGMENT_TOKENS
+            index = start // group.segment_tokens
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
@@ -81,10 +82,14 @@ def write_prompt(
         written.append(Written(Kind.PAGE, first, count))
         _store_kept(group, layer, arena, encoded, state)
     if done == total:
-        if state.side is not None:
+        if group.is_side_sent(total):
             written.append(Written(Kind.SIDE, 0, 1))
+        if not end and group.side is not None:
+            early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
+            _store_kept(group, layer, arena, early, state)
         if state.tail:
-            blocks = raw_blocks(_rounded(k[:, end:], group), _rounded(v[:, end:], group))
+            ends = [torch.cat([x[:, :sink], x[:, sink + end :]], 1) for x in (k, v)]
+            blocks = raw_blocks(*(_rounded(x, group) for x in ends))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
             written.append(Written(Kind.RAW, 0, raws))

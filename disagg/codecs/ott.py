@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, LastQueries, require, seed_of
+from disagg.codecs.contract import Encoded, Prompt, require, seed_of
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.quantized import (
     Planes,
@@ -53,6 +53,7 @@ class Ott(QuantizedCodec):
     """
 
     name: ClassVar[str] = "ott"
+    no_sink: ClassVar[str] = "it finds the tokens that would ruin a group itself"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = 128
 
@@ -130,7 +131,7 @@ class Ott(QuantizedCodec):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)

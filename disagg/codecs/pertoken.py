@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 
 
 @dataclass(frozen=True)
-class PerToken(QuantizedCodec):
+class PerToken(SinkCodec):
     """Asymmetric round-to-nearest of each token by itself.
 
     bits:   2, 4 or 8
@@ -26,6 +26,7 @@ class PerToken(QuantizedCodec):
     group: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.bits in (2, 4, 8), f"pertoken:bits is {self.bits}; 2, 4 and 8 are known")
         require(self.group > 0, f"pertoken:group is {self.group}; a positive number is wanted")
 

@@ -10,7 +10,7 @@ A scale without a zero belongs to symmetric codes.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, LastQueries, seed_of
+from disagg.codecs.contract import Encoded, Prompt, require, seed_of
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
@@ -35,11 +35,13 @@ Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
 class QuantizedCodec(Codec):
     """A codec whose pages are codes and what belongs to them.
 
-    k_by, v_by: how scales lie: "column", "row" or "block", see kernels/formats.py
+    k_by, v_by:     how scales lie: "column", "row" or "block", see kernels/formats.py
+    segment_tokens: that share a segment, where there are any
     """
 
     k_by: ClassVar[str] = "column"
     v_by: ClassVar[str] = "column"
+    segment_tokens: ClassVar[int] = SEGMENT_TOKENS
 
     @abstractmethod
     def page_planes(self, head_dim: int) -> Planes:
@@ -55,7 +57,7 @@ class QuantizedCodec(Codec):
 
     def segment_layout(self, head_dim: int) -> Layout | None:
         planes = self.segment_planes(head_dim)
-        return make_layout(self.spec, Kind.SEGMENT, SEGMENT_TOKENS, planes) if planes else None
+        return make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes) if planes else None
 
     def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
         """The numbers of a page layout of this codec and its segment."""
@@ -67,10 +69,10 @@ class QuantizedCodec(Codec):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
-        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))
+        cut = Segmentation(self.segment_tokens, seed_of(layer, first))
         return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
 
     def seal_format(self, head_dim: int) -> SealFormat | None:
@@ -79,7 +81,7 @@ class QuantizedCodec(Codec):
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         frozen = None if before.segments is None else before.segments[0]
-        cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first), frozen)
+        cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
         return Encoded(*ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True)
 
     def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
@@ -94,12 +96,29 @@ class QuantizedCodec(Codec):
         fmt = self.format_of(page, segment_layout(group, page), group.head_dim)
         segments = None
         if encoded.segments is not None:
-            per_segment = SEGMENT_TOKENS // page.tokens
+            per_segment = self.segment_tokens // page.tokens
             count, device = encoded.blocks.shape[0], encoded.blocks.device
             owner = torch.arange(count, device=device) // per_segment
             segments = encoded.segments[owner.clamp_max(encoded.segments.shape[0] - 1)]
         k, v = ops.decode(encoded.blocks, segments, fmt, dtype)
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class SinkCodec(QuantizedCodec):
+    """A codec whose first tokens may stay exact, in front of its pages.
+
+    sink: 0 or 64 - so many; attention hangs on them, and they would widen the first page's ranges
+    """
+
+    sink: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(self.sink in (0, 64), f"{self.name}:sink is {self.sink}; 0 and 64 are known")
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.sink
 
 
 @lru_cache

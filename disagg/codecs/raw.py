@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, LastQueries, require
+from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.tables import PageTable
 from disagg.kernels.cpu.library import EXACT_ERRORS
@@ -30,6 +30,7 @@ class Raw(Codec):
     """
 
     name: ClassVar[str] = "raw"
+    no_sink: ClassVar[str] = "all of its tokens are exact"
     page_tokens: ClassVar[int] = RAW_TOKENS
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
@@ -63,7 +64,7 @@ class Raw(Codec):
         v: Tensor,
         first: int,
         layer: int = 0,
-        last: LastQueries | None = None,
+        prompt: Prompt | None = None,
         target: Target | None = None,
     ) -> Encoded:
         blocks = raw_blocks(k, v)

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from disagg.codecs.alignedkv import AlignedKV
+from disagg.codecs.banded import Banded
 from disagg.codecs.base import Codec
 from disagg.codecs.decoquant import DecoQuant
 from disagg.codecs.fp8 import Fp8
@@ -20,6 +21,7 @@ CODECS: dict[str, type[Codec]] = {
     codec.name: codec
     for codec in (
         AlignedKV,
+        Banded,
         DecoQuant,
         Fp8,
         Gear,
@@ -54,6 +56,8 @@ def get_codec(spec: str) -> Codec:
     for part in filter(None, tail.split(",")):
         key, equals, value = part.partition("=")
         key = key.strip()
+        if key == "sink" and codec.no_sink:
+            raise ConfigError(f"codec {name} has no sink: {codec.no_sink}")
         if key not in types:
             raise UnknownNameError(f"option of codec {name}", key, types)
         if not equals:

@@ -3,6 +3,8 @@
     tail before   │ raw │ raw │ raw │ raw │ raw │          the oldest T tokens of a full tail become
     tail after                            │ raw │ raw +    a page; the raw pages read are freed last
 
+A sink is in front of both, and stays.
+
 Pages sealed while decoding have the layouts `flush_page` and `flush_segment` where the group has
 them. A page has a segment of its own if `flush_segment` is set, and needs none if only `flush_page`
 is: all that belongs to it is in it. Else, in a group with segments, it joins the first one of the
@@ -135,13 +137,14 @@ def append_tokens(
 def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Sealed:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
     found = Sealed()
-    raws = group.page.tokens // RAW_TOKENS
+    raws, sink = group.page.tokens // RAW_TOKENS, group.sink // RAW_TOKENS
     index = 0
     for growth in growths:
         state = growth.state
         first = state.num_pages * group.page.tokens
         while group.sealed(growth.n + growth.m) > first:
-            tail, state.tail[:raws] = state.tail[:raws], []
+            tail = state.tail[sink : sink + raws]
+            del state.tail[sink : sink + raws]
             if group.page == group.raw:
                 _extend(state, group.raw, None, first, tail[0])
             else:
@@ -163,7 +166,7 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))
     state.seals += 1
-    return Seal(state, index, tuple(tail), page, first, segment, begins)
+    return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
 
 
 def seal_rows(

@@ -116,7 +116,7 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
     """
     if group.page == group.raw:
         return m  # sealing a raw page changes no value
-    sealed = group.sealed(n + 1)
+    sealed = group.sink + group.sealed(n + 1)
     next_seal = sealed + group.page.tokens + group.residual  # sealed(n) moves when n reaches this
     return min(m, max(1, next_seal - 1 - n))
 

@@ -37,7 +37,7 @@ from disagg.engine.messages import (
     StepOutput,
     Token,
 )
-from disagg.engine.sampler import sample
+from disagg.engine.sampler import Sampled, logprobs_of, sample
 from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Life, Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
@@ -162,6 +162,7 @@ class Engine:
         if isinstance(message, Prefill):
             sequence.handoff = message.handoff
         if isinstance(message, Admit):
+            sequence.scores = list(message.logprobs)
             sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
             sequence.life.enter(Status.DECODE, self._clock())
             self._scheduler.activate(sequence)
@@ -183,7 +184,7 @@ class Engine:
                 f"prompt of {tokens} tokens; the model's context of {info.context_length} "
                 f"holds at most {info.context_length - 1} and an answer"
             )
-        for token in (*request.tokens, *emitted):
+        for token in (*request.tokens, *emitted, *request.params.named_tokens):
             if not 0 <= token < info.vocab_size:
                 raise RequestError(f"token {token} is outside the vocabulary of {info.vocab_size}")
         if isinstance(message, Admit) and not emitted:
@@ -276,14 +277,14 @@ class Engine:
     def _compute(self, shares: Seq[Share], stash: Stash) -> None:
         """One forward pass, and one more token for who has fed all it knows."""
         batch = build_batch(shares, stash, self.arena, self._chunk)
-        logits = self._runner.forward(batch)
+        logits = self._score(shares, self._runner.forward(batch))
         ready = [share.sequence for share in shares if share.completes]
-        tokens = self._choose(ready, logits)
+        chosen = self._choose(ready, logits)
         wait_for_kernels(self._runner.device)  # what they read may be written once it is released
         for decode in batch.decodes:
             self.pool.release(decode.step.freed)
         stash.loose.clear()
-        self._advance(shares, ready, tokens)
+        self._advance(shares, ready, chosen)
 
     def _chunk(self, share: Share, row: int) -> Chunk:
         """A chunk of a prompt whose layers are encoded and offered as they finish."""
@@ -305,8 +306,8 @@ class Engine:
         group, state = sequence.plan.groups[index], sequence.groups[index]
         assert sequence.workspace is not None
         start = time.perf_counter()
-        q, codec = sequence.workspace.queries(layer), codec_of(group)
-        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, q)
+        queries, codec = sequence.workspace.queries(layer), codec_of(group)
+        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, queries)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
             sequence.handoff.offer(
@@ -328,22 +329,42 @@ class Engine:
 
     # -- sample
 
-    def _choose(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def _score(self, shares: Seq[Share], logits: Tensor) -> Tensor:
+        """Keep what logits [rows, V] say of prompts; those that give the next tokens."""
+        if not any(share.scores for share in shares):
+            return logits
+        last = []
+        for share, part in zip(shares, logits.split([x.outputs for x in shares]), strict=True):
+            sequence = share.sequence
+            if share.scores:
+                del sequence.scores[sequence.n :]  # of a start that was given up
+                known = sequence.request.tokens[sequence.n + 1 :][: share.count]
+                counts = [sequence.request.params.logprobs or 0] * len(known)
+                tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)
+                sequence.scores += logprobs_of(part[: len(known)], tokens, counts)
+            if share.completes:
+                last.append(part[-1:])
+        return torch.cat(last) if last else logits[:0]
+
+    def _choose(self, sequences: Seq[Sequence], logits: Tensor) -> list[Sampled]:
         """The next token of each; for one that cannot be sampled, an error and any token."""
-        params = [sequence.request.params for sequence in sequences]
-        indices = [len(sequence.emitted) for sequence in sequences]
+        asked = [sequence.request for sequence in sequences]
+        emitted = [sequence.emitted for sequence in sequences]
+        eos_ids = self._runner.info.eos_ids
         try:
-            return sample(logits, params, indices)
+            return sample(logits, asked, emitted, eos_ids)
         except Exception:
-            tokens = [0] * len(sequences)
+            chosen = [Sampled(0)] * len(sequences)
         for i, sequence in enumerate(sequences):
             try:
-                (tokens[i],) = sample(logits[i : i + 1], params[i : i + 1], indices[i : i + 1])
+                (chosen[i],) = sample(
+                    logits[i : i + 1], asked[i : i + 1], emitted[i : i + 1], eos_ids
+                )
             except Exception as error:
                 sequence.error = named(error)
-        return tokens
+        return chosen
 
-    def _advance(self, shares: Seq[Share], ready: Seq[Sequence], tokens: Seq[int]) -> None:
+    def _advance(self, shares: Seq[Share], ready: Seq[Sequence], chosen: Seq[Sampled]) -> None:
         """Count the tokens that were fed, and say which came of them."""
         for share in shares:
             sequence = share.sequence
@@ -354,9 +375,10 @@ class Engine:
                 sequence.workspace = None
                 local = sequence.handoff is None
                 sequence.life.enter(Status.DECODE if local else Status.HELD, self._clock())
-        for sequence, token in zip(ready, tokens, strict=True):
+        for sequence, sampled in zip(ready, chosen, strict=True):
             if sequence.error is None:
-                sequence.emitted.append(token)
+                sequence.emitted.append(sampled.token)
+                sequence.scores += [sampled.logprobs] if sampled.logprobs else []
                 self._say(sequence, sequence.finish_reason(self._runner.info))
         for sequence in ready:
             if sequence.n == sequence.hold_at and sequence.life.status is Status.DECODE:
@@ -395,14 +417,17 @@ class Engine:
     def _say(self, sequence: Sequence, reason: str | None) -> None:
         """Report the last token of a sequence; with a reason it is the end of the answer."""
         rid, token = sequence.rid, sequence.emitted[-1]
+        scores, sequence.scores = tuple(sequence.scores), []
         if sequence.life.status is Status.HELD:
             self._scheduler.hold(sequence)
-            self._events.append(Prefilled(rid, token, reason, 1e3 * sequence.encode_s))
+            told = Prefilled(rid, token, reason, 1e3 * sequence.encode_s, logprobs=scores)
+            self._events.append(told)
             return
         if reason is not None:
             self._end(sequence)
         spent = dict(sequence.life.spent) if reason else {}
-        self._events.append(Token(rid, len(sequence.emitted) - 1, token, reason, spent))
+        index = len(sequence.emitted) - 1
+        self._events.append(Token(rid, index, token, reason, spent, logprobs=scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

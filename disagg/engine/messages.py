@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from disagg.engine.sequence import Handoff, Request, Status
+from disagg.engine.sequence import Handoff, Logprobs, Request, Status
 from disagg.errors import DisaggError
 from disagg.state import GroupState
 
@@ -20,14 +20,16 @@ class Prefill:
 class Admit:
     """Decode a prompt whose KV is in this pool already; the records become the engine's.
 
-    emitted: tokens known so far, the first one from prefill; more are fed before new ones come
-    moved:   tokens in the records of a sequence that decoded elsewhere; 0: those of the prompt
+    emitted:  tokens known so far, the first one from prefill; more are fed before new ones come
+    moved:    tokens in the records of a sequence that decoded elsewhere; 0: those of the prompt
+    logprobs: of the last one, where they are wanted
     """
 
     request: Request
     groups: tuple[GroupState, ...]
     emitted: tuple[int, ...]
     moved: int = 0
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Token:
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    spent: with the last one, seconds in each state of its life here
+    spent:    with the last one, seconds in each state of its life here
+    logprobs: of the token, where they are wanted; before them those of the prompt
     """
 
     rid: str
@@ -86,6 +89,7 @@ class Token:
     token: int
     finish_reason: str | None = None
     spent: Mapping[Status, float] = field(default_factory=dict)
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,14 @@ class Prefilled:
 
     finish_reason: there is nothing to decode, so nothing need be sent
     encode_ms:     time spent compressing it
+    logprobs:      of the first token, where they are wanted
     """
 
     rid: str
     first_token: int
     finish_reason: str | None
     encode_ms: float
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)

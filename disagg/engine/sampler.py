@@ -1,29 +1,64 @@
-"""From logits to tokens. Randomness is a function of (seed, token index) and of nothing else.
+"""From logits to tokens: one pass over a whole batch, on the device that made the logits.
 
-So a token does not depend on the batch it was sampled in, on the worker, or on how often its
-sequence was started: no sampler state travels.
+Randomness is a function of (seed, token index) and of nothing else. So a token does not depend on
+the batch it was sampled in, on the worker, or on how often its sequence was started: no sampler
+state travels.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disagg.engine.sequence import SamplingParams
+from disagg.engine.sequence import Logprobs, Request, SamplingParams
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
+@dataclass(frozen=True)
+class Sampled:
+    """A token, and its log-probabilities where they are wanted."""
+
+    token: int
+    logprobs: Logprobs | None = None
+
+
+def sample(
+    logits: Tensor,
+    requests: Sequence[Request],
+    emitted: Sequence[Sequence[int]],
+    eos_ids: Sequence[int] = (),
+) -> list[Sampled]:
     """One token for each row.
 
     logits:  [B, V] fp32
-    params:  per row, how to choose
-    indices: per row, the index of the token in its answer
+    emitted: per row, the tokens of the answer so far
+    eos_ids: end a text, so that none comes before `min_tokens`
     """
-    best = logits.argmax(dim=-1).tolist()
+    params = [request.params for request in requests]
+    scores = _edit(logits, requests, emitted, eos_ids)
+    tokens = scores.argmax(dim=-1)
+    if drawn := [row for row, choice in enumerate(params) if choice.temperature]:
+        indices = [len(emitted[row]) for row in drawn]
+        tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)
+    asked = {row: x.logprobs for row, x in enumerate(params) if x.logprobs is not None}
+    rows = list(asked)
+    found = logprobs_of(logits[rows], tokens[rows], list(asked.values())) if rows else []
+    known = dict(zip(rows, found, strict=True))
+    return [Sampled(token, known.get(row)) for row, token in enumerate(tokens.tolist())]
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[Logprobs]:
+    """What the model says of tokens, whatever sampling makes of it.
+
+    logits: [B, V] · tokens: [B] · counts: per row, how many of the likeliest are wanted
+    """
+    shares = logits.float().log_softmax(dim=-1)
+    own = shares.gather(-1, tokens[:, None])[:, 0].tolist()
+    best, ids = (x.tolist() for x in shares.topk(min(max(counts, default=0), shares.shape[-1])))
     return [
-        _draw(logits[row], choice, index) if choice.temperature else best[row]
-        for row, (choice, index) in enumerate(zip(params, indices, strict=True))
+        (own[row], tuple(zip(ids[row][:count], best[row][:count], strict=True)))
+        for row, count in enumerate(counts)
     ]
 
 
@@ -34,15 +69,86 @@ def uniform(seed: int, index: int) -> float:
     return (bits >> 11) / (1 << 53)
 
 
-def _draw(logits: Tensor, params: SamplingParams, index: int) -> int:
-    """Inverse transform sampling: tokens by falling probability share [0, 1) between them."""
-    scores, tokens = logits.double().sort(descending=True, stable=True)
-    if params.top_k:
-        scores = scores[: params.top_k]
-    shares = ((scores - scores[0]) / params.temperature).softmax(0).cumsum(0)
-    if params.top_p < 1:
-        kept = int((shares < params.top_p).sum()) + 1
-        shares = shares[:kept] / shares[min(kept, len(shares)) - 1]
-    target = torch.tensor([uniform(params.seed, index)], dtype=shares.dtype, device=shares.device)
-    place = int(torch.searchsorted(shares, target, right=True))
-    return int(tokens[min(place, len(shares) - 1)])
+def _edit(
+    logits: Tensor,
+    requests: Sequence[Request],
+    emitted: Sequence[Sequence[int]],
+    eos_ids: Sequence[int],
+) -> Tensor:
+    """Logits with biases, penalties and what `min_tokens` forbids: in the order of vLLM."""
+    params = [request.params for request in requests]
+    biases = [(row, *bias) for row, x in enumerate(params) for bias in x.logit_bias]
+    early = [row for row, x in enumerate(params) if len(emitted[row]) < x.min_tokens]
+    forbidden = [(row, end) for row in early for end in params[row].ends(eos_ids)]
+    penalised = [row for row, x in enumerate(params) if x.penalises]
+    if not (biases or forbidden or penalised):
+        return logits
+    logits = logits.clone()
+    if biases:
+        rows, tokens, values = zip(*biases, strict=True)
+        logits.index_put_(_at(rows, tokens, logits), logits.new_tensor(values), accumulate=True)
+    if penalised:
+        some = [requests[row] for row in penalised]
+        logits[penalised] = _penalise(logits[penalised], some, [emitted[row] for row in penalised])
+    if forbidden:
+        rows, tokens = zip(*forbidden, strict=True)
+        logits[_at(rows, tokens, logits)] = -torch.inf
+    return logits
+
+
+def _penalise(
+    logits: Tensor, requests: Sequence[Request], emitted: Sequence[Sequence[int]]
+) -> Tensor:
+    """Less for tokens that were seen: in prompt and answer (repetition), in the answer (others)."""
+    params = [request.params for request in requests]
+    said = _counts(emitted, logits)
+    seen = said + _counts([request.tokens for request in requests], logits)
+    repetition = _column([x.repetition_penalty for x in params], logits)
+    factor = torch.where(seen > 0, repetition, 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits -= _column([x.frequency_penalty for x in params], logits) * said
+    return logits - _column([x.presence_penalty for x in params], logits) * (said > 0)
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> Tensor:
+    """Inverse transform sampling: the tokens share [0, 1) between them, in their order."""
+    best = logits.max(dim=-1, keepdim=True).values
+    scores = (logits - best).double()
+    shares = (scores / _column([x.temperature for x in params], scores)).softmax(dim=-1)
+    if cut := [row for row, x in enumerate(params) if x.truncates]:
+        shares[cut] = _truncate(shares[cut], [params[row] for row in cut])
+    sums = shares.cumsum(dim=-1)
+    total = sums[:, -1:]
+    chance = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
+    target = _column(chance, shares) * total
+    target = target.minimum(total.nextafter(torch.zeros_like(total)))  # rounding reaches no end
+    return torch.searchsorted(sums, target, right=True)[:, 0]
+
+
+def _truncate(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Shares [B, V], those that top_k, top_p and min_p leave; the others 0."""
+    size = shares.shape[-1]
+    ranked, order = shares.sort(descending=True, stable=True)
+    most = _column([x.top_k or size for x in params], shares)
+    ranked = ranked * (torch.arange(size, device=shares.device) < most)
+    sums = ranked.cumsum(dim=-1)
+    kept = sums - ranked < _column([x.top_p for x in params], shares) * sums[:, -1:]
+    kept &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
+    return torch.zeros_like(shares).scatter(-1, order, ranked * kept)
+
+
+def _counts(some: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """How often each token [B, V] is in the list of its row."""
+    rows = [row for row, tokens in enumerate(some) for _ in tokens]
+    at = _at(rows, [token for tokens in some for token in tokens], like)
+    return torch.zeros_like(like).index_put_(at, like.new_ones(len(rows)), accumulate=True)
+
+
+def _at(rows: Sequence[int], tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Places in [B, V]."""
+    rows_, tokens_ = torch.tensor([rows, tokens], dtype=torch.int64, device=like.device)
+    return rows_, tokens_
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return like.new_tensor(values)[:, None]

@@ -38,6 +38,16 @@ class Share:
         """Whether no known token is left to feed: the last logits give the next one."""
         return self.sequence.n + self.count == self.sequence.length
 
+    @property
+    def scores(self) -> bool:
+        """Whether every token of it is to be scored by the logits before it."""
+        return self.sequence.scored and not self.decodes
+
+    @property
+    def outputs(self) -> int:
+        """How many of its last tokens need logits."""
+        return self.count if self.scores else int(self.completes)
+
 
 class Scheduler:
     """The queues of an engine, and the rules by which sequences get room and tokens."""

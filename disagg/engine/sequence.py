@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
 
 MAX_NUMBER = 2**63
+MAX_PENALTY = 1e4
 AGEING_S = 1.0  # of waiting makes up for half of the work
+
+# of one token: its log-probability, and the likeliest tokens in its place with theirs
+Logprobs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Status(StrEnum):
@@ -81,31 +85,84 @@ class SamplingParams:
     """How tokens are chosen, and when to stop. RequestError for what makes no sense.
 
     max_tokens:  tokens to generate, at least 1
+    min_tokens:  as many come before the end of the text or a stop token may
     temperature: 0: the most likely token
     top_p:       choose among the fewest tokens whose probabilities add up to this
     top_k:       choose among this many; 0: all
+    min_p:       choose among those at least this times as probable as the most likely one
     seed:        with the index of a token, the only source of randomness
+    presence_penalty, frequency_penalty: off the logit of a token that was said, once or each time
+    repetition_penalty: divides the logits of tokens of prompt and answer; multiplies negative ones
+    logit_bias:  (token, what is added to its logit)
+    stop_token_ids: end the answer, as the end of the text does
     ignore_eos:  go on behind the end of the text
+    logprobs:    say those of each token, and of so many of the likeliest; None: do not
+    prompt_logprobs: say them of the prompt too, from its second token on
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Seq[tuple[int, float]] = ()
+    stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
+        for name, least in INTEGERS.items():
             number = getattr(self, name)
             fits = isinstance(number, int) and least <= number < MAX_NUMBER
             _require(fits, f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted")
-        for name in ("temperature", "top_p"):
+        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs is {self.logprobs}")
+        scored = self.logprobs is not None or not self.prompt_logprobs
+        _require(scored, "prompt_logprobs without logprobs; say how many of the likeliest")
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
             number = getattr(self, name)
             _require(isinstance(number, int | float), f"{name} is {number!r}; a number is wanted")
         warm = 0 <= self.temperature < MAX_NUMBER
         _require(warm, f"temperature is {self.temperature}; 0 or more, below 2**63 is wanted")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; more than 0, at most 1 is wanted")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; 0 to 1 is wanted")
+        for name, above in PENALTIES.items():
+            number = getattr(self, name)
+            fits = above < number < MAX_PENALTY
+            _require(fits, f"{name} is {number}; between {above:g} and {MAX_PENALTY:g} is wanted")
+
+    @property
+    def named_tokens(self) -> list[int]:
+        """The tokens that it names."""
+        return [*self.stop_token_ids, *(token for token, _ in self.logit_bias)]
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that were seen have other logits than the model's."""
+        repeats = self.repetition_penalty != 1
+        return repeats or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are out of the question."""
+        return bool(self.top_k or self.min_p) or self.top_p < 1
+
+    def ends(self, eos_ids: Seq[int]) -> tuple[int, ...]:
+        """The tokens that end an answer of a model."""
+        return (*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))
+
+
+INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0}  # with their least
+PENALTIES = {  # more than this
+    "presence_penalty": -MAX_PENALTY,
+    "frequency_penalty": -MAX_PENALTY,
+    "repetition_penalty": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -147,6 +204,8 @@ class Sequence:
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
+    scores:    log-probabilities that nobody has heard: of the prompt from its second token on,
+               then of the last token
     """
 
     request: Request
@@ -161,6 +220,7 @@ class Sequence:
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
     error: DisaggError | None = None
+    scores: list[Logprobs] = field(default_factory=list)
 
     @property
     def rid(self) -> str:
@@ -175,6 +235,11 @@ class Sequence:
         """Tokens known: prompt and answer."""
         return self.prompt_len + len(self.emitted)
 
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are wanted, and were not said."""
+        return self.request.params.prompt_logprobs and not self.emitted
+
     def pending(self, limit: int) -> list[int]:
         """The next tokens to feed, at most `limit`."""
         if self.n < self.prompt_len:
@@ -185,7 +250,7 @@ class Sequence:
     def finish_reason(self, info: "ModelInfo") -> str | None:
         """Why the answer of a model ends with its last token; None: it goes on."""
         params = self.request.params
-        if self.emitted and self.emitted[-1] in info.eos_ids and not params.ignore_eos:
+        if self.emitted and self.emitted[-1] in params.ends(info.eos_ids):
             return "stop"
         full = self.length >= info.context_length
         return "length" if full or len(self.emitted) >= params.max_tokens else None

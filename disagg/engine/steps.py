@@ -97,8 +97,7 @@ def build_batch(
         rows.append(len(tokens))
         tokens += share.sequence.pending(share.count)
         positions += range(n, n + share.count)
-        if share.completes:
-            outputs.append(len(tokens) - 1)
+        outputs += range(len(tokens) - share.outputs, len(tokens))
     chunks = [make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes]
     return Batch(
         tokens=tokens,

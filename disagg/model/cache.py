@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from disagg.codecs.contract import Queries, sum_squares
+
 LAST_QUERIES = 32
 
 
@@ -31,14 +33,14 @@ class PassThrough(Cache):
 class Workspace:
     """Exact K and V of one prompt in all layers, after RoPE, as the model computed them.
 
-    And the queries of its last tokens, for codecs that choose tokens by attention.
+    And what codecs may ask of its queries: those of its last tokens, and sums of squares.
     """
 
     def __init__(self, layers: int, heads: int, total: int, head_dim: int):
         self.total = total
         self._shape = (2, heads, total, head_dim)
         self._layers: list[Tensor | None] = [None] * layers
-        self._queries: list[Tensor | None] = [None] * layers
+        self._queries: list[Queries | None] = [None] * layers
 
     @property
     def stored_bytes(self) -> int:
@@ -68,13 +70,14 @@ class Workspace:
         return stored[0, :, :done], stored[1, :, :done]
 
     def observe(self, layer: int, q: Tensor, before: int) -> None:
-        """Remember those of a chunk's queries q [Hq, c, D] that belong to the last tokens."""
-        start = max(0, self.total - LAST_QUERIES - before)
+        """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""
+        last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
+        seen = Queries(last, sum_squares(q, before, self.total))
         earlier = self._queries[layer] if before else None
-        if start < q.shape[1]:
-            parts = [x for x in (earlier, q[:, start:]) if x is not None]
-            self._queries[layer] = torch.cat(parts, 1)
+        if earlier is not None:
+            seen = Queries(torch.cat([earlier.last, last], 1), earlier.squares + seen.squares)
+        self._queries[layer] = seen
 
-    def queries(self, layer: int) -> Tensor | None:
-        """The queries of the last tokens, [Hq, W, D] when the prompt is done; None: not yet."""
+    def queries(self, layer: int) -> Queries | None:
+        """What is known of the queries so far; None: nobody looked."""
         return self._queries[layer]

@@ -13,6 +13,7 @@ from typing import Any
 from disagg.errors import ModelError
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
+FETCHED_NAMES = ("smollm2",)  # what `disagg fetch` knows
 
 # one thing, many names: what config.json files call it
 ALIASES = {
@@ -51,7 +52,8 @@ class ModelInfo:
 
 
 def locate_model(ref: str | None = None) -> Path:
-    """The folder of a model: a path, a name in the Hugging Face cache, or the packaged one."""
+    """The folder of a model: a path, what `disagg fetch` made, a name in the Hugging Face cache, or
+    the packaged one."""
     if ref is None:
         return DEFAULT_MODEL
     folder = Path(ref).expanduser()
@@ -59,6 +61,11 @@ def locate_model(ref: str | None = None) -> Path:
         return folder
     if folder.exists():
         raise ModelError(f"model {ref!r} is a file; a folder with config.json is wanted")
+    if ref in FETCHED_NAMES:
+        fetched = fetched_folder(ref)
+        if not fetched.is_dir():
+            raise ModelError(f"model {ref!r} is not here yet; `disagg fetch {ref}` fetches it")
+        return fetched
     cached = _cached_snapshot(ref)
     if cached is None:
         if ref.startswith(("/", ".", "~")):
@@ -68,6 +75,12 @@ def locate_model(ref: str | None = None) -> Path:
             f"`hf download {ref}` fetches one by name"
         )
     return cached
+
+
+def fetched_folder(name: str) -> Path:
+    """Where `disagg fetch` puts a model."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "disagg" / "models" / name
 
 
 def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> ModelInfo:

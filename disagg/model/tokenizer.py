@@ -38,10 +38,10 @@ class Tokenizer:
         """Characters of the longest token: a text of n has at least n / `longest_token` tokens."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model wants around it.
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a prompt. Other threads go on meanwhile.
 
-        Other threads go on meanwhile.
+        special: with the special tokens that the model wants around it
 
         RequestError for text that is no UTF-8: lone surrogates, or bytes of another encoding.
         """
@@ -50,11 +50,11 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
         # of a batch, though of one: `encode` holds Python's lock, for seconds if the text is long
-        return self._backend.encode_batch([text])[0].ids
+        return self._backend.encode_batch([text], add_special_tokens=special)[0].ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of token ids. special: with that of special tokens."""
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def detokenizer(self) -> "Detokenizer":
         """A new incremental decoder for one stream of tokens."""

@@ -52,8 +52,7 @@ def make_figure(rows: Sequence[Row]) -> Figure:
         raise ConfigError("there are no rows to draw")
     lengths = sorted({row["tokens"] for row in rows})
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
-    figure = Figure(figsize=(1 + 5.5 * len(lengths), 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(1 + 5.5 * len(lengths), 5.5)
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for panel, tokens in zip(panels, lengths, strict=True):
         chosen = [row for row in rows if row["tokens"] == tokens]
@@ -65,6 +64,13 @@ def make_figure(rows: Sequence[Row]) -> Figure:
         for codec, color in zip(codecs, _colors(len(codecs)), strict=True)
     ]
     figure.legend(handles=[*lines, *KEY], loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, to be drawn without a screen."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
     return figure
 
 

@@ -7,18 +7,28 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from disagg.errors import CancelledError, DisaggError, ModelError
+from disagg.errors import CancelledError, DisaggError, ModelError, RequestError
+from disagg.model.chat import ChatTemplate
 from disagg.server import limits
 from disagg.server.counts import Counts
-from disagg.server.schema import CompletionRequest
+from disagg.server.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    GenerationRequest,
+)
 from disagg.server.text import Piece, TextStream, TextTokenizer
 from disagg.workers.router import Output, Router
 
 FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
 MAX_UNKNOWN = 100  # names of unknown fields that are remembered, so that each is told once
 MAX_SHOWN = 64  # characters of such a name
+
+Form = TypeVar("Form", bound=Body)
+Asked = TypeVar("Asked", bound=GenerationRequest)
 
 log = logging.getLogger(__name__)
 
@@ -41,63 +51,97 @@ class Served:
     max_body_bytes: int = 8 << 20
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text that they stand for where it is to be echoed."""
+
+    tokens: tuple[int, ...]
+    text: str = ""
+
+
 class Completions:
-    """Answers completion requests through a router."""
+    """Answers completion requests through a router. `chat`: None for a model without a template."""
 
     def __init__(
         self,
         served: Served,
         tokenizer: TextTokenizer,
         router: Router,
+        chat: ChatTemplate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.served = served
         self.router = router
         self.counts = Counts(served.name)
         self._tokenizer = tokenizer
+        self._chat = chat
         self._clock = clock
         self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
         self._unknown: set[str] = set()
 
+    async def read(self, form: type[Form], body: AsyncIterable[bytes]) -> Form:
+        """A request from the pieces of a body; RequestError and its kinds, or ModelError."""
+        whole = await limits.read_body(body, self.served.max_body_bytes)
+        request = form.read(whole)
+        self._warn(request.unknown)
+        self.check_model(request.model)
+        return request
+
+    def check_model(self, name: str | None) -> None:
+        """ModelError unless this is the model that is served, or nobody said."""
+        if name not in (None, self.served.name, self.served.alias):
+            other = f"model {name!r} is not served here; {self.served.name!r} is"
+            raise ModelError(other, "model")
+
     async def prepare(
-        self, body: AsyncIterable[bytes]
-    ) -> tuple[CompletionRequest, tuple[int, ...]]:
-        """A request and its prompt as token ids, from the pieces of a body.
+        self, form: type[Asked], body: AsyncIterable[bytes]
+    ) -> tuple[Asked, list[Prompt]]:
+        """A request and its prompts as token ids, from the pieces of a body.
 
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
         """
         try:
-            whole = await limits.read_body(body, self.served.max_body_bytes)
-            request = CompletionRequest.read(whole)
-            self._warn(request.unknown)
-            if request.model not in (None, self.served.name, self.served.alias):
-                other = f"model {request.model!r} is not served here; {self.served.name!r} is"
-                raise ModelError(other, "model")
-            return request, await self._tokens_of(request.prompt)
+            request = await self.read(form, body)
+            if isinstance(request, ChatRequest):
+                prompts = [Prompt(tuple(await self.chat_tokens(request)))]
+            else:
+                assert isinstance(request, CompletionRequest)
+                prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
+            limits.check_choices(len(prompts) * request.n)
+            for prompt in prompts:
+                limits.check_prompt(len(prompt.tokens), self.served.context_length)
+                limits.check_ids(prompt.tokens, self.served.vocab_size, "prompt")
+                limits.check_scores(len(prompt.tokens), request.sampling(1))
+            limits.check_ids(request.stop_token_ids, self.served.vocab_size, "stop_token_ids")
+            limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
+            return request, prompts
         except DisaggError as error:
             self.counts.failed(error.reason)
             raise
 
     async def stream(
-        self, request: CompletionRequest, tokens: tuple[int, ...]
+        self, request: GenerationRequest, prompt: Prompt, sibling: int = 0
     ) -> AsyncGenerator[Piece]:
-        """The answer, piece by piece. Leaving the iteration cancels the request on every worker.
+        """An answer, piece by piece. Leaving the iteration cancels the request on every worker.
 
         It ends with the model's context, wherever `max_tokens` is.
+        sibling: which of `n` answers to the same prompt it is
         """
         times = [self._clock()]
         failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
-        text = TextStream(self._tokenizer.detokenizer(), request.stop)
+        stops, hidden = request.stop, request.stop_token_ids
+        text = TextStream(self._tokenizer.detokenizer(), stops, request.min_tokens, hidden)
         codec = request.codec or self.served.codec
-        outputs = self.router.generate(tokens, self._params(request, len(tokens)), codec)
+        params = self._params(request, len(prompt.tokens), sibling)
+        outputs = self.router.generate(prompt.tokens, params, codec)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    piece = self._piece(text, output, times)
+                    piece = _shown(request, prompt, output, self._piece(text, output, times))
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
-                        self.counts.finished(times, piece, len(tokens), own)
+                        self.counts.finished(times, piece, len(prompt.tokens), own)
                         failure = None
                     yield piece
                     if piece.finish_reason is not None:
@@ -108,6 +152,33 @@ class Completions:
         finally:
             if failure is not None:
                 self.counts.failed(failure)
+
+    def spell(self, token: int) -> str:
+        """The text of one token."""
+        return self._tokenizer.decode([token], special=True)
+
+    async def text_of(self, tokens: list[Any]) -> str:
+        """The text of token ids; RequestError where there is another thing among them."""
+        limits.check_ids(tokens, self.served.vocab_size, "tokens")
+        return await asyncio.to_thread(self._tokenizer.decode, tokens, True)
+
+    async def tokens_of(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text. special: with the special tokens that the model wants around it."""
+        served, encode = self.served, self._tokenizer.encode
+        limits.check_text(len(text), served.context_length, served.longest_token)
+        async with self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext():
+            return await asyncio.to_thread(encode, text, special) if text else []
+
+    async def chat_tokens(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation, as the template of the model writes it."""
+        if self._chat is None:
+            none = f"{self.served.name!r} has no chat template; /v1/completions takes prompts"
+            raise RequestError(none, "messages")
+        if not conversation.messages:
+            raise RequestError("messages: at least one is wanted", "messages")
+        options = conversation.template_options
+        text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
+        return await self.tokens_of(text, bool(conversation.add_special_tokens))
 
     async def status(self) -> dict[str, Any]:
         """What is served, and what every worker says of itself."""
@@ -127,28 +198,22 @@ class Completions:
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        return self.counts.scrape((await self.status())["workers"])
+        return self.counts.scrape((await self.status())["workers"], self.router.waiting)
 
-    async def _tokens_of(self, prompt: str | list[Any]) -> tuple[int, ...]:
-        served, ids = self.served, prompt
-        if isinstance(ids, str):
-            limits.check_text(len(ids), served.context_length, served.longest_token)
-            async with self._one_long_text if len(ids) > limits.LONG_TEXT_CHARS else nullcontext():
-                ids = await asyncio.to_thread(self._tokenizer.encode, ids) if ids else []
-        limits.check_prompt(len(ids), served.context_length)
-        limits.check_ids(ids, served.vocab_size)
-        return tuple(ids)
+    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> Prompt:
+        """The tokens of a prompt, its text where it is wanted."""
+        if isinstance(prompt, str):
+            tokens = await self.tokens_of(prompt, request.add_special_tokens)
+            return Prompt(tuple(tokens), prompt)
+        limits.check_prompt(len(prompt), self.served.context_length)
+        text = await self.text_of(prompt) if request.echo else ""
+        return Prompt(tuple(prompt), text)
 
-    def _params(self, request: CompletionRequest, tokens: int) -> dict[str, int | float | bool]:
+    def _params(self, request: GenerationRequest, tokens: int, sibling: int) -> dict[str, Any]:
+        """What the engine is told. Siblings differ by their seeds."""
         seed = secrets.randbelow(limits.MAX_SEED) if request.seed is None else request.seed
-        return {
-            "max_tokens": min(request.max_tokens, self.served.context_length - tokens),
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": max(0, request.top_k),
-            "seed": seed % limits.MAX_SEED,
-            "ignore_eos": request.ignore_eos,
-        }
+        told = request.sampling(self.served.context_length - tokens)
+        return told | {"seed": (seed + sibling) % limits.MAX_SEED}
 
     def _piece(self, text: TextStream, output: Output, times: list[float]) -> Piece:
         """The text of one output; `times` collects when each token came."""
@@ -156,7 +221,8 @@ class Completions:
             times.append(self._clock())
             shown = text.add(output.token)
             reason = "stop" if text.stopped else None
-            return Piece(shown, len(times) - 1, reason, output.kv)
+            scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()
+            return Piece(shown, len(times) - 1, reason, output.kv, scores)
         return Piece(text.finish(), len(times) - 1, output.finish_reason, output.kv)
 
     def _warn(self, names: list[str]) -> None:
@@ -166,6 +232,19 @@ class Completions:
             if shown not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
                 self._unknown.add(shown)
                 log.warning("field %r of a completion request is unknown and ignored", shown)
+
+
+def _shown(request: GenerationRequest, prompt: Prompt, output: Output, piece: Piece) -> Piece:
+    """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        return piece
+    if request.max_tokens == 0:
+        piece = replace(piece, text="", num_tokens=0, scores=())
+    if output.token is None or piece.num_tokens > 1:
+        return piece
+    told: list[Any] = [None, *output.logprobs][:-1]
+    scores = tuple(zip(prompt.tokens, told, strict=True)) if told else ()
+    return replace(piece, text=prompt.text + piece.text, scores=scores + piece.scores)
 
 
 async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,10 +13,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from disagg.server.text import Piece
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "arena_bytes")
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
+# what a worker counts of prompts, as vLLM names where it came from
+SOURCES = {
+    "computed_tokens": "local_compute",
+    "cached_tokens": "local_cache_hit",
+    "received_tokens": "external_kv_transfer",
+    "shared_tokens": "local_cache_hit",
+}
 
 Series = TypeVar("Series", Counter, Gauge, Histogram)
 
@@ -45,11 +54,21 @@ class Counts:
             gauge("disagg_held_sequences", held),
             gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
         )
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens prefilled")
+        self._queued = gauge("disagg_queue_requests", "Requests that no worker has")
+        by_source = "Tokens of prompts, by where a worker has their KV from"
+        self._sources = counter("vllm:prompt_tokens_by_source", by_source, "source")
+        asked = "Tokens of prompts that were looked for in the prefix cache"
+        self._queries = counter("vllm:prefix_cache_queries", asked)
+        self._hits = counter("vllm:prefix_cache_hits", "Those of them that were there")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
         mean = "Mean time between tokens of a request"
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", mean)
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens")
+        sizes = partial(self._series, partial(Histogram, buckets=TOKENS))
+        self._prompt_size = sizes("vllm:request_prompt_tokens", "Tokens of a prompt")
+        self._answer_size = sizes("vllm:request_generation_tokens", "Tokens of an answer")
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
         self._success = counter("vllm:request_success", "Finished requests", "finished_reason")
         self._failures = Counter(
@@ -84,6 +103,10 @@ class Counts:
         self._of(self._e2e).observe(ended - asked)
         if len(times) > 2:
             self._of(self._tpot).observe((ended - first) / (len(times) - 2))
+        for before, after in pairwise(times[1:]):
+            self._of(self._itl).observe(after - before)
+        self._of(self._prompt_size).observe(prompt_tokens)
+        self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()
         self._of(self._prompt_tokens).inc(prompt_tokens)
         self._of(self._generation_tokens).inc(last.num_tokens)
@@ -98,8 +121,9 @@ class Counts:
 
     # -- workers
 
-    def scrape(self, workers: Sequence[Mapping[str, Any]]) -> bytes:
+    def scrape(self, workers: Sequence[Mapping[str, Any]], queued: int = 0) -> bytes:
         """What Prometheus reads. `workers`: as in `Completions.status`."""
+        self._of(self._queued).set(queued)
         self._workers.clear()
         self._load(workers)
         for worker in workers:
@@ -114,6 +138,11 @@ class Counts:
         for name, counter in self._rising.items():
             if rise := self._rise(worker, name, worker.get("counts", {}).get(name, 0)):
                 self._of(counter, role).inc(rise)
+        for name, source in SOURCES.items():
+            rise = self._rise(worker, name, worker.get("counts", {}).get(name, 0))
+            self._of(self._sources, role, source=source).inc(rise)
+            self._of(self._queries, role).inc(rise)
+            self._of(self._hits, role).inc(rise if source == "local_cache_hit" else 0)
         for reason, count in worker.get("failures", {}).items():
             if rise := self._rise(worker, f"failed: {reason}", count):
                 self._of(self._broken, role, reason=reason).inc(rise)

@@ -5,7 +5,7 @@ is measured before it becomes tokens.
 """
 
 import reprlib
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any
 
 from disagg.errors import PromptTooLongError, RequestError, TooLargeError
@@ -13,6 +13,10 @@ from disagg.errors import PromptTooLongError, RequestError, TooLargeError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256  # every token is compared with all begins of all stop strings
 MAX_COUNT = 2**31 - 1  # of tokens, or of choices among them
+MAX_CHOICES = 128  # answers to one request: prompts times n
+MAX_NAMED = 1024  # tokens that a request names
+MAX_LOGPROBS = 20  # of the likeliest tokens, beside that of a token itself
+MAX_SCORES = 100_000  # log-probabilities of one prompt: they come in one message
 MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
@@ -52,9 +56,24 @@ def check_prompt(tokens: int, context_length: int) -> None:
         )
 
 
-def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
-    """RequestError for a prompt that holds anything but token ids of the model."""
+def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
+    """RequestError for a field that holds anything but token ids of the model."""
     for each in ids:
         if type(each) is not int or not 0 <= each < vocab_size:
             known = f"whole numbers from 0 to {vocab_size - 1} are"
-            raise RequestError(f"prompt: {reprlib.repr(each)} is no token id; {known}", "prompt")
+            raise RequestError(f"{field}: {reprlib.repr(each)} is no token id; {known}", field)
+
+
+def check_choices(count: int) -> None:
+    """RequestError for more answers than one request may have."""
+    if count > MAX_CHOICES:
+        told = f"{count} answers are wanted, n of each prompt; at most {MAX_CHOICES} are given"
+        raise RequestError(told, "n")
+
+
+def check_scores(tokens: int, sampling: Mapping[str, Any]) -> None:
+    """RequestError for a prompt with more log-probabilities than one message carries."""
+    count = tokens * (1 + sampling.get("logprobs", 0))
+    if sampling.get("prompt_logprobs") and count > MAX_SCORES:
+        told = f"logprobs: {count:,} of one prompt are wanted; at most {MAX_SCORES:,} are given"
+        raise RequestError(told, "logprobs")

@@ -1,8 +1,8 @@
-"""What clients say and hear: the OpenAI completions dialect, and our additions to it.
+"""What clients say: OpenAI's dialects of completions and chat, vLLM's additions and ours.
 
-Ours: `codec` (a spec or plan for this request), `ignore_eos`, and `kv` (true: the answer carries
-the figures of the hand-off). A null means the default. A field that OpenAI or vLLM know, that would
-change the answer and that is not built here is refused by its name.
+Ours: `codec` (a spec or plan for this request) and `kv` (true: the answer carries the figures of
+the hand-off). A null means the default. A field that OpenAI or vLLM know, that would change the
+answer and that is not built here is refused by its name.
 """
 
 import reprlib
@@ -19,39 +19,58 @@ from disagg.server import limits
 NEUTRAL: Mapping[str, Any] = {
     name: value
     for value, names in (
-        (
-            None,
-            "allowed_token_ids cache_salt guided_choice guided_grammar guided_json guided_regex",
-        ),
-        (None, "logprob_token_ids max_completion_tokens messages prompt_embeds prompt_logprobs"),
-        (None, "repetition_detection structured_outputs truncate_prompt_tokens"),
-        (False, "echo include_stop_str_in_output logprobs return_token_ids"),
-        (False, "return_tokens_as_token_ids use_beam_search watermarking"),
-        (True, "add_special_tokens skip_special_tokens spaces_between_special_tokens"),
+        (None, "allowed_token_ids audio cache_salt chat_template documents function_call"),
+        (None, "guided_choice guided_grammar guided_json guided_regex logprob_token_ids"),
+        (None, "max_completion_tokens messages mm_processor_kwargs prompt prompt_embeds"),
+        (None, "prompt_logprobs reasoning_effort repetition_detection structured_outputs"),
+        (None, "truncate_prompt_tokens verbosity web_search_options"),
+        (False, "echo include_stop_str_in_output return_token_ids return_tokens_as_token_ids"),
+        (False, "use_beam_search watermarking"),
+        (True, "skip_special_tokens spaces_between_special_tokens"),
         (-1, "thinking_token_budget"),
-        (0, "frequency_penalty min_p min_tokens presence_penalty top_logprobs"),
-        (1, "best_of length_penalty n repetition_penalty"),
+        (0, "top_logprobs"),
+        (1, "best_of length_penalty"),
         ("", "suffix"),
-        ([], "bad_words logits_processors stop_token_ids tools"),
-        ({}, "ec_transfer_params kv_transfer_params logit_bias vllm_xargs"),
+        ("none", "tool_choice"),
+        ([], "bad_words functions logits_processors tools"),
+        (["text"], "modalities"),
+        ({}, "ec_transfer_params kv_transfer_params vllm_xargs"),
         ({"type": "text"}, "response_format"),
     )
     for name in names.split()
 }
 # known, and the answer is the same whatever they are
-HARMLESS = {"metadata", "priority", "request_id", "session_id", "store", "stream_interval", "user"}
+HARMLESS = (
+    "include_reasoning metadata parallel_tool_calls prediction priority prompt_cache_key "
+    "prompt_cache_retention request_id safety_identifier service_tier session_id store "
+    "stream_interval user"
+)
+# what an engine is told as the client said it
+SAMPLED = (
+    "min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty "
+    "stop_token_ids ignore_eos"
+)
 
 
-def one_prompt(value: Any) -> Any:
-    """A prompt, or a list of one; RequestError for more of them."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            one = "one is answered at a time: send a request for each"
-            raise RequestError(f"prompt: a list of {len(value)} prompts; {one}", "prompt")
-        value = value[0]
-    if not isinstance(value, str | list):
-        raise RequestError("prompt: a text or a list of token ids is wanted", "prompt")
+def many_prompts(value: Any) -> list[Any]:
+    """One prompt or a list of them, as a list: each a text or token ids."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
+        value = [value]
+    for each in value:
+        if not isinstance(each, str | list):
+            wanted = "a text or a list of token ids, or a list of these, is wanted"
+            raise RequestError(f"prompt: {wanted}; not {reprlib.repr(each)}", "prompt")
     return value
+
+
+def one_text(value: Any) -> Any:
+    """The content of a message as one text; RequestError for parts that are no text."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise RequestError(f"messages: {reprlib.repr(part)} is no part of text", "messages")
+    return "".join(part["text"] for part in value)
 
 
 StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
@@ -60,32 +79,20 @@ Stops = Annotated[
     Field(max_length=limits.MAX_STOPS),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+TokenId = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1, le=limits.MAX_COUNT)]
+Likeliest = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)]
+Name = Annotated[str, Field(max_length=limits.MAX_NAME_CHARS)]
 
 
-class StreamOptions(BaseModel):
-    """`include_usage`: one more chunk at the end, without choices, with the usage."""
-
-    include_usage: bool | None = False
-
-
-class CompletionRequest(BaseModel):
-    """The body of POST /v1/completions."""
+class Body(BaseModel):
+    """A JSON object that a client sent."""
 
     model_config = ConfigDict(extra="allow")
 
-    prompt: Annotated[str | list[Any], BeforeValidator(one_prompt)]
-    model: str | None = Field(None, max_length=limits.MAX_NAME_CHARS)
-    max_tokens: int = Field(16, ge=1, le=limits.MAX_COUNT)
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=limits.MAX_COUNT, description="0 and -1: all")
-    seed: int | None = Field(None, ge=-limits.MAX_SEED, lt=limits.MAX_SEED)
-    stop: Stops = []
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    codec: str | None = Field(None, max_length=limits.MAX_SPEC_CHARS)
-    ignore_eos: bool = False
-    kv: bool = False
+    model: Name | None = None
 
     @classmethod
     def read(cls, body: bytes | bytearray) -> Self:
@@ -108,7 +115,8 @@ class CompletionRequest(BaseModel):
     @property
     def unknown(self) -> list[str]:
         """The fields that nobody knows."""
-        return [x for x in self.model_extra or {} if x not in NEUTRAL and x not in HARMLESS]
+        known = {*NEUTRAL, *HARMLESS.split()}
+        return [name for name in self.model_extra or {} if name not in known]
 
     def _check_extras(self) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -117,57 +125,145 @@ class CompletionRequest(BaseModel):
                 raise RequestError(refused, name)
 
 
+class StreamOptions(BaseModel):
+    """`include_usage`: one more chunk at the end, without choices, with the usage.
+
+    continuous_usage_stats: every chunk has the usage so far
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationRequest(Body):
+    """What both dialects have."""
+
+    n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
+    min_tokens: int = Field(0, ge=0, le=limits.MAX_COUNT)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=limits.MAX_COUNT, description="0 and -1: all")
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=limits.MAX_NAMED)
+    seed: int | None = Field(None, ge=-limits.MAX_SEED, lt=limits.MAX_SEED)
+    stop: Stops = []
+    stop_token_ids: list[TokenId] = Field([], max_length=limits.MAX_NAMED)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    codec: str | None = Field(None, max_length=limits.MAX_SPEC_CHARS)
+    kv: bool = False
+
+    @property
+    def wanted(self) -> int | None:
+        """How many tokens are wanted; None: as many as the context holds."""
+        raise NotImplementedError
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, room: int) -> dict[str, Any]:
+        """What the engine is told of the request, but for its seed; for `room` tokens at most."""
+        wanted = room if self.wanted is None else max(1, self.wanted)
+        told = {name: getattr(self, name) for name in SAMPLED.split()}
+        told |= {"max_tokens": min(wanted, room), "top_k": max(0, self.top_k)}
+        told |= {"logit_bias": list(self.logit_bias.items())}
+        return told | ({} if self.likeliest is None else {"logprobs": self.likeliest})
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[
+        list[Any], BeforeValidator(many_prompts), Field(max_length=limits.MAX_CHOICES)
+    ]
+    max_tokens: int = Field(16, ge=0, le=limits.MAX_COUNT, description="0: with echo alone")
+    logprobs: Likeliest | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    def sampling(self, room: int) -> dict[str, Any]:
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 tokens are an answer with echo alone", "max_tokens")
+        scored = {"prompt_logprobs": True} if self.echo and self.logprobs is not None else {}
+        return super().sampling(room) | scored
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation; templates may know more of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Name
+    content: Annotated[str | None, BeforeValidator(one_text)] = None
+
+
+class Conversation(Body):
+    """Messages, and how the template of the model shall write them."""
+
+    messages: list[ChatMessage] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages as templates know them."""
+        return [message.model_dump(exclude_unset=True) for message in self.messages]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What is said to the template beside them."""
+        goes_on = self.continue_final_message
+        begins = {"add_generation_prompt": self.add_generation_prompt and not goes_on}
+        return self.chat_template_kwargs | begins | {"continue_final_message": goes_on}
+
+
+class ChatRequest(GenerationRequest, Conversation):
+    """The body of POST /v1/chat/completions."""
+
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Likeliest = 0
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs without logprobs=true", "top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(Conversation):
+    """The body of POST /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    tokens: list[Any]
+
+
 def _same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-class PromptDetails(BaseModel):
-    """How much of the prompt was known before."""
-
-    cached_tokens: int = 0
-
-
-class Usage(BaseModel):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails = PromptDetails()
-
-
-class Choice(BaseModel):
-    """A text, or the next piece of one."""
-
-    index: int = 0
-    text: str = ""
-    logprobs: None = None
-    finish_reason: str | None = None
-
-
-class CompletionBody(BaseModel):
-    """An answer, or one chunk of a streamed one. `kv` only where it was asked for."""
-
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-    kv: dict[str, Any] | None = None
-
-    def chunk(self) -> str:
-        """As one server-sent event."""
-        return f"data: {self.model_dump_json(exclude=self._absent())}\n\n"
-
-    def body(self) -> dict[str, Any]:
-        """As the body of an answer."""
-        return self.model_dump(exclude=self._absent())
-
-    def _absent(self) -> set[str]:
-        return {name for name in ("usage", "kv") if getattr(self, name) is None}
-
-
-def error_body(message: str, reason: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an error, as the `openai` client reads it."""
-    return {"error": {"message": message, "type": reason, "param": param, "code": status}}

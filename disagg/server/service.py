@@ -6,7 +6,7 @@ ray-watch      deaths and replacements, told to the loop
 """
 
 import asyncio
-import logging
+import os
 import secrets
 import socket
 import threading
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
+from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
-from disagg.transfer.security import Security, load_security
 from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
-from disagg.workers.session import Session
+from disagg.workers.session import SILENT, Session
 
 if TYPE_CHECKING:
     import uvicorn
@@ -38,16 +39,22 @@ EVERYWHERE = "0.0.0.0"
 GRACE_S = 2  # for answers on their way when the service stops
 DEFAULT_NAME = "default"
 
-log = logging.getLogger(__name__)
-
 
 class Service:
-    """Serves while entered, at `url`. Whoever knows `secret` may ask it to stop: sets `stopped`.
+    """Serves while entered, at `url`, which is bound from the start.
 
-    say: is told what goes on while the service starts, in words
+    secret: whoever knows it may ask the service to stop, which sets `stopped`
+    say:    is told what goes on while the service starts, in words
     """
 
     def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
+        server = config.server
+        self._keys = read_keys(server)
+        check_tls(server)
+        self._socket = bind(server.host, server.port)
+        host = "127.0.0.1" if server.host == EVERYWHERE else server.host
+        scheme = "https" if server.tls_certificate else "http"
+        self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         self.config = config
         self.name = served_name(config)
         self._say = say
@@ -62,25 +69,21 @@ class Service:
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
     def __enter__(self) -> Self:
-        server, cluster = self.config.server, self.config.cluster
-        self._socket = bind(server.host, server.port)
-        host = "127.0.0.1" if server.host == EVERYWHERE else server.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        cluster = self.config.cluster
         with ExitStack() as stack:
             stack.callback(self._socket.close)
+            os.environ.update(SILENT)
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
-            token = session.token if session else None
-            self._security = load_security(self.config.security, token)
-            check_secret(self.config, self._security)
             self._thread.start()
             stack.callback(self._stop_http)
             # here, not above: Ray reads its environment when it is imported
             from disagg.workers.launch import Cluster
 
             self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")
-            workers = Cluster(self.config, token, session.folder if session else None)
+            workers = Cluster(self.config, session)
             stack.callback(workers.close)
             workers.connect()
+            self._security = workers.security
             count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
@@ -136,6 +139,7 @@ class Service:
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
         tokenizer = Tokenizer.load(config.model.name)
+        chat = ChatTemplate.load(config.model.name)
         served = Served(
             self.name,
             info.context_length,
@@ -146,13 +150,15 @@ class Service:
             max_body_bytes=config.server.max_body_bytes,
         )
         self._router = Router(config.router)
-        completions = Completions(served, tokenizer, self._router)
-        app = create_app(completions, self.secret, self.stopped.set, staff=self)
+        completions = Completions(served, tokenizer, self._router, chat)
+        app = create_app(completions, self.secret, self.stopped.set, self._keys, self)
         options = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ssl_certfile=config.server.tls_certificate,
+            ssl_keyfile=config.server.tls_key,
             timeout_graceful_shutdown=GRACE_S,
         )
         server = uvicorn.Server(options)
@@ -196,19 +202,6 @@ class Service:
             _, server = self._serving.result()
             server.should_exit = True
         self._thread.join()
-
-
-def check_secret(config: Config, security: Security) -> None:
-    """ConfigError for a cluster that whoever reaches its ports may use, unless that is wanted."""
-    if config.cluster.address == LOCAL or security.token is not None or security.mutual:
-        return
-    open_ = "the workers of a cluster would listen to whoever reaches their ports"
-    if not config.security.insecure:
-        raise ConfigError(
-            f"{open_}; name a file with a shared secret, on every host, in security.token_file, "
-            "or say security.insecure=true"
-        )
-    log.warning("%s: security.insecure is true", open_)
 
 
 def served_name(config: Config) -> str:

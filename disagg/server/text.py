@@ -1,8 +1,12 @@
 """From tokens to the text a client sees: whole characters, and nothing behind a stop string."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+# a token, its log-probability, and the likeliest tokens in its place with theirs; None for the
+# first token of a prompt, of which nobody says how likely it is
+Score = tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]
 
 
 class TextDecoder(Protocol):
@@ -18,8 +22,11 @@ class TextDecoder(Protocol):
 class TextTokenizer(Protocol):
     """Text to tokens and back; `disagg.model.tokenizer.Tokenizer` is one."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt. Called on threads of its own."""
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of token ids. special: with that of special tokens."""
 
     def detokenizer(self) -> TextDecoder:
         """A new decoder for one stream of tokens."""
@@ -27,26 +34,47 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some more text; the last piece says why it ended and what the hand-off cost."""
+    """Some more text; the last piece says why it ended and what the hand-off cost.
+
+    num_tokens: of the answer so far
+    scores:     tokens with their log-probabilities, where those are wanted
+    """
 
     text: str
     num_tokens: int
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
+    scores: tuple[Score, ...] = ()
 
 
 class TextStream:
-    """One answer. Text that may be the begin of a stop string is held back until that is clear."""
+    """One answer. Text that may be the begin of a stop string is held back until that is clear.
 
-    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()):
+    min_tokens: stop strings in the text of so many tokens end nothing
+    hidden:     tokens that have no text
+    """
+
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        hidden: Collection[int] = (),
+    ):
         self.stopped = False
         self._decoder = decoder
         self._stops = [stop for stop in stops if stop]
         self._held = ""
+        self._early = min_tokens
+        self._hidden = hidden
 
     def add(self, token: int) -> str:
         """The text to show after one more token; `stopped` tells that a stop string was found."""
-        return self._show(self._decoder.add([token]))
+        text = "" if token in self._hidden else self._decoder.add([token])
+        if self._early > 0:
+            self._early -= 1
+            return text
+        return self._show(text)
 
     def finish(self) -> str:
         """What was held back, now that no token follows."""

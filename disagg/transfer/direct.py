@@ -22,6 +22,7 @@ from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
 from disagg.transfer.receiver import Intake
+from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, client_context, server_context
 from disagg.wire import (
     MAX_FRAME_BYTES,
@@ -227,13 +228,17 @@ class DirectServer:
         self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._socket: socket.socket | None = None
 
-    def listen(self, host: str) -> int:
-        """Bind to a free port of `host`: which one."""
+    def listen(self, host: str, ports: Sequence[int] | None = None) -> int:
+        """Bind to a free port of `host`, within a range if one is given: which one."""
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
-        self._socket.setblocking(False)
-        return int(self._socket.getsockname()[1])
+
+        def bind(port: int) -> int:
+            self._socket = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+            self._socket.setblocking(False)
+            return int(self._socket.getsockname()[1])
+
+        return bind_within(ports, bind)
 
     def make_key(self) -> bytes:
         """A key that opens one connection, soon."""

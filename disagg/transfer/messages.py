@@ -8,7 +8,7 @@ peer is checked here: RequestError and CorruptFrameError for what no honest peer
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -148,7 +148,9 @@ class Load(Told, form=pb.Load):
 class TokenEvent(Told, form=pb.TokenEvent):
     """Something happened to a request: a token, the end, an error, or figures.
 
-    stats: figures of the hand-off, by the names of `metrics.HandoffStats`
+    stats:    figures of the hand-off, by the names of `metrics.HandoffStats`
+    logprobs: of the token, where they are wanted; before them those of the prompt. Each is its own,
+              then pairs of the likeliest tokens and theirs
     """
 
     rid: str
@@ -158,6 +160,7 @@ class TokenEvent(Told, form=pb.TokenEvent):
     finish_reason: str = ""
     error: DisaggError | None = None
     stats: Mapping[str, Any] | None = None
+    logprobs: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -336,16 +339,19 @@ def _several(form: Form) -> Form:
     return lambda some: list(map(form[0], some)), lambda some: tuple(map(form[1], some))
 
 
-def _object(what: str, none: Callable[[], Any]) -> Form:
+def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
     """Plain values as JSON; `none`: what no text means."""
 
     def back(text: str) -> Any:
         try:
-            return {**json.loads(text)} if text else none()
-        except (ValueError, TypeError) as error:
-            raise RequestError(f"{what} is no JSON object: {error}") from error
+            found = json.loads(text) if text else none()
+        except ValueError as error:
+            raise RequestError(f"{what} is no JSON: {error}") from error
+        if text and not isinstance(found, kind):
+            raise RequestError(f"{what} is a {type(found).__name__}; a {kind.__name__} is wanted")
+        return found
 
-    return lambda value: "" if value is None else json.dumps(value), back
+    return lambda value: json.dumps(value) if value or value == {} else "", back
 
 
 def _items_to(items: Iterable[Item], digests: Mapping[Item, int] | None = None) -> list[kv.ItemSet]:
@@ -392,9 +398,10 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "state": _words(
         "HANDOFF_STATE", kv.HandoffState, (State.ATTACHED, State.ADMITTED, State.EXPIRED)
     ),
-    "sampling": _object("sampling", dict),
-    "info": _object("info", dict),
-    "stats": _object("stats", lambda: None),
+    "sampling": _json("sampling", dict, dict),
+    "info": _json("info", dict, dict),
+    "stats": _json("stats", dict, lambda: None),
+    "logprobs": _json("logprobs", list, tuple),
     "have": (lambda have: _items_to(have, have), _digests_from),
     "missing": (_items_to, _items_from),
 }

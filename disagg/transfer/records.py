@@ -13,7 +13,7 @@ from functools import cached_property
 from hashlib import blake2b
 
 from disagg.errors import CorruptFrameError, LayoutError, TransferError
-from disagg.page import ARENA_UNIT, RAW_TOKENS, SEGMENT_TOKENS, FinalAt, Kind
+from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
@@ -72,7 +72,7 @@ class Checklist:
         for index, group in enumerate(plan.groups):
             inventory = group.inventory(tokens)
             counts = {kind: inventory.count(kind) for kind in KIND_ORDER}
-            counts[Kind.SIDE] = min(counts[Kind.SIDE], counts[Kind.PAGE])
+            counts[Kind.SIDE] = int(group.is_side_sent(tokens))
             self._counts.append({kind: count for kind, count in counts.items() if count})
             for kind in self._counts[index]:
                 self._nbytes[index, kind] = group.layer_bytes(group.layout(kind))
@@ -214,7 +214,8 @@ class Addresses:
         for index, group in enumerate(self._checklist.plan.groups):
             ids, tail = self._ids[index], self._checklist.tails.get(index)
             records = [(Kind.RAW, tail.record)] if tail else []
-            records += [(Kind.SIDE, 0)] if Kind.SIDE in ids and Kind.PAGE not in ids else []
+            sent = group.is_side_sent(self._checklist.tokens)
+            records += [(Kind.SIDE, 0)] if Kind.SIDE in ids and not sent else []
             for kind, record in records:
                 yield ids[kind][record] * ARENA_UNIT, group.record(group.layout(kind)).nbytes
 
@@ -346,18 +347,20 @@ def _joined(parts: Sequence[memoryview]) -> memoryview:
 class Unit:
     """Tokens `first` .. `end - 1` of one layer group, by the records that hold them.
 
-    What becomes final together is shared whole: a page, or a segment with its pages.
+    What becomes final together is shared whole: a page, a segment with its pages, or a sink.
     """
 
     group: int
     first: int
     end: int
     pages: range
-    segments: range
+    segments: range = range(0)
+    raws: range = range(0)
 
     def records(self) -> list[tuple[Kind, int]]:
         """The records, those that others depend on first."""
-        return [(Kind.SEGMENT, x) for x in self.segments] + [(Kind.PAGE, x) for x in self.pages]
+        kinds = (Kind.SEGMENT, self.segments), (Kind.PAGE, self.pages), (Kind.RAW, self.raws)
+        return [(kind, record) for kind, records in kinds for record in records]
 
     def items(self, group: LayerGroup) -> list[Item]:
         """The items of all layers of the group."""
@@ -384,7 +387,8 @@ def units_of(plan: Plan, tokens: int) -> tuple[tuple[Unit, ...], ...]:
 def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
     """The key of every unit of a prompt, by layer group: equal keys mean the same content.
 
-    KV depends on model, layouts and every token before, and on nothing else; so do the keys.
+    KV depends on model, layouts and every token before, and on nothing else; so do the keys. Pages
+    may depend on the lead of the prompt too, behind them or not.
 
     model: fingerprint of config and weights · prompt: token ids
     """
@@ -395,20 +399,26 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
     found = []
     for group, units in zip(plan.groups, units_of(plan, len(prompt)), strict=True):
         chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
-        keys = []
+        keys, known = [], 0
         for unit in units:
-            chain.update(view[unit.first * size : unit.end * size])
+            end = max(unit.end, min(group.lead, len(prompt)) if unit.pages else 0)
+            chain.update(view[known * size : end * size])
+            chain.update(b"%d" % unit.end if group.lead else b"")
             keys.append(chain.digest())
+            known = max(known, end)
         found.append(tuple(keys))
     return tuple(found)
 
 
 def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
-    sealed = 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
+    sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
     by_segment = group.final_at is FinalAt.SEGMENT or group.segment is not None
-    step = SEGMENT_TOKENS if by_segment else group.page.tokens
+    step = group.segment_tokens if by_segment else group.page.tokens
+    if sink and tokens >= sink:
+        yield Unit(index, 0, sink, range(0), raws=range(sink // RAW_TOKENS))
     for first in range(0, sealed, step):
         end = min(first + step, sealed)
         pages = range(first // group.page.tokens, end // group.page.tokens)
-        segments = range(first // SEGMENT_TOKENS, -(-end // SEGMENT_TOKENS))
-        yield Unit(index, first, end, pages, segments if group.segment else range(0))
+        segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
+        shared = segments if group.segment else range(0)
+        yield Unit(index, sink + first, sink + end, pages, shared)

@@ -15,7 +15,7 @@ import ctypes
 import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -145,22 +145,44 @@ _TRANSPORT: dict[grpc.StatusCode, type[DisaggError]] = {
 
 
 async def start_server(
-    handlers: Sequence[grpc.GenericRpcHandler], host: str, security: Security | None = None
+    handlers: Sequence[grpc.GenericRpcHandler],
+    host: str,
+    security: Security | None = None,
+    ports: Sequence[int] | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """A started server on a free port of `host`, and its "host:port". Stop it with a grace."""
-    security, anywhere = security or Security(), address_of(host, 0)
+    """A started server on a free port of `host`, and its "host:port". Stop it with a grace.
+
+    ports: the first and the last to choose from; ConfigError if none is free
+    """
+    security = security or Security()
     interceptors = [] if security.token is None else [_RequireToken(security.token)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers(tuple(handlers))
-    if security.tls:
-        credentials = grpc.ssl_server_credentials(
-            [security.own_papers()], security.ca, security.mutual
-        )
-        port = server.add_secure_port(anywhere, credentials)
-    else:
-        port = server.add_insecure_port(anywhere)
+    credentials = security.tls and grpc.ssl_server_credentials(
+        [security.own_papers()], security.ca, security.mutual
+    )
+
+    def bind(port: int) -> int:
+        address = address_of(host, port)
+        if credentials:
+            return int(server.add_secure_port(address, credentials))
+        return int(server.add_insecure_port(address))
+
+    port = bind_within(ports, bind)
     await server.start()
     return server, address_of(host, port)
+
+
+def bind_within(ports: Sequence[int] | None, bind: Callable[[int], int]) -> int:
+    """What `bind` gives for the first port of a range, both ends included, that is free.
+
+    ports: None: for 0, any port. ConfigError if none is free, or the address is not of this host
+    """
+    for port in range(ports[0], ports[1] + 1) if ports else (0,):
+        with suppress(OSError, RuntimeError):
+            return bind(port)
+    where = f"on a port of cluster.ports {list(ports)}" if ports else "on any port"
+    raise ConfigError(f"cannot listen {where}: none is free on this host, or not for its address")
 
 
 def address_of(host: str, port: int) -> str:

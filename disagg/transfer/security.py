@@ -1,11 +1,12 @@
-"""Who may speak on the plane, and how its bytes are protected; from files, every host its own.
+"""Who may speak on the plane, and how its bytes are protected.
 
-The same certificates serve gRPC and direct connections.
+From files, every host its own; where there are none, from an authority of the service. The same
+certificates serve gRPC and direct connections.
 """
 
 import ssl
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from disagg.config import SecurityConfig
@@ -37,6 +38,31 @@ class Security:
         if self.key is None or self.certificate is None:
             raise ConfigError("a server with TLS needs a certificate and its key")
         return self.key, self.certificate
+
+
+@dataclass(frozen=True)
+class Authority:
+    """What a service has of its own: the token of all, and PEM of who signs, if it signs."""
+
+    token: str
+    certificate: str = ""
+    key: str = ""
+
+
+def protected(config: SecurityConfig, authority: Authority | None, host: str) -> Security:
+    """What protects the plane of a process at `host`: files first, then the authority.
+
+    ConfigError for files that cannot be used.
+    """
+    security = load_security(config, authority.token if authority else None)
+    if authority is None or not authority.certificate or security.tls:
+        return security
+    # here, not above: only a cluster pays for the import
+    from disagg.transfer.certificates import issue
+
+    certificate, key = issue(authority, host)
+    ca = authority.certificate.encode()
+    return replace(security, ca=ca, certificate=certificate, key=key, mutual=True)
 
 
 def load_security(config: SecurityConfig, token: str | None = None) -> Security:

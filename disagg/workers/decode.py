@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from disagg.engine.engine import Engine, named
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token
@@ -81,7 +82,8 @@ class DecodeSide:
             again = enumerate(emitted[known:-1], known)
             self.say(TokenEvent(job.rid, job.attempt, index, token) for index, token in again)
         self._jobs[request.rid] = job
-        self.engine.submit(Admit(request, admission.groups, emitted, job.moved))
+        said: Any = () if job.emitted else commit.extras.get("logprobs", ())
+        self.engine.submit(Admit(request, admission.groups, emitted, job.moved, tuple(said)))
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -133,6 +135,7 @@ class DecodeSide:
         else:
             reason = output.finish_reason or ""
             event = replace(event, index=output.index, token=output.token, finish_reason=reason)
+            event = replace(event, logprobs=output.logprobs)
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)

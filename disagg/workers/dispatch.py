@@ -251,6 +251,8 @@ class Dispatch:
         if entry is None:  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
             return self._tell(worker, rid, event.attempt, now) if more else []
+        if event.error is not None and worker not in {*entry.workers} & self.members.keys():
+            return []  # it was given up when that worker died
         if event.error is not None:
             return self._refuse(entry, worker, event.error, now)
         known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
@@ -324,12 +326,16 @@ class Dispatch:
         return Reserve(decode.name, entry.job)
 
     def _leaves(self, entry: Entry, now: float) -> bool:
-        """Whether a sequence has to go on elsewhere, and has not so little left that it may end."""
+        """Whether a sequence has to go on elsewhere, and has not so little left that it may end.
+
+        What is said of it twice has to be the same: one that says log-probabilities stays.
+        """
         if entry.phase is not Phase.DECODE or entry.target or now < entry.not_before:
             return False
         left = entry.job.sampling.get("max_tokens", 0) - len(entry.emitted)
         stays = entry.decode is None or self.members[entry.decode].started.role.decodes
-        return left > MOVE_TOKENS and not stays
+        scored = entry.job.sampling.get("logprobs") is not None
+        return left > MOVE_TOKENS and not stays and not scored
 
     def _move(self, entry: Entry, target: Member) -> Action:
         """Ask for room for the sequence as it will be when its pages are there."""

@@ -4,37 +4,40 @@
                 └ private Ray itself lost ──► all told, Ray and workers start anew, a few times
 
 Ray starts processes and tells when they die; nothing else goes through it. Private workers die
-with the process that started them. Workers on a cluster are named and detached, so that they
-outlive a front end that was killed: the next one finds them by name.
+with the process that started them. Workers on a cluster are detached, so that they outlive a front
+end that was killed: the next one finds them by name, and in Ray what they were protected with.
 """
 
 import faulthandler
+import json
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import count
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import count, islice
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
-from disagg.config import Config
+from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
-from disagg.transfer.security import load_security
+from disagg.transfer.security import Authority, load_security, protected
 from disagg.workers.dispatch import Started
+from disagg.workers.session import Session
 
-NAMESPACE = "disagg"
-LOCAL = "local"
+LOCAL, AUTO = "local", "auto"
+KEPT = b"disagg-authority"  # what Ray keeps for the next front end
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
 KNOCK_S = 1.0
 RETRY_S = 5.0
+DRAIN_S = 60.0  # for what a worker has to move, or to end, where it leaves
 MEET_S = 10.0
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
@@ -45,10 +48,10 @@ log = logging.getLogger(__name__)
 class Shell:
     """A worker in a process of its own."""
 
-    def __init__(self, config: Config, role: Role, name: str, token: str | None):
+    def __init__(self, config: Config, role: Role, name: str, authority: Authority | None):
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what breaks is told by name
-        self._config, self._role, self._name, self._token = config, role, name, token
+        self._config, self._role, self._name, self._authority = config, role, name, authority
         self._loaded = False
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
@@ -67,10 +70,10 @@ class Shell:
         from disagg.workers.worker import Worker, settle_memory
 
         if not self._loaded:
-            torch.set_num_threads(torch_threads(self._config))
+            torch.set_num_threads(torch_threads(self._config, resources_here()))
             try:
-                security = load_security(self._config.security, self._token)
                 address = host or ray.util.get_node_ip_address()
+                security = protected(self._config.security, self._authority, address)
                 self._worker = Worker(self._config, self._role, self._name, address, security)
                 self._worker.start()
                 settle_memory()
@@ -94,9 +97,9 @@ class Shell:
         self._worker.assume(role)
 
     @ray.method(concurrency_group="watch")
-    def stop(self) -> None:
-        """Finish what is here within the grace, and end."""
-        self._worker.stop()
+    def stop(self, grace_s: float | None = None) -> None:
+        """Finish or move what is here within the grace, and end."""
+        self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -128,19 +131,25 @@ class Actor:
 
 
 class Cluster:
-    """The workers of one service, on a private Ray that lives in `folder`, or on a cluster."""
+    """The workers of one service, on the private Ray of a session, or on a cluster.
 
-    def __init__(self, config: Config, token: str | None, folder: Path | None = None):
+    security: of the front end itself, once connected
+    """
+
+    def __init__(self, config: Config, session: Session | None = None):
+        self.security = load_security(config.security)  # its errors before Ray starts
         self._private = config.cluster.address == LOCAL
         if self._private:
             orphan_s = min(config.cluster.orphan_s, PRIVATE_ORPHAN_S)
             config = replace(config, cluster=replace(config.cluster, orphan_s=orphan_s))
-        self._config = config
-        self._token = token
-        self._folder = folder
+        self._config = replace(config, server=ServerConfig())  # a new front end may have another
+        self._session = session
+        self._authority = Authority(session.token) if session else None
+        self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
         cluster = config.cluster
         self._wanted = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+        self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
@@ -150,33 +159,38 @@ class Cluster:
     # -- the life of a service
 
     def connect(self) -> None:
-        """A new Ray, or the one at an address. PeerLostError where none starts or answers.
+        """A new Ray, the one at an address, or the one that this process is a part of.
 
-        Never "auto": that joins whichever cluster is near.
+        PeerLostError where none starts or answers. Never "auto" unless that was said: it joins
+        whichever cluster is near.
         """
-        options: dict[str, object] = {"address": self._config.cluster.address}
-        if self._private:
-            # Ray opens its folder to everybody: it lies in one that is closed
-            folder = f"{self._folder}/r{self._restarts or ''}"
-            options |= {"num_cpus": os.cpu_count(), "include_dashboard": False}
-            options |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": folder}
-        elif not knock(*host_and_port(self._config.cluster.address)):
-            # Ray itself tries for more than a minute before it says that nobody is there
-            raise PeerLostError(f"no Ray at {self._config.cluster.address!r}")
-        quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+        self._guest = not self._private and ray.is_initialized()
         try:
-            ray.init(**options, **quiet)
+            if not self._guest:
+                quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+                ray.init(**self._where(), **quiet)
             if self._private:
                 (node,) = ray.nodes()
                 gcs = host_and_port(ray.get_runtime_context().gcs_address)
                 self._doors = [gcs, (node["NodeManagerAddress"], node["NodeManagerPort"])]
+            else:
+                self._authority = self._agree()
+            here = ray.util.get_node_ip_address()
         except (RuntimeError, ConnectionError, TimeoutError, RayError) as error:
             raise PeerLostError(f"Ray does not start or answer: {error}") from error
+        self.security = protected(self._config.security, self._authority, here)
 
     def start(self) -> list[Started]:
-        """All workers, loaded side by side. ModelError and others as the workers had them."""
+        """One of each role, loaded side by side with all others, which `watch` tells of.
+
+        ModelError and others as the workers had them.
+        """
         self._actors = [self._load(role, name) for role, name in self._names()]
-        started = [self._enter(actor) for actor in self._actors]
+        loading = {actor.call: actor for actor in self._actors}
+        started: list[Started] = []
+        while loading and not serves(x.role for x in started):
+            (ready,), _ = ray.wait(list(loading))
+            started.append(self._enter(loading.pop(ready)))
         self.links = self._introduce()
         return started
 
@@ -261,7 +275,7 @@ class Cluster:
             actor.leaves = True
         for actor in self._actors:
             if actor.leaves and all(x.started or x.leaves for x in self._actors):
-                actor.handle.stop.remote()
+                actor.handle.stop.remote(DRAIN_S)
 
     def close(self) -> None:
         """Stop the workers, those of a cluster within their grace, and leave Ray."""
@@ -273,14 +287,57 @@ class Cluster:
                 self._stop()
         except RayError as error:
             log.error("the workers could not be stopped: %s", error)
-        ray.shutdown()
+        if not self._guest:
+            ray.shutdown()
 
     # -- inside
 
+    def _where(self) -> dict[str, object]:
+        """What Ray is told of where it is."""
+        if self._session is not None:
+            # Ray opens its folder to everybody: it lies in one that is closed
+            folder = f"{self._session.folder}/r{self._restarts or ''}"
+            size = {"num_cpus": os.cpu_count(), "object_store_memory": OBJECT_STORE_BYTES}
+            return {"address": LOCAL, "_temp_dir": folder, "include_dashboard": False, **size}
+        address = self._config.cluster.address
+        if address == AUTO:
+            address = os.environ.get("RAY_ADDRESS", AUTO)
+        if address != AUTO and not knock(*host_and_port(address)):
+            # Ray itself tries for more than a minute before it says that nobody is there
+            raise PeerLostError(f"no Ray at {address!r}")
+        return {"address": address}
+
+    def _agree(self) -> Authority | None:
+        """What the first front end of this name made, as far as it is wanted."""
+        plane, place = self._config.security.plane, {"namespace": self._config.cluster.name}
+        if plane == "open":
+            if self.security.token is None and not self.security.mutual:
+                log.warning("security.plane is open: whoever reaches the workers may use them")
+            return None
+        if (kept := internal_kv._internal_kv_get(KEPT, **place)) is None:
+            # here, not above: only a cluster pays for the import
+            from disagg.transfer.certificates import make_authority
+
+            made = json.dumps(asdict(make_authority()))
+            internal_kv._internal_kv_put(KEPT, made, overwrite=False, **place)
+            kept = internal_kv._internal_kv_get(KEPT, **place)
+        authority = Authority(**json.loads(kept))
+        return authority if plane == "tls" else Authority(authority.token)
+
     def _names(self) -> list[tuple[Role, str]]:
+        """The workers that are there, and as many more as are wanted."""
         cluster = self._config.cluster
-        names = [(Role.PREFILL, f"prefill-{i}") for i in range(cluster.prefill)]
-        return names + [(Role.DECODE, f"decode-{i}") for i in range(cluster.decode)]
+        if not self._private:
+            actors = ray.util.list_named_actors(all_namespaces=True)
+            self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
+            self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
+        names = []
+        for role, number in (Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode):
+            mine = [name for name in self._found if name.startswith(f"{role}-")]
+            new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
+            mine += islice(new, max(0, number - len(mine)))
+            names += [(role, name) for name in mine]
+        return names
 
     def _wait(self) -> list[Actor]:
         """Those whose call is over, one way or the other, within CHECK_S."""
@@ -289,15 +346,16 @@ class Cluster:
         return [actor for actor in self._actors if actor.call in done]
 
     def _stop(self) -> None:
-        """Those of a cluster that are ours end by themselves, if they can."""
+        """Those of a cluster that serve us end by themselves, if they can; others' stay."""
         serving = [actor for actor in self._actors if actor.started and not self._private]
         for actor in serving:
             actor.handle.stop.remote()
         if ends := [actor.call for actor in serving]:
             patience_s = self._config.cluster.grace_s + RETRY_S
             ray.wait(ends, num_returns=len(ends), timeout=patience_s)
-        for actor in self._actors if self._private else serving:
-            ray.kill(actor.handle)
+        for actor in self._actors:
+            if actor.started or actor.name not in self._found:
+                ray.kill(actor.handle)
 
     def _start_anew(self, on_down: Callable[[str], None]) -> None:
         """Ray is gone, and its workers with it: another one, with all workers."""
@@ -326,16 +384,20 @@ class Cluster:
             self._actors.append(self._load(role, f"{name}.{self._replaced}"))
 
     def _load(self, role: Role, name: str) -> Actor:
-        gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), self._config)
-        options: dict[str, object] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        options["num_gpus"] = gpus
-        if self._config.cluster.pools:
+        cluster, units = self._config.cluster, ray.cluster_resources()
+        options: dict[str, object] = {"name": name, "namespace": cluster.name}
+        options |= {"max_restarts": 0, "max_task_retries": 0}
+        options["num_cpus"] = equal_share(int(units.get("CPU", 0)), self._config)
+        options["num_gpus"] = gpu_share(int(units.get("GPU", 0)), self._config)
+        if cluster.runtime_env is not None:
+            options["runtime_env"] = cluster.runtime_env
+        if cluster.pools:
             options["resources"] = {role.value: 1}
         if not self._private:
-            options |= {"name": name, "lifetime": "detached", "get_if_exists": True}
+            options |= {"lifetime": "detached", "get_if_exists": True}
         shell = type(f"{role.title()}Worker", (Shell,), {})  # its name in Ray's lists
         actor = ray.remote(concurrency_groups={"watch": 2})(shell).options(**options)
-        handle = actor.remote(self._config, role, name, self._token)
+        handle = actor.remote(self._config, role, name, self._authority)
         ready = handle.start.remote("127.0.0.1" if self._private else None, self._config)
         return Actor(role, name, handle, ready)
 
@@ -346,7 +408,8 @@ class Cluster:
             raise PeerLostError(f"worker {actor.name} broke while it started: {error}") from error
         if isinstance(started, tuple):
             raise error_from(*started)
-        actor.started, actor.call = started, actor.handle.watch.remote()
+        actor.started, actor.role = started, started.role
+        actor.call = actor.handle.watch.remote()
         return started
 
     def _introduce(self) -> list[str]:
@@ -361,19 +424,43 @@ class Cluster:
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
 
 
+def serves(roles: Iterable[Role]) -> bool:
+    """Whether workers of these roles can answer a prompt."""
+    there = set(roles)
+    return any(role.prefills for role in there) and any(role.decodes for role in there)
+
+
+def equal_share(units: int, config: Config) -> float:
+    """Of each worker: one, or an equal part of one so that all find a place; none of none."""
+    workers = config.cluster.prefill + config.cluster.decode
+    return 1 / -(-workers // units) if units else 0.0
+
+
 def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs of each worker: as set, else one, or an equal part of one so that all find a place."""
+    """GPUs of each worker: as set, else an equal share."""
     if config.cluster.gpus is not None:
         return config.cluster.gpus
-    workers = config.cluster.prefill + config.cluster.decode
-    return 1 / -(-workers // gpus) if gpus and config.model.device != "cpu" else 0.0
+    return equal_share(gpus if config.model.device != "cpu" else 0, config)
 
 
-def torch_threads(config: Config) -> int:
-    """Threads of torch: the cores of this host, shared among its workers."""
+def torch_threads(config: Config, here: Mapping[str, float]) -> int:
+    """Threads of torch: the cores of this host, shared among the workers that may be on it.
+
+    here: Ray's resources of this host; of pools among them, units are room for workers
+    """
     if config.engine.torch_threads is not None:
         return config.engine.torch_threads
-    return max(1, (os.cpu_count() or 1) // (config.cluster.prefill + config.cluster.decode))
+    cores = int(here.get("CPU", 0)) or os.cpu_count() or 1
+    counts = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+    if config.cluster.pools:
+        counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
+    return max(1, cores // max(1, sum(counts.values())))
+
+
+def resources_here() -> dict[str, float]:
+    """Ray's resources of this host."""
+    node = ray.get_runtime_context().get_node_id()
+    return next(x["Resources"] for x in ray.nodes() if x["NodeID"] == node)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from disagg.config import TransferConfig
 from disagg.engine.engine import Engine, named
@@ -127,13 +128,14 @@ class PrefillSide:
         try:
             done = await self._compute(request, offering, sending)
             stats = handoff_stats(plan, tokens, done.encode_ms)
-            first = TokenEvent(job.rid, job.attempt, 0, done.first_token)
+            said: list[Any] = [*done.logprobs]
+            first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
             if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
                 figures = asdict(replace(stats, wire_bytes=sender.wire_bytes))
                 self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
                 return
             self.say([] if job.emitted else [first])
-            sender.finish(done.first_token)
+            sender.finish(done.first_token, extras={"logprobs": said} if said else None)
             sent = await sending
             kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
             figures = asdict(replace(sent, **kept))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import RouterConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
@@ -33,11 +33,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Output:
-    """Something a client gets: a token, or the end. `kv`: figures of the hand-off, once known."""
+    """Something a client gets: a token, or the end.
+
+    kv:       figures of the hand-off, once known
+    logprobs: of the token, where they are wanted; before them, with the first, those of the prompt
+    """
 
     token: int | None = None
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,15 @@ class Peer:
 
 @dataclass
 class Client:
-    """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come."""
+    """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
+
+    logprobs: of the token that was heard of last
+    """
 
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
+    logprobs: Sequence[Any] = ()
 
 
 @dataclass
@@ -99,7 +108,7 @@ class Router:
     # -- for clients
 
     async def generate(
-        self, prompt: tuple[int, ...], params: Mapping[str, int | float | bool], codec: str
+        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str
     ) -> AsyncGenerator[Output]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
 
@@ -107,6 +116,8 @@ class Router:
         """
         if self._closing:
             raise PeerLostError("the service is shutting down")
+        if self.waiting >= (most := self.config.max_queue):
+            raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
         client = self._clients[rid] = Client()
         self._ticker = self._ticker or asyncio.create_task(self._tick())
@@ -128,6 +139,11 @@ class Router:
     def running(self) -> int:
         """Requests that are not done."""
         return len(self.dispatch.entries)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has."""
+        return sum(entry.phase is Phase.QUEUED for entry in self.dispatch.entries.values())
 
     @property
     def ready(self) -> bool:
@@ -234,10 +250,12 @@ class Router:
         self._act(list(unheard.values()))
         for event in step.events:
             client = self._clients.get(event.rid)
-            if client is not None and event.stats is not None:
-                self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
-                client.kv = event.stats
-                client.receipt.set()
+            if client is not None:
+                client.logprobs = event.logprobs
+                if event.stats is not None:
+                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
+                    client.kv = event.stats
+                    client.receipt.set()
             self._act(self.dispatch.hear(name, event, now))
         self._act(self.dispatch.load(name, step.load, now))
 
@@ -284,7 +302,7 @@ class Router:
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
                 case Deliver(rid, int() as token) if client := self._clients.get(rid):
-                    client.inbox.put_nowait(Output(token, None, client.kv))
+                    client.inbox.put_nowait(Output(token, None, client.kv, client.logprobs))
                 case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 

@@ -17,13 +17,15 @@ REAP_S = 10.0
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
-    "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
     # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
     "RAY_health_check_timeout_ms": "60000",
     "RAY_health_check_failure_threshold": "10",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave the workers' view of GPUs alone, no warning
 }
+
+# else a paragraph on standard output for every worker that dies, whatever `log_to_driver` says
+SILENT = {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
 class Session:

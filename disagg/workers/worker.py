@@ -245,8 +245,9 @@ class Worker:
             self._make_sides(tasks)
             watched = [self.receiver.run(), self._attend(), *self._make_direct()]
             handlers = [worker_handler(self), self.receiver.handlers()]
+            ports = self.config.cluster.ports
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
-            server, address = await start_server(handlers, self._host, self._security)
+            server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
             self._started.set_result(Started(*named))
             try:
@@ -297,7 +298,7 @@ class Worker:
         if self.config.transfer.channel != "direct":
             return []
         direct = DirectServer(self.receiver.open_channel, self._security)
-        port = direct.listen(self._host)
+        port = direct.listen(self._host, self.config.cluster.ports)
         self.receiver.direct = lambda: (port, direct.make_key())
         return [direct.run()]
 

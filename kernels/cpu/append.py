@@ -10,7 +10,7 @@ from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call
 from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import gather_raw, store_blocks
-from disagg.kernels.sealing import NewRows, Sealing, Target
+from disagg.kernels.sealing import NewRows, Sealing, Segmentation, Target
 
 
 def append(
@@ -43,7 +43,7 @@ def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) 
     k, v = (x[0] for x in gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads))
     target = Target(arena, tables.pages[one], sealing.base)
     if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
-        segment = seal_pages(k, v, target, fmt, fmt.tokens)
+        segment = seal_pages(k, v, target, fmt, Segmentation(fmt.tokens))
     else:
         seed = sealing.seed + int(tables.stretches[row])
         block, segment = reference.seal_page(k, v, fmt, seed)

@@ -96,15 +96,15 @@ static void round_group(const Side *s, const Span *span, float (*x)[LINE], const
     const float middle = s->zero < 0 ? -(float)s->center : middle_of(s);
     int16_t *to = op->x + g * span_size(s, span);
     float most[TILE], found[16];
-    V all[16];
+    V all[16] = {0};
     for (int h = 0; h < TILE; h++) {
         most[h] = v_most(largest[h]);
         V by = v_set(32767.0f / (most[h] + 1e-30f));
         all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
-        all[4 + h] = all[12 + h] = biases[h];
+        all[4 + h] = biases[h];
         all[8 + h] = sums[h];
     }
-    sums_of(all, found);
+    for (int i = 0; i < 16; i += SUMS) sums_of(all + i, found + i);
     for (int h = 0; h < TILE; h++) {
         op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
         op->sum[g][h] = found[8 + h];
@@ -178,14 +178,14 @@ typedef struct {
 
 /* Word rows r .. r+rows and a span of words; group[f] is that of field f */
 static void multiply(const Side *s, const Strip *strip, const Span *span, const Operand *op,
-                     const int64_t *group, int64_t r, int64_t rows, float *out) {
+                     const int64_t *group, int64_t r, int64_t rows, float *out, int more) {
     static const float down[8] = {1, 0, 1 / 4.0f, 0, 1 / 16.0f, 0, 1 / 64.0f, 0};
     int64_t halves = halves_of(s), words = s->columns / halves, part = PART / halves;
     int planes = planes_of(s);
     for (int64_t c = 0; c < span->width; c += part) {
         const int64_t at = s->codes + 2 * (r * words + span->first + c);
         Products p = {.stride = 2 * words, .ld = LINE, .plane = s->rows / planes, .out = out + r,
-                      .pages = strip->count, .rows = (int)rows, .more = c > 0,
+                      .pages = strip->count, .rows = (int)rows, .more = more || c > 0,
                       .width = span->width - c < part ? span->width - c : part,
                       .page = span_size(s, span) / span->pages};
         for (int i = 0; i < strip->count; i++) {
@@ -203,7 +203,8 @@ static void multiply(const Side *s, const Strip *strip, const Span *span, const 
     }
 }
 
-static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out) {
+/* more: add to what is there */
+static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out, int more) {
     const Span span = {0, s->columns / halves_of(s), strip->count};
     int planes = planes_of(s);
     int64_t plane = s->rows / planes, end, group[4];
@@ -214,7 +215,7 @@ static void contract_columns(const Side *s, const Strip *strip, const Operand *o
             int64_t last = (group[f] + 1) * s->group - f * plane;
             if (last < end) end = last;
         }
-        multiply(s, strip, &span, op, group, r, end - r, out);
+        multiply(s, strip, &span, op, group, r, end - r, out, more);
     }
 }
 
@@ -224,7 +225,7 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         const int64_t group[4] = {g, g, g, g};
         const Span span = span_of_group(s, g);
-        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0]);
+        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0], 0);
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
         if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
         for (int h = 0; h < TILE; h++)
@@ -238,27 +239,29 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
     }
 }
 
-/* Rows of numbers, four at a time, times four vectors x [4][LINE]: out [4][LINE] */
+/* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
 INLINE void multiply_numbers_of(int type, const uint8_t *rows, int64_t stride, int64_t count,
                                 int64_t columns, const float *x, float times, float *out) {
-    for (int64_t r = 0; r < count; r += 4) {
-        V a[16];
+    enum { AT_ONCE = SUMS / TILE };
+    for (int64_t r = 0; r < count; r += AT_ONCE) {
+        V a[SUMS];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) a[i] = v_set(0);
+        for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
-            V y[4];
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
+            V y[AT_ONCE];
+#pragma GCC unroll 16
+            for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4
             for (int h = 0; h < TILE; h++) {
                 V z = v_load(x + h * LINE + c);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) a[4 * h + i] = v_fma(y[i], z, a[4 * h + i]);
+#pragma GCC unroll 16
+                for (int i = 0; i < AT_ONCE; i++)
+                    a[AT_ONCE * h + i] = v_fma(y[i], z, a[AT_ONCE * h + i]);
             }
         }
-        float sums[16];
+        float sums[SUMS];
         sums_of(a, sums);
-        for (int i = 0; i < 16; i++) out[i / 4 * LINE + r + i % 4] = sums[i] * times;
+        for (int i = 0; i < SUMS; i++) out[i / AT_ONCE * LINE + r + i % AT_ONCE] = sums[i] * times;
     }
 }
 /* a call of F for each type that there is, known to the compiler */
@@ -345,10 +348,31 @@ static void turn(const Side *s, const uint8_t *segment, const float *x, float *y
     }
 }
 
+static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
+
+/* x [4][LINE] of a turned V, as it was before: H x / 8 by butterflies, times the signs */
+static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE]) {
+    const uint8_t *signs = segment + f->signs;
+    for (int h = 0; h < TILE; h++) {
+        for (int64_t half = 1; half < TURN; half *= 2)
+            for (int64_t d = 0; d < f->head_dim; d += 2 * half)
+                for (int64_t i = d; i < d + half; i++) {
+                    const float a = x[h][i], b = x[h][i + half];
+                    x[h][i] = a + b, x[h][i + half] = a - b;
+                }
+        for (int64_t d = 0; d < f->head_dim; d++) x[h][d] *= signs[d / 8] >> d % 8 & 1 ? -0.125f : 0.125f;
+    }
+}
+
 /* What queries have to do with a segment, when its first page comes */
 static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
-    const Side *k = &f->k;
+    const Side *k = f->k;
     const float *x = t->q[0];
+    for (int64_t c = 0; f->order >= 0 && c < f->head_dim; c++) {
+        int16_t from;
+        memcpy(&from, segment + f->order + 2 * c, 2);
+        for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from];
+    }
     if (k->turn) {
         turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
         x = t->turned[0];
@@ -370,9 +394,10 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
 /* What is gathered in terms of a segment becomes output */
 static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
     const Side *v = &f->v;
-    if (v->turn) {
+    if (turns_output(f)) {
         float back[TILE][LINE];
-        turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        if (v->turn) turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        else turn_back(f, segment, memcpy(back, t->o, sizeof back));
         for (int h = 0; h < TILE; h++)
             for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] += back[h][d];
         clear(t->o, f->head_dim);
@@ -419,24 +444,42 @@ static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, in
         v_store(t->total[h], sum);
         t->top[h] = top[h];
         down[h] = change[h];
-        if (f->v.turn && down[h] != 1.0f)
+        if (turns_output(f) && down[h] != 1.0f)
             for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] *= down[h];
+    }
+}
+
+/* A band without codes: all tokens have the means of its columns; added to out [4][LINE] */
+static void add_means(const Side *s, const uint8_t *block, const float *x, int64_t tokens, float *out) {
+    for (int h = 0; h < TILE; h++) {
+        V sum = v_set(0);
+        for (int64_t c = 0; c < s->columns; c += LANES)
+            sum = v_fma(v_half(block + s->scale + 2 * c), v_load(x + h * LINE + c), sum);
+        sum = v_set(v_sum(sum));
+        for (int64_t i = 0; i < tokens; i += LANES)
+            v_store(out + h * LINE + i, v_load(out + h * LINE + i) + sum);
     }
 }
 
 /* Scores of the tokens of one page: out [4][LINE] */
 static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room, float *out) {
-    const Side *k = &f->k;
+    const Side *k = f->k;
     const uint8_t *block = strip->blocks[0];
-    const float *x = k->turn ? t->turned[0] : t->q[0];
+    const float *x = k->turn || f->order >= 0 ? t->turned[0] : t->q[0];
     if (k->floating) {
         multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x,
                          float8_scale(k, block), out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
-        if (!k->shared) fold_columns(k, &block, 1, x, room, &t->k);
-        contract_columns(k, strip, &t->k, out);
+        for (int64_t b = 0; b < f->bands; x += k[b++].columns) {
+            if (!k[b].bits) {
+                add_means(k + b, block, x, f->tokens, out);
+                continue;
+            }
+            if (!k[b].shared) fold_columns(k + b, &block, 1, x, room, &t->k);
+            contract_columns(k + b, strip, &t->k, out, b > 0);
+        }
     }
     if (k->rank) {
         lay_factor(k, block, f->tokens, room);
@@ -472,7 +515,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         }
     } else {
         fold_columns(v, strip->blocks, strip->count, room->s[0], room, &room->v);
-        contract_columns(v, strip, &room->v, out[0]);
+        contract_columns(v, strip, &room->v, out[0], 0);
     }
     if (v->slots) {
         memset(room->sparse, 0, sizeof(Four) * v->rows);
@@ -512,33 +555,51 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
             v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
 }
 
-/* o [4][D] = o * down + p [4][tokens] times rows [tokens][D] of V, tokens that a query sees */
+/* o [D] += p [tokens] times rows [tokens][D] of V, tokens that a query sees: `wide` vectors from
+ * column d on */
+INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
+                        int64_t first, int64_t tokens, int64_t d, int wide, int all) {
+    V o[SUMS];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
+    for (int64_t i = 0; i < tokens; i++) {
+        V y[SUMS];
+#pragma GCC unroll 16
+        for (int j = 0; j < wide; j++) y[j] = v_read(rows + i * stride, d + j * LANES, type);
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) { /* what a query does not see may be no number */
+            if (!all && (first + i < t->lo[h] || first + i >= t->hi[h])) continue;
+#pragma GCC unroll 16
+            for (int j = 0; j < wide; j++)
+                o[h * wide + j] = v_fma(v_set(p[h * LINE + i]), y[j], o[h * wide + j]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE * wide; i++) v_store(t->o[i / wide] + d + i % wide * LANES, o[i]);
+}
+
 INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
                           int64_t first, int64_t tokens, int64_t dim) {
+    enum { WIDE = SUMS / TILE };
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
-    for (int64_t d = 0; d < dim; d += LANES) {
-        V o[TILE];
-#pragma GCC unroll 4
-        for (int h = 0; h < TILE; h++) o[h] = v_load(t->o[h] + d);
-        for (int64_t i = 0; i < tokens; i++) {
-            V y = v_read(rows + i * stride, d, type);
-#pragma GCC unroll 4
-            for (int h = 0; h < TILE; h++) /* what a query does not see may be no number */
-                if (all || (t->lo[h] <= first + i && first + i < t->hi[h]))
-                    o[h] = v_fma(v_set(p[h * LINE + i]), y, o[h]);
-        }
-#pragma GCC unroll 4
-        for (int h = 0; h < TILE; h++) v_store(t->o[h] + d, o[h]);
-    }
+    int64_t d = 0;
+    for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
+        add_columns(type, t, p, rows, stride, first, tokens, d, WIDE, 1);
+    for (; d < dim; d += LANES) add_columns(type, t, p, rows, stride, first, tokens, d, 1, all);
 }
 
 static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
     float down[TILE];
-    for (int i = 0; i < strip->count; i++)
+    for (int i = 0; i < strip->count; i++) {
+        for (int64_t at = 0; at < tokens * dim * size; at += 64) {
+            __builtin_prefetch(strip->next[i] + f->raw_k + at);
+            __builtin_prefetch(strip->next[i] + f->raw_v + at);
+        }
         multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
                          1.0f, room->s[0] + i * tokens);
+    }
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
@@ -579,8 +640,8 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         if (t->end <= t->first) continue;
         if (t->first / tokens < first) first = t->first / tokens;
         if ((t->end + tokens - 1) / tokens > end) end = (t->end + tokens - 1) / tokens;
-        if (f->raw == NO_TYPE && f->k.by == BY_ROW && !f->k.turn)
-            fold_rows(&f->k, t->q[0], room, &t->k);
+        if (f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn)
+            fold_rows(f->k, t->q[0], room, &t->k);
     }
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
@@ -603,7 +664,7 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         Tile *t = tiles + i;
         if (t->segment >= 0)
             leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
-        if (f->raw == NO_TYPE && f->v.turn) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
+        if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
 
@@ -634,7 +695,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
             Tile *t = tiles + i;
             t->first = INT32_MAX, t->end = 0;
             memset(t->low_v, 0, sizeof t->low_v);
-            if (x->format->raw == NO_TYPE && x->format->v.turn) {
+            if (turns_output(x->format)) {
                 memcpy(t->done, t->o, sizeof t->o);
                 clear(t->o, dim);
             }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.library import (
+    MAX_BANDS,
     TORCH,
     AttentionC,
     TableC,
@@ -70,11 +71,11 @@ def _is_known(fmt: Format) -> bool:
         return False
     if isinstance(fmt, ExactFormat):
         return fmt.counted and fmt.tokens == RAW_SLOTS
-    if not isinstance(fmt, PageFormat):
+    if not isinstance(fmt, PageFormat) or len(fmt.k_sides) > MAX_BANDS:
         return False
     if fmt.tokens % 32 or fmt.tokens > MAX_TOKENS or fmt.v.scale.by == "row":
         return False
-    return all(_is_known_side(side) for side in (fmt.k, fmt.v))
+    return all(_is_known_side(side) for side in (*fmt.k_sides, fmt.v))
 
 
 def _is_known_side(side: Side) -> bool:

@@ -110,6 +110,6 @@ void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
 }
 
 void disagg_encode(int64_t path, const Encoding *e, int64_t threads) {
-    int64_t span = e->format->k.shared ? e->segment_tokens : e->format->tokens;
+    int64_t span = e->format->k->shared ? e->segment_tokens : e->format->tokens;
     share((Work)find_path(path)->encode, e, (e->tokens + span - 1) / span * e->heads, threads);
 }

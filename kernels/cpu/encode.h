@@ -29,7 +29,7 @@ static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
             V a[16];
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) a[i] = v_load(x + (r + i) * columns + c);
-            transpose16(a);
+            transpose_sums(a);
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) v_store(y + (c + i) * rows + r, a[i]);
 #else
@@ -91,6 +91,45 @@ static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, 
     }
 }
 
+/* Codes of a group whose range is clipped, their scales stretched so that <x', x> = <x, x> about the
+ * mean: quantize.py has every step */
+static void fit(const Group *g, float *x, int64_t rows, int64_t columns, int bits, uint8_t *scales,
+                uint8_t *zeros) {
+    const V levels = v_set((float)((1 << bits) - 1)), share = v_set(bits == 2 ? 0.66f : 1.0f);
+    const V n = v_set((float)rows), half = v_set(0.5f), least = v_set(0x1p-24f);
+    for (int64_t c = 0; c < columns; c += LANES) {
+        const V low = v_load(g->low + c), high = v_load(g->high + c), width = (high - low) * share;
+        V step = v_max(width / levels, v_max(v_abs(low), v_abs(high)) / v_set(1024.0f));
+        step = v_max(step, least);
+        const V start = (low + high) * half - width * half, inverse = v_set(1.0f) / step;
+        V sum = v_set(0), codes = sum, squares = sum, along = sum;
+        for (int64_t r = 0; r < rows; r++) {
+            float *at = x + r * columns + c;
+            const V u = (v_load(at) - start) * inverse;
+            const V code = v_min(v_max(v_round(u), v_set(0)), levels);
+            v_store(at, code);
+            sum = sum + u, codes = codes + code;
+            squares = squares + u * u, along = along + u * code;
+        }
+        const V mean = sum / n, middle = codes / n;
+        const V whole = squares - sum * mean, part = along - sum * middle;
+        const V stretch = v_min(v_max(whole / part, half), v_set(2.0f));
+        const W stretched = part > v_set(0);
+        const V by = (V)(((W)stretch & stretched) | ((W)v_set(1.0f) & ~stretched));
+        v_store_half(scales + 2 * c, v_max(step * by, least));
+        v_store_half(zeros + 2 * c, (start + step * mean) / v_half(scales + 2 * c) - middle);
+    }
+}
+
+/* The means of columns, which are all that a side without bits has */
+static void store_means(const float *x, int64_t rows, int64_t columns, uint8_t *to) {
+    for (int64_t c = 0; c < columns; c += LANES) {
+        V sum = v_load(x + c);
+        for (int64_t r = 1; r < rows; r++) sum = sum + v_load(x + r * columns + c);
+        v_store_half(to + 2 * c, v_finite(sum / v_set((float)rows)));
+    }
+}
+
 /* Codes [rows][columns] as words */
 static void pack(const Side *s, const float *codes, uint8_t *to) {
     const int64_t halves = s->bits == 2 ? 2 : 1, words = s->columns / halves;
@@ -115,8 +154,16 @@ static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uin
     for (int64_t i = 0; i < rows / s->group; i++) {
         float *part = x + i * s->group * columns;
         int64_t at = 2 * i * columns;
+        if (!s->bits) {
+            store_means(part, s->group, columns, block + s->scale + at);
+            continue;
+        }
         clear_group(g, columns);
         see_rows(g, part, s->group, columns);
+        if (s->fitted) {
+            fit(g, part, s->group, columns, (int)s->bits, block + s->scale + at, block + s->zero + at);
+            continue;
+        }
         choose_scales(g, columns, (int)s->bits, block + s->scale + at,
                       s->zero < 0 ? NULL : block + s->zero + at);
         make_codes(g, part, s->group, columns, (int)s->bits, s->zero < 0);
@@ -173,24 +220,56 @@ static void encode_side(const Side *s, float *x, float *y, int values, uint8_t *
     pack(s, lying, block + s->codes);
 }
 
+/* K [tokens][head dim] in the order of a segment, band after band: y [tokens][columns] of each */
+static void encode_bands(const Format *f, const float *x, float *y, const uint8_t *segment,
+                         uint8_t *block, Group *g) {
+    int16_t order[MAX_DIM];
+    memcpy(order, segment + f->order, 2 * f->head_dim);
+    const int16_t *from = order;
+    for (const Side *s = f->k; s < f->k + f->bands; from += s->columns, s++) {
+        for (int64_t t = 0; t < f->tokens; t++)
+            for (int64_t c = 0; c < s->columns; c++) y[t * s->columns + c] = x[t * f->head_dim + from[c]];
+        quantise(s, y, s->rows, s->columns, block, g);
+        if (s->bits) pack(s, y, block + s->codes);
+    }
+}
+
+/* V, lying [head dim][tokens], turned: H (s * v) / 8 by butterflies */
+static void encode_turned(const Format *f, float *y, const uint8_t *segment, uint8_t *block, Group *g) {
+    const int64_t n = f->tokens;
+    for (int64_t d = 0; d < f->head_dim; d++)
+        for (int64_t t = 0; t < n && segment[f->signs + d / 8] >> d % 8 & 1; t++) y[d * n + t] *= -1.0f;
+    for (int64_t half = 1; half < TURN; half *= 2)
+        for (int64_t d = 0; d < f->head_dim; d++)
+            for (int64_t t = d * n; t < (d + 1) * n && !(d & half); t += LANES) {
+                const V a = v_load(y + t), b = v_load(y + t + half * n);
+                v_store(y + t, a + b);
+                v_store(y + t + half * n, a - b);
+            }
+    for (int64_t t = 0; t < f->head_dim * n; t += LANES)
+        v_store(y + t, v_finite(v_load(y + t) * v_set(0.125f)));
+    quantise(&f->v, y, f->head_dim, n, block, g);
+    pack(&f->v, y, block + f->v.codes);
+}
+
 /* The pages of one head in one segment; where pages share nothing, one page */
 static void encode_unit(const Encoding *e, int64_t unit) {
     const Format *f = e->format;
-    const int64_t span = f->k.shared ? e->segment_tokens : f->tokens, head = unit % e->heads;
+    const int64_t span = f->k->shared ? e->segment_tokens : f->tokens, head = unit % e->heads;
     const int64_t first = unit / e->heads * span, size = e->type == FP32 ? 4 : 2;
     const int64_t end = first + span < e->tokens ? first + span : e->tokens;
     const uint8_t *k = e->k + size * head * e->k_head, *v = e->v + size * head * e->v_head;
     Desk desk;
     Group shared;
-    if (f->k.shared) {
-        uint8_t *segment = e->segments + (unit / e->heads * e->heads + head) * f->segment_bytes;
+    uint8_t *segment = e->segments + (first / e->segment_tokens * e->heads + head) * f->segment_bytes;
+    if (f->k->shared) {
         clear_group(&shared, f->head_dim);
         for (int64_t t = first; t < end; t += f->tokens) {
             read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
             see_rows(&shared, desk.x, f->tokens, f->head_dim);
         }
-        choose_scales(&shared, f->head_dim, (int)f->k.bits, segment + f->k.scale,
-                      f->k.zero < 0 ? NULL : segment + f->k.zero);
+        choose_scales(&shared, f->head_dim, (int)f->k->bits, segment + f->k->scale,
+                      f->k->zero < 0 ? NULL : segment + f->k->zero);
     }
     for (int64_t t = first; t < end; t += f->tokens) {
         int64_t page = t / f->tokens;
@@ -198,9 +277,13 @@ static void encode_unit(const Encoding *e, int64_t unit) {
                          head * f->block_bytes;
         memset(block, 0, f->block_bytes); /* planes may leave gaps */
         read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
-        encode_side(&f->k, desk.x, desk.y, 0, block, &desk.group, f->k.shared ? &shared : NULL);
+        if (f->order >= 0) encode_bands(f, desk.x, desk.y, segment, block, &desk.group);
+        else encode_side(f->k, desk.x, desk.y, 0, block, &desk.group, f->k->shared ? &shared : NULL);
         read_page(desk.x, v + size * t * e->v_token, (int)e->type, e->v_token, f->tokens, f->head_dim);
-        encode_side(&f->v, desk.x, desk.y, 1, block, &desk.group, NULL);
+        if (f->order >= 0) {
+            transpose(desk.x, f->tokens, f->head_dim, desk.y);
+            encode_turned(f, desk.y, segment, block, &desk.group);
+        } else encode_side(&f->v, desk.x, desk.y, 1, block, &desk.group, NULL);
         if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
     }
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS
 from disagg.kernels.cpu.library import TORCH, TYPES, EncodingC, address, backend, call, format_of
 from disagg.kernels.formats import PageFormat, Side
-from disagg.kernels.sealing import Target
+from disagg.kernels.sealing import Segmentation, Target
 
 
 def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
@@ -21,24 +21,29 @@ def is_encoded(fmt: PageFormat, k: Tensor) -> bool:
     return not k.is_cuda and backend() != TORCH and _is_known(fmt)
 
 
-def seal_pages(k: Tensor, v: Tensor, target: Target, fmt: PageFormat, tokens: int) -> Tensor | None:
+def seal_pages(
+    k: Tensor, v: Tensor, target: Target, fmt: PageFormat, cut: Segmentation
+) -> Tensor | None:
     """Write the pages of k, v [H, n, D] to where they belong; all their tokens are there.
 
-    tokens:  of a segment; returns segments [S, H, segment_bytes] u8, or None where there are none
+    returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
+    if fmt.turn and cut.frozen is None:
+        raise ValueError("a frozen segment is wanted: it says the order of K's channels")
     k, v = _readable(k, v)
     heads, n, _ = k.shape
     segments = None
     if fmt.segment_bytes:
-        count = max(1, -(-n // tokens))
-        segments = torch.zeros(count, heads, fmt.segment_bytes, dtype=torch.uint8)
+        segments = torch.zeros(cut.count(n), heads, fmt.segment_bytes, dtype=torch.uint8)
+        if cut.frozen is not None:
+            segments.copy_(cut.frozen)
     if n:
         pages = target.pages.contiguous()
         job = EncodingC(
             *(ctypes.addressof(format_of(fmt)), address(k), address(v)),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             *(TYPES[k.dtype], n, heads, address(target.arena), address(segments), address(pages)),
-            *(target.base, target.unit, tokens),
+            *(target.base, target.unit, cut.tokens),
         )
         call("disagg_encode", job)
     return segments
@@ -55,7 +60,8 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _is_known(fmt: PageFormat) -> bool:
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM or fmt.tokens % 32 or fmt.tokens > MAX_TOKENS:
         return False
-    return not fmt.v.scale.shared and all(_is_known_side(side) for side in (fmt.k, fmt.v))
+    sides = (*fmt.k_sides, fmt.v)
+    return not fmt.v.scale.shared and all(map(_is_known_side, sides))
 
 
 def _is_known_side(side: Side) -> bool:

@@ -24,6 +24,7 @@ CODE_ERRORS = {**EXACT_ERRORS, **dict.fromkeys(PATHS, 5e-4)}
 BY = {"column": 0, "row": 1, "block": 2}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
+MAX_BANDS = 3
 
 _forced: list[str] = []
 
@@ -40,12 +41,15 @@ def _structure(name: str, spec: str, **more: type) -> type[ctypes.Structure]:
 SideC = _structure(
     "SideC",
     "rows columns bits codes by group scale zero center shared rank a b slots index delta turn "
-    "matrix floating",
+    "matrix floating fitted",
 )
 
 
 FormatC = _structure(
-    "FormatC", "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v", k=SideC, v=SideC
+    "FormatC",
+    "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v order signs bands",
+    v=SideC,
+    k=SideC * MAX_BANDS,
 )
 TableC = _structure(
     "TableC",
@@ -135,10 +139,12 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
     if isinstance(fmt, ExactFormat):
         kind = TYPES[getattr(torch, fmt.dtype)]
         sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, 0, -1)
-        return FormatC(*sizes, kind, fmt.k, fmt.v, SideC(), SideC())
+        return FormatC(*sizes, kind, fmt.k, fmt.v, -1, -1)
     valid = -1 if fmt.valid is None else fmt.valid
+    sides = (SideC * MAX_BANDS)(*map(_side_of, fmt.k_sides))
+    turn = (fmt.turn.order, fmt.turn.signs) if fmt.turn else (-1, -1)
     sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, fmt.segment_bytes, valid)
-    return FormatC(*sizes, NO_TYPE, 0, 0, _side_of(fmt.k), _side_of(fmt.v))
+    return FormatC(*sizes, NO_TYPE, 0, 0, *turn, len(fmt.k_sides), _side_of(fmt.v), sides)
 
 
 def _side_of(side: Side) -> ctypes.Structure:
@@ -150,5 +156,5 @@ def _side_of(side: Side) -> ctypes.Structure:
         *((low.rank, low.a, low.b) if low else (0, 0, 0)),
         *((sparse.slots, sparse.index, sparse.delta) if sparse else (0, 0, 0)),
         *((turn.block, turn.matrix) if turn else (0, 0)),
-        side.floating,
+        *(side.floating, scale.fitted),
     )

@@ -5,15 +5,19 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef TILE
+#define TILE 4 /* queries that are computed together: 4, or 1 */
+#endif
 enum {
     UNIT = 128,         /* bytes of the arena that a page id counts */
-    TILE = 4,           /* queries that are computed together */
     ROWS = 16,          /* queries of a unit of work: its pages stay in a cache for all of them */
     MAX_DIM = 512,      /* head dims; library.py sends larger ones to the reference */
     LINE = MAX_DIM + 16, /* floats from one query to the next: no two at the same place of a cache */
     MAX_TOKENS = 128,   /* of a page */
     STRIP = 4,          /* pages whose softmax is taken together: at most PART tokens */
     MAX_RANK = 16,
+    MAX_BANDS = 3,
+    TURN = 64,          /* channels of V that are mixed */
     OPERANDS = 16384,   /* int16 numbers of a vector that is contracted, all groups of 4 queries */
     MAX_GROUPS = 64,
     PART = 256          /* columns whose sums of codes fit 32 bits: 256 * 255 * 32767 < 2**31 */
@@ -27,13 +31,14 @@ typedef struct {
     int64_t rank, a, b;
     int64_t slots, index, delta;
     int64_t turn, matrix;
-    int64_t floating;
+    int64_t floating, fitted;
 } Side;
 
 typedef struct {
     int64_t tokens, head_dim, block_bytes, segment_bytes, valid;
     int64_t raw, raw_k, raw_v; /* raw is NO_TYPE where pages hold codes */
-    Side k, v;
+    int64_t order, signs, bands; /* of K's columns: the first one is k[0] */
+    Side v, k[MAX_BANDS];
 } Format;
 
 typedef struct { /* one page table of every sequence, as a PageTable */

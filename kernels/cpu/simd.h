@@ -15,6 +15,7 @@
 #else
 #define LANES 4
 #endif
+enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors that sums_of adds up: as many as registers hold */
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef int32_t W __attribute__((vector_size(4 * LANES)));
 typedef int16_t Short __attribute__((vector_size(2 * LANES)));
@@ -86,6 +87,11 @@ INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers; of larger ones
     memcpy(p, &h, sizeof h);
 }
 INLINE float v_sum(V a) {
+#if defined(USE_AVX2)
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#endif
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
@@ -93,14 +99,19 @@ INLINE float v_sum(V a) {
 INLINE float v_most(V a) {
 #if defined(USE_AVX512)
     return _mm512_reduce_max_ps(a);
-#endif
+#elif defined(USE_AVX2)
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+#else
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
     return a[0];
+#endif
 }
 
 #if defined(USE_AVX512)
-INLINE void transpose16(__m512 *a) {
+INLINE void transpose_sums(__m512 *a) {
     __m512 t[16], u[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
@@ -158,6 +169,50 @@ INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) { /* 32 num
     return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
 }
 INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
+#elif defined(USE_AVX2)
+/* eight vectors -> the sum of each */
+#define TREE(NAME, X, ADD, CROSS, SWAP)                                                            \
+    INLINE X NAME(const X *a) {                                                                    \
+        X x = ADD(ADD(a[0], a[1]), ADD(a[2], a[3])), y = ADD(ADD(a[4], a[5]), ADD(a[6], a[7]));    \
+        return CROSS(SWAP(x, y, 0x20), SWAP(x, y, 0x31));                                          \
+    }
+TREE(tree_int, __m256i, _mm256_hadd_epi32, _mm256_add_epi32, _mm256_permute2x128_si256)
+TREE(v_tree, __m256, _mm256_hadd_ps, _mm256_add_ps, _mm256_permute2f128_ps)
+
+INLINE void transpose_sums(__m256 *a) {
+    __m256 t[8], u[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const int from = i / 2 * 4 + i % 2;
+        u[i / 2 * 4 + i % 2 * 2] = _mm256_shuffle_ps(t[from], t[from + 2], 0x44);
+        u[i / 2 * 4 + i % 2 * 2 + 1] = _mm256_shuffle_ps(t[from], t[from + 2], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x20);
+        a[4 + i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x31);
+    }
+}
+
+typedef __m256i Sum;
+INLINE V v_of_sum(Sum s) { return _mm256_cvtepi32_ps(s); }
+INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 32; i += 16) {
+        __m256i x = _mm256_packs_epi32(_mm256_cvtps_epi32(v_load(from + i) * by),
+                                       _mm256_cvtps_epi32(v_load(from + i + 8) * by));
+        x = _mm256_permute4x64_epi64(x, 0xd8);
+        _mm256_storeu_si256((void *)(p + i), x);
+        s = _mm256_add_epi32(s, _mm256_madd_epi16(x, _mm256_set1_epi16(1)));
+    }
+    return s;
+}
+INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
 #else
 typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
 INLINE V v_of_sum(Sum s) { return s; }
@@ -169,8 +224,8 @@ INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
     }
     return s;
 }
-INLINE void sums_of(const V *a, float *to) { /* of each of sixteen */
-    for (int i = 0; i < 16; i++) to[i] = v_sum(a[i]);
+INLINE void sums_of(const V *a, float *to) {
+    for (int i = 0; i < SUMS; i++) to[i] = v_sum(a[i]);
 }
 #endif
 
@@ -236,14 +291,14 @@ INLINE void chunk_of_codes(__m512i *a, __m512i x, int bits, int i, const int16_t
     if (bits == 8) {
         two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at, paired);
     } else if (bits == 4) {
-        two_fields(a, 0, FIELD(x, 0), FIELD(x, 4), q[0] + at, q[1] + at, paired);
-        two_fields(a, 8, FIELD(y, 0), FIELD(y, 4), q[2] + at, q[3] + at, paired);
+        two_fields(a, i, FIELD(x, 0), FIELD(x, 4), q[0] + at, q[1] + at, paired);
+        two_fields(a, i + 8, FIELD(y, 0), FIELD(y, 4), q[2] + at, q[3] + at, paired);
     } else {
-        two_fields(a, 0, FIELD(x, 0), FIELD(x, 2), q[0] + at, q[1] + at, paired);
-        two_fields(a, 8, FIELD(x, 4), FIELD(x, 6), q[2] + at, q[3] + at, paired);
+        two_fields(a, i, FIELD(x, 0), FIELD(x, 2), q[0] + at, q[1] + at, paired);
+        two_fields(a, i + 8, FIELD(x, 4), FIELD(x, 6), q[2] + at, q[3] + at, paired);
         at += 32 * TILE;
-        two_fields(a, 0, FIELD(y, 0), FIELD(y, 2), q[0] + at, q[1] + at, paired);
-        two_fields(a, 8, FIELD(y, 4), FIELD(y, 6), q[2] + at, q[3] + at, paired);
+        two_fields(a, i, FIELD(y, 0), FIELD(y, 2), q[0] + at, q[1] + at, paired);
+        two_fields(a, i + 8, FIELD(y, 4), FIELD(y, 6), q[2] + at, q[3] + at, paired);
     }
 }
 
@@ -257,93 +312,115 @@ INLINE void row_of_codes(__m512i *a, const uint8_t *w, const uint8_t *next, int 
     if (width)
         chunk_of_codes(a, _mm512_maskz_loadu_epi16((1u << width) - 1, w), bits, i, q, x, paired);
 }
-
-INLINE void products_in(const Products *p, int bits, int paired) {
-    const int span = bits == 8 ? 32 : 16, fields = bits == 8 ? 2 : 4;
-    const int16_t *const q[4] = {p->x[0], p->x[1], p->x[2], p->x[3]};
-    const __m512 times = v_load(p->times), add = v_load(p->add);
-    for (int first = 0; first < p->rows; first += span) {
-        int count = p->rows - first < span ? p->rows - first : span;
-        __m512 sums[16];
-        for (int r = 0; r < 16 && r < count; r++) {
-            __m512i a[16];
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) a[i] = _mm512_setzero_si512();
-            for (int page = 0; page < p->pages; page++) {
-                const int64_t at = (first + r) * p->stride, more = 16 * p->stride;
-                const uint8_t *w = p->words[page] + at, *next = p->next[page] + at;
-                row_of_codes(a, w, next, bits, 0, q, page * p->page, p->width, paired);
-                if (bits == 8 && r + 16 < count)
-                    row_of_codes(a, w + more, next + more, bits, 8, q, page * p->page, p->width, paired);
-            }
-            sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(tree_int(a)), times, add);
-        }
-        transpose16(sums);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            int start = first + (i >= 4 * fields ? 16 : 0), left = p->rows - start;
-            __mmask16 there = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-            float *to = p->out + (i & 3) * p->ld + (i / 4 % fields) * p->plane + start;
-            __m512 s = sums[i];
-            if (p->more) s = _mm512_add_ps(s, _mm512_maskz_loadu_ps(there, to));
-            _mm512_mask_storeu_ps(to, there, s);
-        }
+typedef __m512i Sums;
+#elif defined(USE_AVX2)
+/* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
+#define DOT_AT(i, z, q)                                     \
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"      \
+            : "+x"(a[i]), "=&x"(product)                    \
+            : "x"(z), "m"(*(const __m256i *)(q)))
+INLINE void two_fields(__m256i *a, int i, __m256i z0, __m256i z1, const int16_t *q0,
+                       const int16_t *q1) {
+    __m256i product;
+#pragma GCC unroll 4
+    for (int h = 0; h < TILE; h++) {
+        DOT_AT(i + h, z0, q0 + 32 * h);
+        DOT_AT(i + 4 + h, z1, q1 + 32 * h);
     }
 }
 
-INLINE void products_of(const Products *p, int bits) {
-    if (p->x[0] == p->x[1] && p->x[2] == p->x[3]) products_in(p, bits, 1);
-    else products_in(p, bits, 0);
+/* sixteen words; of the fields q[0] and q[1], the first of which begins at a bit of a byte, or of
+ * the upper byte */
+INLINE void chunk_of_codes(__m256i *a, __m256i x, int bits, int bit, int i, const int16_t *const *q,
+                           int64_t at) {
+    const __m256i y = _mm256_srli_epi16(x, 8), one = bit >= 8 ? y : x;
+#undef FIELD
+#define FIELD(z, bit) _mm256_and_si256(z, _mm256_set1_epi16(((1 << bits) - 1) << ((bit) & 7)))
+    if (bits == 8) {
+        two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at);
+    } else {
+        two_fields(a, i, FIELD(one, bit), FIELD(one, bit + bits), q[0] + at, q[1] + at);
+        at += 32 * TILE;
+        if (bits == 2) two_fields(a, i, FIELD(y, bit), FIELD(y, bit + bits), q[0] + at, q[1] + at);
+    }
 }
 
+INLINE void row_of_codes(__m256i *a, const uint8_t *w, const uint8_t *next, int bits, int bit, int i,
+                         const int16_t *const *q, int64_t x, int64_t width) {
+    const int64_t chunk = (bits == 2 ? 2 : 1) * 32 * TILE;
+    for (; width >= 32; width -= 32, w += 64, next += 64, x += chunk) {
+        if (bit == 0) _mm_prefetch((const char *)next, _MM_HINT_T0);
+        chunk_of_codes(a, _mm256_loadu_si256((const void *)w), bits, bit, i, q, x);
+        chunk_of_codes(a, _mm256_loadu_si256((const void *)(w + 32)), bits, bit, i, q, x + 16);
+    }
+    if (width >= 16) {
+        chunk_of_codes(a, _mm256_loadu_si256((const void *)w), bits, bit, i, q, x);
+        width -= 16, w += 32, x += 16;
+    }
+    if (width)
+        chunk_of_codes(a, _mm256_zextsi128_si256(_mm_loadu_si128((const void *)w)), bits, bit, i, q, x);
+}
+typedef __m256i Sums;
+#endif
+
+#if LANES > 4
+/* Lanes of a vector of sums: four queries of one field, then of the next one; where there is one
+ * query only, four rows. Lanes that are left take another block of rows. */
+INLINE V sums_of_rows(const Products *p, int bits, int row, int field, int paired) {
+    const int fields = bits == 8 ? 2 : 4, blocks = LANES / 4 > fields ? 2 : 1;
+    const int16_t *const q[4] = {p->x[field], p->x[field + 1], p->x[2], p->x[3]};
+    Sums a[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) a[i] = (Sums){0};
+    for (int page = 0; page < p->pages; page++)
+#pragma GCC unroll 8
+        for (int i = 0; i < blocks * (4 / TILE); i++) {
+            const int block = i / (4 / TILE), lane = i % (4 / TILE);
+            int r = row + lane + block * (TILE == 1 ? 4 : LANES);
+            if (r >= p->rows) {
+                if (TILE == 4) continue;
+                r = row;
+            }
+            const uint8_t *w = p->words[page] + r * p->stride, *next = p->next[page] + r * p->stride;
+#if defined(USE_AVX512)
+            row_of_codes(a, w, next, bits, 8 * block + lane, q, page * p->page, p->width, paired);
 #else
-/* sums [rows][16] of int32, in the order of lanes, into `out` */
-INLINE void put_sums(const Products *p, const int32_t *sums, int row, int fields) {
-    for (int i = 0; i < 4 * fields; i++) {
-        float *to = p->out + (i & 3) * p->ld + (i / 4) * p->plane + row;
-        float s = (float)sums[i] * p->times[i] + p->add[i];
-        *to = p->more ? *to + s : s;
+            row_of_codes(a, w, next, bits, field * bits, lane, q, page * p->page, p->width);
+#endif
+        }
+    V sums = __builtin_convertvector((W)tree_int(a), V);
+    return v_fma(sums, v_load(p->times + 4 * field), v_load(p->add + 4 * field));
+}
+
+/* `count` numbers of s from the i-th on, to where `left` more have room */
+INLINE void put(const Products *p, float *to, const float *s, int count, int left) {
+    for (int j = 0; j < count && j < left; j++) to[j] = p->more ? to[j] + s[j] : s[j];
+}
+
+INLINE void products_in(const Products *p, int bits, int field, int paired) {
+    const int fields = bits == 8 ? 2 : 4, blocks = LANES / 4 > fields ? 2 : 1;
+    const int step = blocks * (TILE == 1 ? 4 : LANES);
+    for (int row = 0; row < p->rows; row += step) {
+        ALIGNED V sums[LANES];
+        const int count = TILE == 1 ? 1 : LANES;
+        for (int r = 0; r < count && row + r < p->rows; r++)
+            sums[r] = sums_of_rows(p, bits, row + r, field, paired);
+        if (TILE == 4) transpose_sums(sums);
+        for (int i = 0; i < LANES; i += TILE == 1 ? 4 : 1) { /* four rows, or those of a query */
+            const int start = row + i / (4 * fields) * (TILE == 1 ? 4 : LANES);
+            float *to = p->out + (TILE == 1 ? 0 : i % 4) * p->ld +
+                        (field + i / 4) % fields * p->plane + start;
+            if (TILE == 1) put(p, to, (float *)sums + i, 4, p->rows - start);
+            else put(p, to, (float *)(sums + i), LANES, p->rows - start);
+        }
     }
 }
-#if defined(USE_AVX2)
+
 INLINE void products_of(const Products *p, int bits) {
-    const int fields = bits == 8 ? 2 : 4, halves = bits == 2 ? 2 : 1;
-    for (int r = 0; r < p->rows; r++) {
-        int32_t sums[16], eight[8];
-        for (int pair = 0; pair < 2; pair++) {
-            __m256i a[8];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) a[i] = _mm256_setzero_si256();
-            for (int page = 0; page < p->pages; page++) {
-                const uint8_t *w = p->words[page] + r * p->stride;
-                for (int64_t c = 0; c < p->width; c += 16) {
-                    const void *at = w + 2 * c;
-                    __m256i x = p->width - c >= 16 ? _mm256_loadu_si256(at)
-                                                   : _mm256_zextsi128_si256(_mm_loadu_si128(at));
-                    _mm_prefetch((const char *)p->next[page] + r * p->stride + 2 * c, _MM_HINT_T0);
-#pragma GCC unroll 8
-                    for (int i = 0; i < fields * halves; i++) {
-                        const int f = i % fields, half = i / fields, bit = f * bits + 8 * half;
-                        __m256i z = bit >= 8 ? _mm256_srli_epi16(x, 8) : x;
-                        z = _mm256_and_si256(z, _mm256_set1_epi16(((1 << bits) - 1) << (bit & 7)));
-                        const int64_t chunk = (c / 32 * halves + half) * TILE + 2 * pair;
-                        const int16_t *q = p->x[f] + page * p->page + chunk * 32 + c % 32;
-                        __m256i y0 = _mm256_loadu_si256((const void *)q);
-                        __m256i y1 = _mm256_loadu_si256((const void *)(q + 32));
-                        a[2 * f] = _mm256_add_epi32(a[2 * f], _mm256_madd_epi16(z, y0));
-                        a[2 * f + 1] = _mm256_add_epi32(a[2 * f + 1], _mm256_madd_epi16(z, y1));
-                    }
-                }
-            }
-            __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-            __m256i t = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
-            s = _mm256_add_epi32(_mm256_permute2x128_si256(s, t, 0x20),
-                                 _mm256_permute2x128_si256(s, t, 0x31));
-            _mm256_storeu_si256((void *)eight, s);
-            for (int i = 0; i < 8; i++) sums[(i / 2) * 4 + 2 * pair + i % 2] = eight[i];
-        }
-        put_sums(p, sums, r, fields);
-    }
+    const int paired = LANES == 16 && p->x[0] == p->x[1] && p->x[2] == p->x[3];
+    if (paired) products_in(p, bits, 0, 1);
+    else products_in(p, bits, 0, 0);
+    if (LANES == 8 && bits < 8) products_in(p, bits, 2, 0);
 }
 #else
 INLINE void products_of(const Products *p, int bits) {
@@ -363,10 +440,14 @@ INLINE void products_of(const Products *p, int bits) {
                     for (int64_t j = 0; j < count; j++) sums[4 * f + h] += codes[c + j] * q[32 * h + j];
             }
         }
-        put_sums(p, sums, r, fields);
+        for (int i = 0; i < fields * TILE; i++) {
+            const int f = i / TILE, h = i % TILE;
+            float *to = p->out + h * p->ld + f * p->plane + r;
+            float s = (float)sums[4 * f + h] * p->times[4 * f + h] + p->add[4 * f + h];
+            *to = p->more ? *to + s : s;
+        }
     }
 }
-#endif
 #endif
 
 static void products(const Products *p, int64_t bits) {

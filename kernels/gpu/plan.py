@@ -91,7 +91,12 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool) -> int:
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
     k, v = fmt.k, fmt.v
-    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
+    if (
+        fmt.turn
+        or v.scale.by == "row"
+        or v.scale.shared
+        or (v.scale.by == "block" and v.scale.center)
+    ):
         return False
     if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
         return False

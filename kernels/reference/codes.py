@@ -10,9 +10,13 @@ Both lines are the same contraction, because V is stored as K is with tokens and
 Whatever else a query or a segment can absorb is absorbed once:
 
     scores   q -> T_S q -> q * scale of the segment, B^T q       once for each query and segment
+             or q in the order of K's columns
              codes @ that, + A (B^T q), + sparse                 for each page
     output   p -> codes @ (p * scale), A^T p, + sparse           for each page, summed by segment
-             T_S^T (...), + B (A^T p)                            once for each query and segment
+             T_S^T (...), + B (A^T p), or turned back            once for each query and segment
+
+K in bands of columns is that many contractions, each with its part of q; where a band has no bits,
+every token of a page gets the same: sum_c q[c] mean[c].
 """
 
 from dataclasses import dataclass
@@ -39,6 +43,7 @@ from disagg.kernels.reference.softmax import (
     seen_tokens,
     visible_pages,
 )
+from disagg.kernels.reference.turn import read_order, read_signs, turn_back
 from disagg.kernels.view import Partial, View
 
 
@@ -76,8 +81,12 @@ def decode(
     """
     pages = DenseBlocks(blocks)
     shared = None if segments is None else DenseBlocks(segments)
-    k = _rebuild(fmt.k, pages, shared, dtype)
+    k = torch.cat([_rebuild(side, pages, shared, dtype) for side in fmt.k_sides], -1)
     v = _rebuild(fmt.v, pages, shared, dtype).transpose(-1, -2)
+    if shared is not None and fmt.turn:
+        order = read_order(shared, fmt.turn, fmt.head_dim).unsqueeze(-2).expand_as(k)
+        k = torch.empty_like(k).scatter_(-1, order, k)
+        v = turn_back(v, read_signs(shared, fmt.turn, fmt.head_dim).unsqueeze(-2))
     found = []
     for x, side in ((k, fmt.k), (v, fmt.v)):
         if shared is not None and side.rotation:
@@ -130,15 +139,16 @@ def _scores(x: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared | No
             scales, zeros = read_scales(shared.blocks, side, x.dtype)
             vector = vector * scales.transpose(-1, -2)
             bias = zeros @ vector
+        if fmt.turn:
+            vector = _ordered(plain, read_order(shared.blocks, fmt.turn, fmt.head_dim))
     found = []
-    for some in page_chunks(blocks.ids, blocks.heads * side.rows * side.columns):
+    for some in page_chunks(blocks.ids, blocks.heads * fmt.tokens * fmt.head_dim):
         pages = blocks.some(some)
-        codes = read_codes(pages, side, x.dtype)
+        here = vector if shared is None else shared.spread(vector, some)
         if shared is not None and bias is not None:
-            out = codes @ shared.spread(vector, some) + shared.spread(bias, some)
+            out = read_codes(pages, side, x.dtype) @ here + shared.spread(bias, some)
         else:
-            here = vector if shared is None else shared.spread(vector, some)
-            out = contract(codes, *read_scales(pages, side, x.dtype), side.scale, here)
+            out = _contract_bands(pages, fmt.k_sides, here)
         if side.low_rank and shared is not None and low is not None:
             factor = read_factor(pages, side.low_rank.a, fmt.tokens, side.low_rank.rank, x.dtype)
             out += factor @ shared.spread(low, some)
@@ -174,7 +184,29 @@ def _output(p: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared | No
     if shared is not None and side.low_rank:
         basis = read_factor(shared.blocks, side.low_rank.b, fmt.head_dim, rank, p.dtype)
         sums = sums + basis @ low
+    if shared is not None and fmt.turn:
+        signs = read_signs(shared.blocks, fmt.turn, fmt.head_dim).unsqueeze(-2)
+        sums = turn_back(sums.transpose(-1, -2), signs).transpose(-1, -2)
     return sums.sum(2)
+
+
+def _ordered(x: Tensor, order: Tensor) -> Tensor:
+    """Rows of x [B, H, 1, D, N] in the order [B, H, S, D] of each segment: [B, H, S, D, N]."""
+    shape = (*order.shape, x.shape[-1])
+    return x.expand(shape).gather(-2, order.unsqueeze(-1).expand(shape))
+
+
+def _contract_bands(pages: ArenaBlocks, sides: tuple[Side, ...], x: Tensor) -> Tensor:
+    """Sum over the columns of all bands: x [..., columns, N] -> [..., rows, N]."""
+    total = x.new_zeros(())
+    for side, part in zip(sides, x.split([side.columns for side in sides], -2), strict=True):
+        scales, zeros = read_scales(pages, side, x.dtype)
+        if side.bits:
+            codes = read_codes(pages, side, x.dtype)
+            total = total + contract(codes, scales, zeros, side.scale, part)
+        else:
+            total = total + scales @ part
+    return total
 
 
 def contract(codes: Tensor, scales: Tensor, zeros: Tensor, kind: Scale, x: Tensor) -> Tensor:
@@ -220,6 +252,8 @@ def _rebuild(side: Side, pages: Blocks, shared: Blocks | None, dtype: torch.dtyp
     scales, zeros = (
         y.repeat_interleave(rows, -2).repeat_interleave(columns, -1) for y in (scales, zeros)
     )
+    if not side.bits:
+        return scales.expand(*scales.shape[:-2], side.rows, side.columns)
     x = (read_codes(pages, side, dtype) + zeros) * scales
     if side.sparse:
         x.transpose(-1, -2).scatter_add_(-1, *read_sparse(pages, side, dtype))

@@ -2,6 +2,7 @@
 
 For each side, in this order, what its format has of
 
+    turn        K's channels in order, V's mixed                as the frozen segment says
     rotate      x -> T_L with T_L T_S = x                       T_S of the segment, new or frozen
     set aside   the outliers of each column -> sparse slots     their mean takes their place
     quantise    -> codes, scales, zeros                         of the page or of the segment
@@ -34,6 +35,7 @@ from disagg.kernels.reference.quantize import (
     with_group_means,
     with_means,
 )
+from disagg.kernels.reference.turn import read_order, read_signs, turn
 from disagg.kernels.sealing import (
     HEAD_STRIDE,
     NewRows,
@@ -69,16 +71,20 @@ def encode(
         segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
         if cut.frozen is not None:
             segments.copy_(cut.frozen)
+    if segments is not None and not fmt.turn:
         pages = cut.tokens // fmt.tokens
         for i, seed in enumerate(cut.seeds(n) if n else ()):
             part = slice(i * cut.tokens, (i + 1) * cut.tokens)
             some = blocks[i * pages : (i + 1) * pages]
             _encode_segment(k[:, part], v[:, part], fmt, some, segments[i], seed, cut.frozen)
     else:
+        if fmt.turn:
+            k, v = _turned(k, v, fmt, cut.frozen)
+        sides = [*zip(k.split([side.columns for side in fmt.k_sides], 2), fmt.k_sides, strict=True)]
         step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
         for start in range(0, blocks.shape[0], step):
             part = slice(start * fmt.tokens, (start + step) * fmt.tokens)
-            for x, side in ((k, fmt.k), (v, fmt.v)):
+            for x, side in (*sides, (v, fmt.v)):
                 _encode(x[:, part], side, fmt, DenseBlocks(blocks[start : start + step]))
     if fmt.valid is not None:
         mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
@@ -179,6 +185,18 @@ def _encode(
         _encode_low_rank(tokens, side.low_rank, fmt, pages, shared, seed)
 
 
+def _turned(k: Tensor, v: Tensor, fmt: PageFormat, frozen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """K's channels in the order, and V's turned by the signs, of a segment; what then is beyond
+    fp16 saturates."""
+    assert fmt.turn is not None
+    if frozen is None:
+        raise ValueError("a frozen segment is wanted: it says the order of K's channels")
+    segment = DenseBlocks(frozen)
+    order = read_order(segment, fmt.turn, fmt.head_dim).unsqueeze(1).expand_as(k)
+    signs = read_signs(segment, fmt.turn, fmt.head_dim).unsqueeze(1)
+    return k.gather(2, order), turn(finite(v), signs)
+
+
 def _encode_codes(
     x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks | None
 ) -> Tensor | None:
@@ -190,7 +208,8 @@ def _encode_codes(
         return None
     index = choose_outliers(x, side.sparse) if side.sparse else None
     codes, scales, zeros = quantize_side(x if index is None else with_means(x, index), side)
-    codes_plane(pages, side).copy_(pack_words(codes, side.bits))
+    if side.bits:
+        codes_plane(pages, side).copy_(pack_words(codes, side.bits))
     there = shared if side.scale.shared and shared is not None else pages
     there.plane(torch.float16, side.scale.scale, side.scale_shape).copy_(scales)
     if side.scale.zero is not None:

@@ -7,6 +7,24 @@ Per group of K (tokens of one channel) or V (channels of one token), x in fp32, 
                  code  = clamp(round(x / scale - zero), 0, 2**bits - 1)   from the rounded ones
     symmetric    scale = fp16(max|x| / (2**(bits-1) - 1)), code = round(x / scale) + 2**(bits-1)
     float8       scale = max|x| / 448, code = e4m3(x / scale), saturated
+    no bits      scale = fp16(S / n), S the sum of the group's n rows; n is a power of two
+
+    fitted       the range is clipped, and the scale stretched so that <x', x> = <x, x> about the
+                 mean, which x' keeps: codes of least error shrink, and would flatten attention
+       width   = (max - min) * share              share: 1 for 4 bits, fp32(0.66) for 2
+       step    = max(width / levels, max|x| / 1024, 2**-24)       levels = 2**bits - 1
+       start   = (min + max) * 0.5 - width * 0.5
+       u       = (x - start) * (1 / step)
+       code    = clamp(round(u), 0, levels)
+       mean_u, mean_c = sum(u) / n, sum(code) / n
+       whole   = sum(u * u) - sum(u) * mean_u
+       along   = sum(u * code) - sum(u) * mean_c
+       stretch = clamp(whole / along, 0.5, 2), or 1 where along <= 0
+       scale   = fp16(max(step * stretch, 2**-24))
+       zero    = fp16((start + step * mean_u) / scale - mean_c)   of the rounded scale
+
+Every operation of `fitted` and of a sum is rounded to fp32 by itself, none is fused, and sums add
+row after row to 0, the first row first.
 
 The second term makes a constant group exact in fp16 and keeps the zero in range; the third keeps
 the scale from vanishing. Rounding is to nearest, ties to even. x' = scale * (code + zero).
@@ -22,6 +40,7 @@ ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
 SMALLEST_SCALE = 2.0**-24  # the least positive fp16
 LARGEST_FLOAT8 = 448.0
 SMALLEST_FLOAT8_SCALE = 2.0**-100
+SHARES = {2: 0.66, 4: 1.0}  # of the range that codes of so many bits cover
 
 
 def finite(x: Tensor) -> Tensor:
@@ -56,6 +75,26 @@ def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.round_().clamp_(0, levels).flatten(-3, -2), scale, zero
 
 
+def quantize_fitted(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `quantize`, with a clipped range and a stretched scale: see above."""
+    levels = (1 << bits) - 1
+    groups = x.unflatten(-2, (-1, group))
+    low, high = groups.amin(-2), groups.amax(-2)
+    width = (high - low) * SHARES[bits]
+    step = torch.maximum(width / levels, torch.maximum(low.abs(), high.abs()) / ZERO_LIMIT)
+    step = step.clamp_min_(SMALLEST_SCALE)
+    start = (low + high) * 0.5 - width * 0.5
+    u = (groups - start.unsqueeze(-2)) * step.reciprocal().unsqueeze(-2)
+    codes = u.round().clamp_(0, levels)
+    sums = [_sum_rows(y) for y in (u, codes, u * u, u * codes)]
+    mean_u, mean_c = sums[0] / group, sums[1] / group
+    whole, along = sums[2] - sums[0] * mean_u, sums[3] - sums[0] * mean_c
+    stretch = torch.where(along > 0, (whole / along).clamp(0.5, 2.0), 1.0)
+    scale = (step * stretch).clamp_min_(SMALLEST_SCALE).half()
+    zero = ((start + step * mean_u) / scale.float() - mean_c).half()
+    return codes.flatten(-3, -2), scale, zero
+
+
 def quantize_side(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of x [P, H, rows, columns] fp32 as a side stores them.
 
@@ -64,8 +103,13 @@ def quantize_side(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     """
     if side.scale.shared:
         return _quantize_shared(x, side.bits)
+    if not side.bits:
+        scales = to_fp16(_sum_rows(x) / side.rows).unsqueeze(-2)
+        return torch.zeros_like(x), scales, torch.ones_like(scales)
     if side.scale.zero is None:
         return _quantize_symmetric(x, side)
+    if side.scale.fitted:
+        return quantize_fitted(x, side.scale.group, side.bits)
     if side.scale.by == "column":
         return quantize(x, side.scale.group, side.bits)
     codes, scales, zeros = quantize(x.transpose(-1, -2), side.scale.group, side.bits)
@@ -140,6 +184,15 @@ def _quantize_symmetric(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
     codes = (groups * inverse).round_().clamp_(-limit, limit).add_(limit + 1).flatten(-3, -2)
     zeros = torch.full_like(scales, float(side.scale.center))
     return codes.transpose(-1, -2) if lying else codes, scales, zeros
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """[..., rows, columns] -> [..., columns], row after row."""
+    total, *rest = x.unbind(-2)
+    total = total.clone()
+    for row in rest:
+        total += row
+    return total
 
 
 def _largest(x: Tensor, count: int) -> Tensor:

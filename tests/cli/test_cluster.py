@@ -26,7 +26,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
-    command += [f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    command += [f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
     command += ["--disable-usage-stats", f"--temp-dir={folder}"]
     ray = subprocess.Popen(
@@ -66,36 +66,34 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(add
     home = Home(tmp_path)
     where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8")
     serve = partial(home.start, "serve", "--port", "0", *where)
-    (tmp_path / "token").write_text("a secret of all hosts")
-    secret = ("--set", f"security.token_file={tmp_path / 'token'}")
-    open_ = serve()
-    _, error = open_.communicate(timeout=60)
-    assert open_.returncode == 2
-    assert "security.token_file" in error
 
-    first = serve(*secret)
+    first = serve()
     workers = pids(home.service())
     first.kill()
-    first.communicate()
-    (tmp_path / "disagg.json").unlink()
-    second = serve(*secret)
+    _, said = first.communicate()
+    assert "gRPC over TLS" in said
+    second = serve()
     state = home.service()
     assert pids(state) == workers
-    said = complete(state.url, ASKED | {"max_tokens": 8}, lambda piece: None)
-    assert said.completion_tokens == 8
-    (tmp_path / "other").mkdir()
-    intruder = serve(tmp_path / "other", address, *secret)
+    answer = complete(state.url, ASKED | {"max_tokens": 8}, lambda piece: None)
+    assert answer.completion_tokens == 8
+    intruder = serve("--state-file", str(tmp_path / "intruder.json"))
     _, error = intruder.communicate(timeout=60)
     assert intruder.returncode == 2
     assert "works for another service" in error
-    assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 8
+    assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 16
+    neighbour = serve("--name", "neighbour", "--set", "security.plane=token")
+    beside = home.service("neighbour")
+    assert not pids(beside) & workers
+    assert complete(beside.url, ASKED, lambda piece: None).completion_tokens == 16
     stop(second)
     assert not alive(workers)
+    stop(neighbour)
 
-    detached = serve(*secret, "--set", "cluster.detach=true")
+    detached = serve("--set", "cluster.detach=true")
     workers = pids(home.service())
     stop(detached)
-    other = serve(*secret, "--codec", "raw")
+    other = serve("--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
     assert "runs with other settings, until 8 s after its last router" in error

@@ -45,10 +45,11 @@ class Home:
             preexec_fn=take_ctrl_c,
         )
 
-    def service(self) -> RunningService:
-        """The one that says in the state file where it is, soon."""
-        wait_for((self.folder / "disagg.json").exists)
-        state = read_state(self.folder / "disagg.json")
+    def service(self, name: str = "disagg") -> RunningService:
+        """The one that says in the state file that it is ready, soon."""
+        path = self.folder / f"{name}.json"
+        wait_for(lambda: (state := read_state(path)) is not None and state.ready)
+        state = read_state(path)
         assert state is not None
         return state
 
@@ -123,7 +124,8 @@ def test_a_service_survives_its_workers_and_takes_them_along_when_it_is_killed(h
     wait_for(lambda: idle(state), told=lambda: get(state.url, "/status"))
 
     process.kill()
-    process.communicate()
+    out, _ = process.communicate()
+    assert out == ""  # Ray would say a paragraph of each death
     (home.folder / "disagg.json").unlink()
 
 

@@ -5,9 +5,12 @@ import json
 import os
 import re
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -162,8 +165,69 @@ def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, monkeypa
     assert known.stopped.is_set()
 
 
+def test_a_service_is_announced_before_its_workers_serve_and_ready_afterwards(
+    state_file, monkeypatch
+):
+    seen = []
+
+    class Looking(Started):
+        def __enter__(self) -> "Started":
+            seen.append(read_state(state_file))
+            return super().__enter__()
+
+        @property
+        def links(self) -> tuple[str, ...]:
+            seen.append(read_state(state_file))
+            return ()
+
+    monkeypatch.setattr("disagg.server.service.Service", Looking)
+    assert run(["serve", "--state-file", str(state_file)]) == 0
+    assert [(state.url, state.ready) for state in seen] == [
+        (Started.url, False),
+        (Started.url, True),
+    ]
+    assert read_state(state_file) is None
+
+
+def test_submit_waits_for_a_service_that_starts(running, state_file, capsys, monkeypatch):
+    starting = RunningService(running.url, os.getpid(), "secret")
+    write_state(state_file, starting)
+    become_ready = partial(write_state, state_file, replace(starting, ready=True))
+    monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: become_ready())
+    assert run(["submit", "It was", "--state-file", str(state_file)]) == 0
+    assert f"waiting for the service at {running.url}" in capsys.readouterr().err
+
+
+def test_submit_says_when_the_service_that_it_waits_for_ends(state_file, capsys, monkeypatch):
+    write_state(state_file, service())
+    monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: state_file.unlink())
+    assert run(["submit", "It was", "--state-file", str(state_file)]) == 8
+    assert "no service runs" in capsys.readouterr().err
+
+
+def test_stop_ends_a_service_that_starts(state_file):
+    code = "import signal; signal.sigwait([signal.SIGTERM])"
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print(flush=True); "
+    command = [sys.executable, "-c", code.replace("; ", f"; {block}")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        threading.Thread(target=process.wait).start()
+        assert process.stdout.readline()
+        write_state(state_file, service(pid=process.pid))
+        assert run(["stop", "--state-file", str(state_file)]) == 0
+        assert process.wait() == 0
+
+
+def test_services_of_other_names_have_state_files_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("disagg.server.service.Service", Started)
+    write_state(tmp_path / "disagg.json", service())
+    assert run(["serve"]) == 2
+    assert run(["serve", "--name", "other"]) == 0
+    assert run(["serve", "--name", "../other"]) == 2
+
+
 def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, capsys):
-    write_state(state_file, RunningService(known.url, os.getpid(), "wrong"))
+    write_state(state_file, RunningService(known.url, os.getpid(), "wrong", ready=True))
     assert run(["stop", "--state-file", str(state_file)]) == 2
     assert "token" in capsys.readouterr().err
     assert not known.stopped.is_set()

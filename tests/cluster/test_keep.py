@@ -49,7 +49,7 @@ def test_a_port_is_open_or_refuses(keep: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("command", "starts"),
-    [(["true"], [0.0]), (["false"], [0.0, 1.5, 4.0, 8.5])],
+    [(["true"], [0.0]), (["false"], [0.0, 1.0, 2.0, 3.5, 6.0])],
     ids=["told-to-end", "failed"],
 )
 def test_a_command_that_fails_is_started_again_later_and_later(

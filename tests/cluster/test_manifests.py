@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import yaml
 from ray.autoscaler._private.kuberay import autoscaling_config as kuberay
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from disagg.config import load_config
+from disagg import serve_app
+from disagg.config import Config, load_config, replace_keys
+from disagg.errors import ConfigError
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "cluster"
@@ -64,6 +67,14 @@ RAY_CLUSTER: dict[str, Any] = {
 }
 
 
+RAY_SERVICE = {
+    "type": "object",
+    "required": ["serveConfigV2", "rayClusterConfig"],
+    "additionalProperties": False,
+    "properties": {"serveConfigV2": {"type": "string"}, "rayClusterConfig": RAY_CLUSTER},
+}
+
+
 def ray_up(name: str) -> dict[str, Any]:
     return dict(yaml.safe_load((FOLDER / name).read_text()))
 
@@ -80,7 +91,7 @@ def kubernetes() -> dict[str, dict[str, Any]]:
 
 
 def groups() -> list[dict[str, Any]]:
-    spec = kubernetes()["RayCluster"]["spec"]
+    spec = kubernetes()["RayService"]["spec"]["rayClusterConfig"]
     return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
@@ -88,8 +99,9 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
     return dict(group["template"]["spec"]["containers"][0])
 
 
-def start_on_kubernetes() -> str:
-    return str(container(groups()[0])["lifecycle"]["postStart"]["exec"]["command"][-1])
+def application() -> dict[str, Any]:
+    (found,) = yaml.safe_load(kubernetes()["RayService"]["spec"]["serveConfigV2"])["applications"]
+    return dict(found)
 
 
 @pytest.mark.parametrize("name", RAY_UP)
@@ -106,7 +118,7 @@ def test_a_cloud_has_a_type_of_node_for_each_role_and_a_head_without_one(name: s
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_every_command_is_shell(name: str) -> None:
-    for command in [*commands(name), start_on_kubernetes()]:
+    for command in commands(name):
         subprocess.run(["bash", "-n", "-c", command], check=True)
 
 
@@ -119,23 +131,39 @@ def test_files_that_are_copied_to_hosts_exist_or_are_built(name: str) -> None:
         assert (FOLDER / path).exists()
 
 
-@pytest.mark.parametrize("name", [*RAY_UP, "kuberay.yaml"])
-def test_the_service_knows_every_setting_that_it_is_given(name: str, tmp_path: Path) -> None:
-    settings = tmp_path / "service.yaml"
-    if name == "kuberay.yaml":
-        lines = [start_on_kubernetes()]
-        settings.write_text(kubernetes()["ConfigMap"]["data"]["service.yaml"])
-    else:
-        lines = [line for line in ray_up(name)["head_start_ray_commands"] if "disagg serve" in line]
-        settings.write_text((FOLDER / "service.yaml").read_text())
-    flags = dict(re.findall(r'--set "?([\w.]+)=([^\s"]+)', lines[0]))
-    assert set(flags) >= {"cluster.address", "security.token_file"}
-    assert load_config(settings, flags).cluster.pools
+@pytest.mark.parametrize("name", RAY_UP)
+def test_the_service_knows_every_setting_that_it_is_given(name: str) -> None:
+    lines = [line for line in ray_up(name)["head_start_ray_commands"] if "disagg serve" in line]
+    flags = dict(re.findall(r"--set ([\w.]+)=(\S+)", lines[0]))
+    assert "cluster.address" in flags
+    config = load_config(FOLDER / "service.yaml", flags)
+    assert config.cluster.pools
+    assert config.security.plane == "tls"
 
 
-@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "NetworkPolicy"])
-def test_kubernetes_accepts_each_manifest(kind: str) -> None:
-    kubernetes_validate.validate(kubernetes()[kind], KUBERNETES, strict=True)
+def test_the_service_knows_every_setting_in_comments() -> None:
+    text = (FOLDER / "service.yaml").read_text()
+    everything = re.sub(r"^( *)# (?=[a-z]+:)", r"\1", text, flags=re.M)
+    assert everything != text
+    replace_keys(Config(), yaml.safe_load(everything))
+
+
+def test_the_application_on_kubernetes_is_one_and_knows_its_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert application()["import_path"] == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
+    cluster = serve_app.config_of(application()["args"]).cluster
+    assert (cluster.address, cluster.prefill, cluster.decode) == ("auto", 1, 1)
+    assert cluster.pools
+    with pytest.raises(ConfigError, match=r"cluster\.prefill is 'many'"):
+        serve_app.build_app({"prefill": "many"})
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    with pytest.raises(ConfigError, match=r"disagg\[serve\]"):
+        serve_app.build_app({})
+
+
+def test_kubernetes_accepts_the_network_policy() -> None:
+    kubernetes_validate.validate(kubernetes()["NetworkPolicy"], KUBERNETES, strict=True)
 
 
 def test_kubernetes_accepts_the_pods_of_every_group() -> None:
@@ -145,10 +173,11 @@ def test_kubernetes_accepts_the_pods_of_every_group() -> None:
 
 
 def test_the_operator_and_ray_understand_the_ray_cluster() -> None:
-    cluster = kubernetes()["RayCluster"]
-    jsonschema.validate(cluster["spec"], RAY_CLUSTER)
-    assert cluster["apiVersion"] == "ray.io/v1"
-    cluster["metadata"]["namespace"] = "any"
+    service = kubernetes()["RayService"]
+    assert service["apiVersion"] == "ray.io/v1"
+    jsonschema.validate(service["spec"], RAY_SERVICE)
+    names = {"name": "disagg-any", "namespace": "any"}
+    cluster = {"metadata": names, "spec": service["spec"]["rayClusterConfig"]}
     types = kuberay._derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
     found = {
         name: {k: v for k, v in x["resources"].items() if k in ROLES} for name, x in types.items()
@@ -157,17 +186,13 @@ def test_the_operator_and_ray_understand_the_ray_cluster() -> None:
 
 
 def test_parts_of_the_kubernetes_manifests_name_each_other() -> None:
-    found, head = kubernetes(), container(groups()[0])
-    name = found["RayCluster"]["metadata"]["name"]
-    ports = {port["name"] for port in head["ports"]}
-    volumes = groups()[0]["template"]["spec"]["volumes"]
-    assert found["Service"]["spec"]["selector"]["ray.io/cluster"] == name
-    assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
-    assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} <= ports
-    assert head["readinessProbe"]["httpGet"]["port"] in ports
-    assert {mount["name"] for mount in head["volumeMounts"]} == {x["name"] for x in volumes}
-    assert [x["configMap"]["name"] for x in volumes if "configMap" in x] == [name]
-    assert [x["secret"]["secretName"] for x in volumes if "secret" in x] == [name]
+    policy = kubernetes()["NetworkPolicy"]["spec"]
+    for group in groups():
+        assert group["template"]["metadata"]["labels"] == policy["podSelector"]["matchLabels"]
+        ports = {port["name"] for port in container(group)["ports"]} | {6380}
+        for probe in ("readinessProbe", "livenessProbe"):
+            ((_, asked),) = (x for x in container(group)[probe].items() if isinstance(x[1], dict))
+            assert asked["port"] in ports
 
 
 def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there() -> None:

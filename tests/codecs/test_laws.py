@@ -8,6 +8,7 @@ import torch
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
+from disagg.codecs.contract import Queries, sum_squares
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.page import FinalAt
@@ -41,6 +42,14 @@ CODECS = [
     "gear-l:bits=2,backbone=kivi,group=64",
     "gear:bits=4,backbone=kcvt",
     "gear:bits=2,backbone=kivi,group=32,rank=4,decode_rank=4",
+    "banded:bits=3",
+    "banded:bits=2",
+    "banded:bits=2,sink=0",
+    "kivi:bits=2,group=64,residual=64,sink=64",
+    "kcvt:bits=4,sink=64",
+    "gear:bits=2,backbone=kivi,sink=64",
+    "pertoken:bits=4,sink=64",
+    "int8:sink=64",
 ]
 SIZES = [  # tokens, query heads for each KV head, head dim: every value with some other
     (1, 1, 64),
@@ -74,6 +83,8 @@ def codec_group(codec: Codec) -> int:
     """Channels that share a scale, where they do not have to be all of them."""
     if getattr(codec, "backbone", "") == "kcvt":
         return 1
+    if codec.name == "banded":
+        return 64
     return int(getattr(codec, "group", getattr(codec, "block", 1)))
 
 
@@ -173,7 +184,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
     n = 2345
     k, v = realistic(2, n, 64)
     group = codec.layer_group((3,), 2, 64, "float16")
-    queries = torch.randn(4, 9, 64, generator=torch.Generator().manual_seed(8))
+    q = torch.randn(4, n, 64, generator=torch.Generator().manual_seed(8))
     contents = []
     for step in (n, chunk):
         arena = GrowingArena(k.device)
@@ -181,6 +192,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
         before = 0
         while before < n:
             done = min(before + step, n)
+            queries = Queries(q[:, n - 9 : done], sum_squares(q[:, :done], 0, n))
             chunk = (k[:, :done], v[:, :done], before, n, queries)
             write_prompt(codec, group, state, 3, arena.bytes, *chunk)
             before = done

@@ -27,6 +27,7 @@ EIGHT = [
     "decoquant",
     "alignedkv",
 ]
+SINKS = [KIVI, f"{KIVI},sink=64", "banded:bits=3", "banded:bits=2,sink=0"]
 ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"]
 
 
@@ -41,7 +42,9 @@ def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner):
     )
 
 
-@pytest.mark.parametrize(("codecs", "n", "tokens"), [(EIGHT, 200, 100), (ALIKE, 150, 40)])
+@pytest.mark.parametrize(
+    ("codecs", "n", "tokens"), [(EIGHT, 200, 100), (ALIKE, 150, 40), (SINKS, 180, 30)]
+)
 def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n, tokens):
     prompts = dict.fromkeys(codecs, random_prompt(n))
     together = forced_logits(runner, prompts, {x: x for x in codecs}, tokens)

@@ -15,7 +15,13 @@ from disagg.transfer.records import ids_by_kind
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
-CODECS = ["raw", "kivi:bits=2,group=64,residual=64", "0:raw;1-:kivi:bits=4,group=32,residual=16"]
+CODECS = [
+    "raw",
+    "kivi:bits=2,group=64,residual=64",
+    "0:raw;1-:kivi:bits=4,group=32,residual=16",
+    "banded:bits=2",
+    "0:int8:sink=64;1-:banded:bits=3,sink=0",
+]
 
 
 class ExactRunner(StandIn):
@@ -26,6 +32,7 @@ class ExactRunner(StandIn):
             for chunk in batch.chunks:
                 rows = slice(chunk.row, chunk.row + chunk.count)
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
+                chunk.workspace.observe(layer, torch.cat([k, v]), chunk.before)
                 chunk.sink(layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk.before)
         return torch.zeros(len(batch.outputs), VOCAB)
 

@@ -1,11 +1,37 @@
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from disagg.engine.sampler import sample, uniform
-from disagg.engine.sequence import SamplingParams
+from disagg.engine.sampler import Sampled, logprobs_of, uniform
+from disagg.engine.sampler import sample as sample_requests
+from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import RequestError
 
-LOGITS = torch.log(torch.tensor([[0.5, 0.05, 0.3, 0.15]]))
+SHARES = [0.5, 0.05, 0.3, 0.15]
+LOGITS = torch.log(torch.tensor([SHARES]))
+EOS = 3
+
+
+def ask(prompt: Sequence[int] = (1,), **params: Any) -> Request:
+    return Request("r", tuple(prompt), SamplingParams(**params), "raw")
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
+    """Tokens by parameters and index alone: what was said before does not matter to them."""
+    requests = [Request("r", (1,), choice, "raw") for choice in params]
+    said = [[0] * index for index in indices]
+    return [sampled.token for sampled in sample_requests(logits, requests, said)]
+
+
+def greedy(request: Request, emitted: Sequence[int] = (), logits: Tensor = LOGITS) -> int:
+    (sampled,) = sample_requests(logits, [request], [emitted], [EOS])
+    return sampled.token
 
 
 def draws(params: SamplingParams, count: int = 2000) -> list[float]:
@@ -63,6 +89,146 @@ def test_uniform_numbers_are_fixed_for_ever():
     assert seen == [0.8336885269740499, 0.9459165357046844, 0.3214364412611488]
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_best():
+    expected = [0.625, 0, 0.375, 0]
+    assert draws(SamplingParams(temperature=1.0, min_p=0.31)) == pytest.approx(expected, abs=0.04)
+    hot = draws(SamplingParams(temperature=100.0, min_p=0.31))  # of probabilities, not of logits
+    assert min(hot) > 0.2
+
+
+def test_equal_tokens_beyond_top_k_are_not_kept():
+    equal = torch.zeros(1, 50)
+    assert {
+        sample(equal, [SamplingParams(temperature=1.0, top_k=3)], [i])[0] for i in range(99)
+    } == {
+        0,
+        1,
+        2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "emitted", "token"),
+    [
+        ({}, [0, 0], 0),
+        ({"presence_penalty": 0.5}, [0, 0], 0),  # log .5 - .5 is above log .3
+        ({"presence_penalty": 0.6}, [0], 2),
+        ({"frequency_penalty": 0.3}, [0], 0),
+        ({"frequency_penalty": 0.3}, [0, 0], 2),
+        ({"presence_penalty": -2.0}, [3], 3),
+        ({"logit_bias": [(0, -1.0)]}, [], 2),
+        ({"logit_bias": [(1, 100.0)]}, [], 1),
+        ({"repetition_penalty": 2.0, "prompt": [0]}, [], 2),
+        ({"repetition_penalty": 2.0}, [0], 2),
+        ({"repetition_penalty": 0.2}, [2], 2),
+    ],
+    ids=str,
+)
+def test_penalties_and_biases_change_the_best_token(params, emitted, token):
+    assert greedy(ask(**params), emitted) == token
+
+
+def test_a_penalty_of_repetition_divides_positive_logits():
+    logits = torch.tensor([[3.0, 2.0, -1.0]])
+    assert greedy(ask([0], repetition_penalty=1.4), (), logits) == 0
+    assert greedy(ask([0], repetition_penalty=1.6), (), logits) == 1
+
+
+def test_the_text_cannot_end_before_min_tokens():
+    logits = LOGITS.flip(-1)  # the best is token 3: the end of the text
+    request = ask(min_tokens=2, stop_token_ids=[1])
+    assert [greedy(request, [0] * said, logits) for said in range(3)] == [0, 0, EOS]
+    free = ask(min_tokens=2, ignore_eos=True)
+    assert greedy(free, (), logits) == EOS  # which ends nothing here
+
+
+def test_log_probabilities_are_the_models_whatever_sampling_does():
+    params: dict[str, Any] = {"logprobs": 2, "temperature": 2.0, "logit_bias": [(1, 100.0)]}
+    (sampled,) = sample_requests(LOGITS, [ask(**params)], [[]])
+    assert sampled.token == 1
+    assert sampled.logprobs is not None
+    own, likeliest = sampled.logprobs
+    assert own == pytest.approx(math.log(0.05))
+    assert [token for token, _ in likeliest] == [0, 2]
+    assert [x for _, x in likeliest] == pytest.approx([math.log(0.5), math.log(0.3)])
+
+
+def test_rows_get_as_many_of_the_likeliest_as_they_want_and_others_none():
+    rows = LOGITS.expand(4, -1)
+    wanted = (None, 0, 3, 99)
+    found = sample_requests(rows, [ask(logprobs=count) for count in wanted], [[]] * 4)
+    assert found[0] == Sampled(0)
+    assert [len(x.logprobs[1]) for x in found[1:] if x.logprobs] == [0, 3, 4]
+    assert logprobs_of(rows[:0], torch.tensor([], dtype=torch.int64), []) == []
+
+
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+        "top_k": st.integers(0, 40),
+        "top_p": st.floats(0.01, 1),
+        "min_p": st.floats(0, 1),
+        "seed": st.integers(0, 2**63 - 1),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.5, 2),
+        "logit_bias": st.lists(st.tuples(st.integers(0, 29), st.floats(-9, 9)), max_size=3),
+        "stop_token_ids": st.lists(st.integers(0, 29), max_size=3),
+        "min_tokens": st.integers(0, 5),
+        "logprobs": st.integers(0, 5),
+    },
+)
+WORDS = st.lists(st.integers(0, 29), max_size=8)
+
+
+def plainly(logits: Tensor, request: Request, emitted: Sequence[int]) -> int:
+    """One row by the book, token by token."""
+    params, scores = request.params, logits.double().tolist()
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for token in {*request.tokens, *emitted}:
+        factor = params.repetition_penalty
+        scores[token] *= factor if scores[token] <= 0 else 1 / factor
+    for token in {*emitted}:
+        said = params.frequency_penalty * list(emitted).count(token)
+        scores[token] -= said + params.presence_penalty
+    if len(emitted) < params.min_tokens:
+        for token in (*params.stop_token_ids, EOS):
+            scores[token] = -math.inf
+    ranked = sorted(range(30), key=lambda token: (-scores[token], token))
+    if not params.temperature:
+        return ranked[0]
+    top = scores[ranked[0]]
+    weights = {x: math.exp((scores[x] - top) / params.temperature) for x in ranked}
+    weights = {x: weights[x] for x in ranked[: params.top_k or 30]}
+    mass, kept, before = sum(weights.values()), {}, 0.0
+    for token, weight in weights.items():
+        if before < params.top_p * mass and weight >= params.min_p:
+            kept[token] = weight
+        before += weight
+    target, sums = uniform(params.seed, len(emitted)) * sum(kept.values()), 0.0
+    for token in sorted(kept):
+        sums += kept[token]
+        if sums > target:
+            return token
+    return max(kept)
+
+
+@given(st.lists(st.tuples(PARAMS, WORDS, WORDS), min_size=1, max_size=6), st.integers(0, 99))
+def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(rows, seed):
+    logits = 3 * torch.randn(len(rows), 30, generator=torch.Generator().manual_seed(seed))
+    requests = [ask([*prompt, 1], **params) for params, prompt, _ in rows]
+    emitted = [said for *_, said in rows]
+    before = logits.clone()
+    together = sample_requests(logits, requests, emitted, [EOS])
+    for i, sampled in enumerate(together):
+        row, request, said = logits[i : i + 1], requests[i : i + 1], emitted[i : i + 1]
+        assert sample_requests(row, request, said, [EOS]) == [sampled]
+        assert sampled.token == plainly(logits[i], requests[i], emitted[i])
+    assert torch.equal(logits, before)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -79,6 +245,13 @@ def test_uniform_numbers_are_fixed_for_ever():
         {"temperature": 10**400},
         {"max_tokens": 1.5},
         {"temperature": "warm"},
+        {"min_p": 1.5},
+        {"min_tokens": -1},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": 1e5},
+        {"repetition_penalty": 0.0},
+        {"logprobs": -1},
+        {"prompt_logprobs": True},
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(wrong):

@@ -17,6 +17,7 @@ from disagg.kernels.formats import (
     Scale,
     Side,
     Sparse,
+    Turn,
 )
 from disagg.kernels.reference import aligned, codes
 from disagg.kernels.reference.encode import encode
@@ -102,6 +103,40 @@ def quant_format(bits: int, head_dim: int, k_group: int, v_group: int, tokens: i
     return make_format(head_dim, bits, group=k_group, v_group=v_group, tokens=tokens)
 
 
+def banded_format(bits: int, head_dim: int) -> PageFormat:
+    """K in bands of 4, 2 and 0 bits (bits=2) or of 4 and 2 (bits=3), V turned, at 2 bits."""
+    parts = ((4, 4), (2, 2), (0, 4)) if bits == 2 else ((4, 2), (2, 2))
+    widths = [(width, head_dim // part) for width, part in parts]
+    page, lined = Planes(), head_dim - sum(columns for width, columns in widths if not width)
+    scale, zero = page.take(2 * head_dim), page.take(2 * lined)
+    sides, first = [], 0
+    for width, columns in widths:
+        at = page.take(T * columns * width // 8)
+        places = scale + 2 * first, zero + 2 * first if width else None
+        sides.append(Side(T, columns, width, at, Scale("column", T, *places, fitted=bool(width))))
+        first += columns
+    group = Scale("column", 64, *(page.take(2 * T * head_dim // 64) for _ in "sz"), fitted=True)
+    v = Side(head_dim, T, 2, page.take(T * head_dim // 4), group)
+    turn = Turn(head_dim // 8, 0) if head_dim % 128 == 0 else Turn(0, 2 * head_dim)
+    segment_bytes = 2 * head_dim + max(16, head_dim // 8)
+    return PageFormat(
+        T, head_dim, page.end, segment_bytes, sides[0], v, bands=(*sides[1:],), turn=turn
+    )
+
+
+def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
+    """[H, segment_bytes] u8 with an order of its own, and the signs that all segments have."""
+    found = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
+    assert fmt.turn is not None
+    generator, signs = (torch.Generator().manual_seed(x) for x in (seed, 99))
+    orders = [torch.randperm(fmt.head_dim, generator=generator) for _ in range(heads)]
+    bits = torch.randint(0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8)
+    order = torch.stack(orders).short().view(torch.uint8)
+    for at, x in ((fmt.turn.order, order), (fmt.turn.signs, bits)):
+        found[:, at : at + x.shape[1]] = x
+    return found
+
+
 FORMATS = {
     "kivi": {"group": 32},
     "pertoken": {"bits": 4, "k_by": "row", "group": 32},
@@ -163,8 +198,7 @@ def make_case(
 
 def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     count = k.shape[2] // fmt.tokens
-    cut = Segmentation(run * fmt.tokens)
-    pairs = [encode(a, b, fmt, cut) for a, b in zip(k, v, strict=True)]
+    pairs = [_encode(a, b, fmt, run) for a, b in zip(k, v, strict=True)]
     blocks = torch.stack([x for x, _ in pairs])
     if fmt.valid is not None:
         bits = torch.randint(0, 256, (*blocks.shape[:3], fmt.tokens // 8), dtype=torch.uint8)
@@ -181,6 +215,18 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     exact = [x.transpose(1, 2).flatten(2, 3) for x in codes.decode(blocks, owned, fmt)]
     _repeat_first(pages, lengths, fmt.tokens)
     return Case(q, view(arena, pages, **shared, segment_base=SEGMENT_BASE), *exact)
+
+
+def _encode(k: Tensor, v: Tensor, fmt: PageFormat, run: int) -> tuple[Tensor, Tensor | None]:
+    """As `encode`; where a segment has to be given, each has an order of its own."""
+    tokens, heads = run * fmt.tokens, k.shape[0]
+    if not fmt.turn:
+        return encode(k, v, fmt, Segmentation(tokens))
+    parts = zip(k.split(tokens, 1), v.split(tokens, 1), strict=True)
+    cuts = (Segmentation(tokens, 0, random_segment(fmt, heads, i)) for i in range(k.shape[1]))
+    found = [encode(a, b, fmt, cut) for (a, b), cut in zip(parts, cuts, strict=False)]
+    blocks, segments = ([x for x in some if x is not None] for some in zip(*found, strict=True))
+    return torch.cat(blocks), torch.cat(segments)
 
 
 def _repeat_first(table: Tensor, lengths: list[int], tokens: int) -> None:

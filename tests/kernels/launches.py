@@ -32,7 +32,7 @@ from triton.compiler import CompiledKernel
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
-from disagg.codecs.contract import LastQueries
+from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.layer import attend_step, attend_tables, write_prompt, write_step
 from disagg.codecs.seals import Growth
 from disagg.codecs.tables import GroupStep, plan_step
@@ -190,9 +190,10 @@ def follow(scenario: Scenario) -> None:
         k, v, q = (tokens(n, x).transpose(0, 1) for x in (heads, heads, rows))
         if i == 0:
             whole = slice(group.sealed(n))
-            codec.encode(k[:, whole], v[:, whole], 0, LAYER, LastQueries(q[:, -8:], n))
+            prompt = Prompt(n, k, Queries.of(q[:, -8:], n))
+            codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt)
         states.append(allocate_group(group, n, arena))
-        write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, q[:, -8:])
+        write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, prompt.queries)
         lengths.append(n)
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]

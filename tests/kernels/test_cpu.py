@@ -21,11 +21,13 @@ from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation, Tar
 from tests.kernels.cases import (
     BASE,
     FORMATS,
+    banded_format,
     make_case,
     make_format,
     place,
     quant_format,
     random_kv,
+    random_segment,
     raw_format,
 )
 
@@ -38,6 +40,7 @@ QUANTIZED = {
     "b4-D512-g64": quant_format(4, 512, 64, 64),
     "b2-D16-g16": quant_format(2, 16, 64, 16),
 }
+BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256)]
 
 
 @pytest.fixture(params=library.PATHS)
@@ -91,6 +94,12 @@ def test_pages_are_attended_as_the_spec_says(name, lengths, run, path):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_groups_and_sizes_need_not_be_powers_of_two(name, path):
     check(make_case(QUANTIZED[name], [500, 1, 129], 3, 5))
+
+
+@pytest.mark.parametrize(("bits", "head_dim"), BANDED)
+@pytest.mark.parametrize("m", [1, 2])
+def test_bands_are_attended_as_the_spec_says(bits, head_dim, m, path):
+    check(make_case(banded_format(bits, head_dim), [390, 70, 0, 700], 2, 3, m=m, run=3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -201,9 +210,9 @@ def test_what_the_library_does_not_know_is_left_to_the_reference():
         pass
 
 
-def bytes_of(k, v, fmt, tokens=2048):
+def bytes_of(k, v, fmt, tokens=2048, frozen=None):
     """Blocks and segments by the reference."""
-    return encoders.encode(k, v, fmt, Segmentation(tokens))
+    return encoders.encode(k, v, fmt, Segmentation(tokens, 0, frozen))
 
 
 def hostile(head_dim, n):
@@ -231,12 +240,13 @@ def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
     assert torch.equal(blocks, bytes_of(k, v, fmt)[0])
 
 
-def encoded(k, v, fmt, tokens):
+def encoded(k, v, fmt, tokens, frozen=None):
     """Blocks and segments by the library, where there was something else before."""
+    cut = Segmentation(tokens, 0, frozen)
     assert is_encoded(fmt, k)
     count = k.shape[1] // fmt.tokens
     blocks = torch.full((count, k.shape[0], fmt.block_bytes), 7, dtype=torch.uint8)
-    return blocks, seal_pages(k, v, in_order(blocks), fmt, tokens)
+    return blocks, seal_pages(k, v, in_order(blocks), fmt, cut)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -258,6 +268,17 @@ def test_bytes_of_every_kind_are_those_of_the_reference(name, path):
         wanted, shared = bytes_of(k, v, fmt, 128)
         assert torch.equal(blocks, wanted)
         assert segments is None if shared is None else torch.equal(segments, shared)
+
+
+@pytest.mark.parametrize(("bits", "head_dim"), BANDED)
+def test_bytes_of_bands_are_those_of_the_reference(bits, head_dim, path):
+    fmt = banded_format(bits, head_dim)
+    frozen = random_segment(fmt, 3, 0)
+    for k, v in hostile(head_dim, 192):
+        blocks, segments = encoded(k, v, fmt, 128, frozen)
+        wanted, shared = bytes_of(k, v, fmt, 128, frozen)
+        assert torch.equal(blocks, wanted)
+        assert torch.equal(segments, shared)
 
 
 def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
@@ -300,7 +321,7 @@ def test_pages_are_sealed_where_they_belong(path):
     blocks, _ = bytes_of(k, v, fmt)
     arena, pages = place(blocks.unsqueeze(0))
     there = torch.zeros_like(arena)
-    seal_pages(k, v, Target(there, pages[0], BASE), fmt, 64)
+    seal_pages(k, v, Target(there, pages[0], BASE), fmt, Segmentation(64))
     assert torch.equal(there, arena)
     assert torch.equal(ops.encode(k, v, fmt)[0], blocks)
 

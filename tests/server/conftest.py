@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.types import ASGIApp
 
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, RequestError
+from disagg.model.chat import ChatTemplate
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.workers.router import Output
@@ -28,16 +29,22 @@ KV = {
 }
 
 
+SCORE = [-0.5, [[8, -0.25]]]
+
+
 class Letters:
     """Token 100 is "a". Encoding counts letters, and remembers on which threads."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         self.threads.append(threading.current_thread())
         text.encode()
         return [ord(letter) % 100 for letter in text]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        return "".join(chr(token if token < 100 else ord("a") + token - 100) for token in ids)
 
     def detokenizer(self) -> "Letters":
         return Letters()
@@ -49,17 +56,31 @@ class Letters:
         return ""
 
 
+class Lines(ChatTemplate):
+    """Every message is a letter of its role and its content; an answer begins with "a"."""
+
+    def __init__(self) -> None:
+        pass
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if options.get("fail"):
+            raise RequestError("the model's chat template refuses this conversation", "messages")
+        lines = [message["role"][0] + (message["content"] or "") for message in messages]
+        return "".join(lines) + ("a" if options["add_generation_prompt"] else "")
+
+
 class FakeRouter:
     """Answers every prompt with the tokens 100, 101 ...
 
     pause_at: an answer stops before this token and says so: `paused`; it ends with `breaks`
     refuses:  raised instead of the first token
     kv:       what every token and the end carry
+    Where log-probabilities are wanted, that of token 100 + i is -i; prompts have -0.5 everywhere.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
-        self.running = 0
+        self.running = self.waiting = 0
         self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
@@ -73,6 +94,7 @@ class FakeRouter:
         self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str
     ) -> AsyncGenerator[Output]:
         self.asked.append((prompt, dict(params), codec))
+        scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []
         self.running += 1
         try:
             if self.refuses is not None:
@@ -84,7 +106,11 @@ class FakeRouter:
                     await self.go.wait()
                     if self.breaks is not None:
                         raise self.breaks
-                yield Output(100 + index, None, self.kv)
+                if "logprobs" in params:
+                    likeliest = [[100 + index, -index], [7, -9.0]][: params["logprobs"]]
+                    scores.append([-float(index), likeliest])
+                yield Output(100 + index, None, self.kv, scores)
+                scores = []
             yield Output(None, "length", self.kv)
         finally:
             self.running -= 1
@@ -120,7 +146,7 @@ def letters() -> Letters:
 @pytest.fixture
 def completions(router: FakeRouter, letters: Letters) -> Completions:
     served = Served("tiny", 20, 200, "raw", longest_token=2, alias="/models/tiny")
-    return Completions(served, letters, router)  # type: ignore[arg-type]
+    return Completions(served, letters, router, Lines())  # type: ignore[arg-type]
 
 
 @pytest.fixture

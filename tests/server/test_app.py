@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.errors import CapacityError, ConfigError, PeerLostError
+from disagg.engine.sequence import SamplingParams
+from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from tests.server.conftest import KV
-from tests.server.visits import ask, events, get, post, visit
+from tests.server.visits import ask, chat, events, get, post, visit
 
 
 def test_a_completion_has_the_shape_that_clients_know(app):
@@ -20,14 +21,14 @@ def test_a_completion_has_the_shape_that_clients_know(app):
     details = body["usage"].pop("prompt_tokens_details")
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert details == {"cached_tokens": 0}
-    assert "kv" not in body
+    assert "kv" not in body["choices"][0]
 
 
 def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_any(app, router):
     for router.kv in (KV, {}):
-        assert post(app, kv=True).json()["kv"] == router.kv
+        assert post(app, kv=True).json()["choices"][0]["kv"] == router.kv
         streamed = events(post(app, kv=True, stream=True).text)
-        assert [event.get("kv") for event in streamed][-1] == router.kv
+        assert [event["choices"][0].get("kv") for event in streamed][-1] == router.kv
 
 
 def test_a_stream_says_every_token_then_the_usage_then_done(app):
@@ -42,12 +43,27 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app):
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_what_is_asked_reaches_the_router(app, router):
-    fields = {"codec": "kivi", "seed": 9, "top_k": -1, "top_p": 0.5, "temperature": 2}
-    post(app, prompt=[5, 6, 7], **fields)
-    params = {"max_tokens": 4, "ignore_eos": False, "seed": 9}
-    params |= {"temperature": 2.0, "top_p": 0.5, "top_k": 0}
-    assert router.asked == [((5, 6, 7), params, "kivi")]
+ASKED = {
+    "temperature": 2.0,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 1.5,
+    "min_tokens": 2,
+    "stop_token_ids": [199],
+    "ignore_eos": True,
+    "seed": 9,
+}
+
+
+@pytest.mark.parametrize("ask", [post, chat])
+def test_what_is_asked_reaches_the_router(ask, app, router):
+    ask(app, **ASKED, codec="kivi", top_k=-1, logit_bias={"5": -3})
+    ((_, params, codec),) = router.asked
+    assert params == ASKED | {"max_tokens": 4, "top_k": 0, "logit_bias": [(5, -3.0)]}
+    assert codec == "kivi"
+    assert SamplingParams(**params)
 
 
 @pytest.mark.parametrize("prompt", [["abc"], [[97, 98, 99]]], ids=["text", "ids"])
@@ -74,7 +90,7 @@ def test_a_stop_string_ends_the_answer_and_frees_the_workers(stream, app, router
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in choices) == "ab"
     assert choices[-1]["finish_reason"] == "stop"
-    assert chunks[-1]["kv"] == KV
+    assert choices[-1]["kv"] == KV
     assert router.running == 0
 
 
@@ -94,6 +110,7 @@ def test_the_body_counts_and_not_its_content_type(app):
 REFUSALS = [
     (ConfigError("unknown codec 'zip'"), 400, "config", None),
     (CapacityError("full"), 503, "capacity", "1"),  # come back later, and when
+    (QueueFullError("1,024 wait"), 429, "queue_full", "1"),
     (PeerLostError("gone"), 503, "peer_lost", "1"),
     (ZeroDivisionError("a secret"), 500, "internal", None),
 ]
@@ -121,7 +138,7 @@ def test_an_error_in_mid_stream_is_an_event(app, router):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/chat/completions", 404), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
+    [("GET", "/v1/chat/completions", 405), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
 )
 def test_what_is_not_there_has_the_body_of_an_error_too(method, path, status, app):
     async def scene(client: httpx.AsyncClient) -> None:

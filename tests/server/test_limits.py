@@ -9,13 +9,15 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.types import ASGIApp
 
+from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN, Completions, Served
-from disagg.server.schema import NEUTRAL, CompletionRequest
-from tests.server.conftest import FakeRouter, Letters
-from tests.server.visits import ask, assert_counted, post, visit
+from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
+from tests.server.conftest import FakeRouter, Letters, Lines
+from tests.server.visits import ask, assert_counted, chat, post, send, visit
 
 HUGE = 2**64  # does not fit where integers of 64 bits are wanted
 
@@ -33,9 +35,24 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": [1, HUGE]}, "prompt", "no token id"),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
         ({"prompt": [1, "a"]}, "prompt", "'a' is no token id"),
-        ({"prompt": ["a", "b"]}, "prompt", "list of 2 prompts; one is answered at a time"),
-        ({"prompt": [[1], [2], [3]]}, "prompt", "list of 3 prompts"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),
+        ({"prompt": ["a", ""]}, "prompt", "empty"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
+        ({"prompt": ["a"] * 64, "n": 3}, "n", "192 answers are wanted"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "with echo alone"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"logit_bias": {"200": 1}}, "logit_bias", "200 is no token id"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
+        ({"stop_token_ids": [200]}, "stop_token_ids", "200 is no token id"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
         ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
         ({"max_tokens": 10**4000}, "max_tokens", "less than or equal to"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
@@ -143,28 +160,27 @@ def test_another_model_is_not_found(app):
 
 
 def test_null_is_the_default_wherever_openai_allows_it(app, router):
-    ours = "temperature top_p top_k max_tokens stream stream_options stop seed codec kv ignore_eos"
-    names = [*ours.split(), "model", *NEUTRAL, "user"]
-    del router.asked[:]
+    names = {*CompletionRequest.model_fields, *NEUTRAL, "user"} - {"prompt"}
     assert post(app, **dict.fromkeys(names)).status_code == 200
     ((_, params, codec),) = router.asked
     assert params.pop("seed") >= 0
-    assert params == {
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "ignore_eos": False,
-    }
+    assert SamplingParams(**params) == SamplingParams(
+        temperature=1.0, logit_bias=[], stop_token_ids=[]
+    )
     assert codec == "raw"
 
 
+@pytest.mark.parametrize("form", [CompletionRequest, ChatRequest])
 @pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
-def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(name, value, app):
-    assert post(app, **{name: value}).status_code == 200
-    others: dict[str, Any] = {"logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}
-    changing = others.get(name, 7 if value in (0, 1) else [3])
-    response = post(app, **{name: changing})
+def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing(
+    name, value, form, app
+):
+    if name in form.model_fields:
+        pytest.skip("it is built")
+    ask = chat if form is ChatRequest else post
+    assert ask(app, **{name: value}).status_code == 200
+    changing = {"type": "json_object"} if name == "response_format" else [3]
+    response = ask(app, **{name: changing})
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("request", name)
@@ -172,9 +188,9 @@ def test_what_is_not_built_is_refused_by_name_and_taken_where_it_changes_nothing
 
 
 def test_the_neutral_values_of_numbers_and_switches_are_not_confused():
-    assert CompletionRequest.read(b'{"prompt": "a", "presence_penalty": 0.0}')
-    for body in (b'{"prompt": "a", "logprobs": 0}', b'{"prompt": "a", "n": true}'):
-        with pytest.raises(RequestError, match="is not supported"):
+    assert CompletionRequest.read(b'{"prompt": "a", "length_penalty": 1.0}')
+    for body in (b'{"prompt": "a", "echo": 0.5}', b'{"prompt": "a", "best_of": true}'):
+        with pytest.raises(RequestError, match=r"is not supported|valid boolean"):
             CompletionRequest.read(body)
 
 
@@ -194,32 +210,70 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = st.sampled_from([*CompletionRequest.model_fields, *NEUTRAL])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "name": VALUES}),
+    max_size=3,
+)
+NAMES = {
+    "/v1/completions": [*CompletionRequest.model_fields, *NEUTRAL],
+    "/v1/chat/completions": [*ChatRequest.model_fields, *NEUTRAL],
+    "/tokenize": [*TokenizeRequest.model_fields],
+    "/detokenize": ["tokens"],
+}
+GOOD = {"prompt": "abc", "messages": [{"role": "user", "content": "a"}], "tokens": [1, 2]}
+BODIES = st.sampled_from(sorted(NAMES)).flatmap(
+    lambda path: st.tuples(
+        st.just(path),
+        st.dictionaries(st.sampled_from(NAMES[path]) | st.text(max_size=5), VALUES, max_size=6),
+        st.none() | MESSAGES,
+    )
+)
+
+
+def assert_answered(app: ASGIApp, request: tuple[str, dict[str, Any], Any]) -> None:
+    """Well or badly; but by what was asked, and with a body that says so."""
+    path, fields, messages = request
+    good = {name: GOOD[name] for name in ("prompt", "messages", "tokens") if name in NAMES[path]}
+    good |= {"messages": messages} if messages is not None and "messages" in good else {}
+    try:
+        body = json.dumps(good | fields)
+    except ValueError:  # an integer that Python does not print
+        return
+    response = send(app, "POST", path, content=body.encode())
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.fixture(scope="module")
-def counted() -> Completions:
+def strict() -> ASGIApp:
+    """An application that fails where an engine would refuse what it is told."""
+
+    class Router(FakeRouter):
+        async def generate(self, prompt: Any, params: Any, codec: str) -> Any:
+            SamplingParams(**params)
+            async for output in super().generate(prompt, params, codec):
+                yield output
+
     served = Served("tiny", 20, 200, "raw", longest_token=2)
-    return Completions(served, Letters(), FakeRouter())  # type: ignore[arg-type]
+    return create_app(Completions(served, Letters(), Router(), Lines()))  # type: ignore[arg-type]
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
-@given(st.dictionaries(NAMES | st.text(max_size=5), VALUES, max_size=6))
-def test_no_body_makes_the_service_fail(counted, fields):
-    try:
-        body = json.dumps({"prompt": "abc", **fields})
-    except ValueError:  # an integer that Python does not print
-        return
+@given(BODIES)
+def test_no_body_makes_the_service_fail(strict, body):
+    assert_answered(strict, body)
 
-    async def scene(client: httpx.AsyncClient) -> None:
-        response = await client.post("/v1/completions", content=body.encode())
-        assert response.status_code in (200, 400, 404), response.text
 
-    visit(create_app(counted), scene)
+@pytest.mark.slow
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000)
+@given(BODIES)
+def test_two_thousand_bodies_do_not_either(strict, body):
+    assert_answered(strict, body)
 
 
 def test_refusals_are_counted_by_reason_and_not_as_successes(app):
-    for fields in ({"n": 2}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
+    for fields in ({"n": 0}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
         post(app, **fields)
     line = 'disagg_request_failures_total{{model_name="tiny",reason="{}"}} {}.0'.format
     text = assert_counted(app, line("request", 2), line("prompt_too_long", 1), line("model", 1))

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
 from disagg.server.app import create_app
 from disagg.server.counts import Counts
@@ -11,15 +12,20 @@ from tests.server.conftest import KV, said
 from tests.server.visits import assert_counted, get, post, visit
 
 
-def test_health_follows_the_workers(app, router):
-    assert get(app, "/health").status_code == 200
+def test_ready_follows_the_workers_and_health_does_not(app, router):
+    assert get(app, "/ready").status_code == 200
     router.ready = False
-    response = get(app, "/health")
+    response = get(app, "/ready")
     assert (response.status_code, response.json()) == (503, {"status": "starting"})
+    assert get(app, "/health").status_code == 200
 
 
 def test_models_and_status_tell_what_is_served(app, router):
     (model,) = get(app, "/v1/models").json()["data"]
+    assert get(app, "/v1/models/tiny").json() == model == get(app, "/v1/models//models/tiny").json()
+    missing = get(app, "/v1/models/gpt-4")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "model")
+    assert get(app, "/version").json() == {"version": __version__}
     assert (model["id"], model["max_model_len"]) == ("tiny", 20)
     router.says["d"] = PeerLostError("gone")
     status = get(app, "/status").json()
@@ -41,6 +47,9 @@ def test_every_answer_is_counted_streamed_or_not(stream, app):
         f"vllm:generation_tokens_total{{{labels}}} 8.0",
         f"vllm:time_to_first_token_seconds_count{{{labels}}} 2.0",
         f"vllm:e2e_request_latency_seconds_count{{{labels}}} 2.0",
+        f"vllm:inter_token_latency_seconds_count{{{labels}}} 6.0",
+        f"vllm:request_prompt_tokens_sum{{{labels}}} 6.0",
+        f"vllm:request_generation_tokens_sum{{{labels}}} 8.0",
         f'disagg_kv_transfer_bytes_total{{codec="raw",kind="wire",{labels}}} 20.0',
         'disagg_kv_transfer_seconds_count{model_name="tiny",phase="encode",role="router"} 2.0',
     )
@@ -96,6 +105,31 @@ def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
         )
     router.says["d"] = said({}, epoch=2, counts={"expired": 1})
     assert_counted(app, 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0')
+
+
+def test_prompts_are_counted_by_where_their_kv_is_from(app, router):
+    router.waiting = 5
+    router.says["p"] = said({}, counts={"computed_tokens": 30, "cached_tokens": 12})
+    router.says["d"] = said({}, counts={"received_tokens": 40, "shared_tokens": 2})
+    prefill, decode = ('model_name="tiny",role="prefill"', 'model_name="tiny",role="decode"')
+    source = "vllm:prompt_tokens_by_source_total"
+    assert_counted(
+        app,
+        f'{source}{{{prefill},source="local_compute"}} 30.0',
+        f'{source}{{{prefill},source="local_cache_hit"}} 12.0',
+        f'{source}{{{decode},source="external_kv_transfer"}} 40.0',
+        f'{source}{{{decode},source="local_cache_hit"}} 2.0',
+        f"vllm:prefix_cache_queries_total{{{prefill}}} 42.0",
+        f"vllm:prefix_cache_hits_total{{{prefill}}} 12.0",
+        'disagg_queue_requests{model_name="tiny",role="router"} 5.0',
+    )
+
+
+def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):
+    router.kv = KV | {"cached_tokens": 2}
+    answer = post(app, prompt=["abc", "abcd"], n=2).json()
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
 def test_what_engines_do_has_the_names_that_dashboards_know(app, router):

@@ -27,22 +27,28 @@ def visit(app: ASGIApp, scene: Scene, raises: bool = True) -> None:
 
 def post(app: ASGIApp, raises: bool = True, **fields: Any) -> httpx.Response:
     """The answer to one completion request."""
-    answers: list[httpx.Response] = []
+    return send(app, "POST", "/v1/completions", raises, json=ask(**fields))
 
-    async def scene(client: httpx.AsyncClient) -> None:
-        answers.append(await client.post("/v1/completions", json=ask(**fields)))
 
-    visit(app, scene, raises)
-    return answers[0]
+def chat(app: ASGIApp, **fields: Any) -> httpx.Response:
+    """The answer to one chat request: "hi" of a user, unless it says otherwise."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "max_tokens": 4} | fields
+    return send(app, "POST", "/v1/chat/completions", json=body)
 
 
 def get(app: ASGIApp, path: str) -> httpx.Response:
+    return send(app, "GET", path)
+
+
+def send(app: ASGIApp, method: str, path: str, raises: bool = True, **what: Any) -> httpx.Response:
+    """The answer to one request."""
     answers: list[httpx.Response] = []
 
     async def scene(client: httpx.AsyncClient) -> None:
-        answers.append(await client.get(path))
+        answers.append(await client.request(method, path, **what))
 
-    visit(app, scene)
+    visit(app, scene, raises)
     return answers[0]
 
 

@@ -72,10 +72,12 @@ def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
 
 @pytest.mark.parametrize("name", sorted({*codec_names()} - {"raw", "alignedkv"}))
 def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
-    """AlignedKV is no lossy one: its pages are fp16 and 0.8 % more."""
+    """AlignedKV is no lossy one: its pages are fp16 and 0.8 % more. While a prompt of banded has no
+    page, sums of its queries travel that weigh a token."""
     plan = parse_plan(name, KVShape(2, 2, 64, "float32", (None, None)))
     for tokens in (*range(1, 520), 2047, 2048, 2049, 2112, 2240, 4200):
-        assert Checklist(plan, tokens).total_bytes <= 2 * tokens * 2 * 2 * 64 * 2
+        sums = name == "banded" and not plan.groups[0].sealed(tokens)
+        assert Checklist(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
 
 
 def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
@@ -249,6 +251,37 @@ def test_a_key_stands_for_model_layout_and_every_token_before():
         content_keys(MODEL, BY_PAGE, [TOKENS[0] + 1, *TOKENS[1:300]]),
     ):
         assert not set(keys) & set(other[0])
+
+
+def test_a_sink_is_a_unit_of_its_own():
+    plan = parse_plan("kivi:sink=64", KVShape(1, 1, 64, "float16", (None,)))
+    (units,) = units_of(plan, 400)
+    assert [(unit.first, unit.end) for unit in units] == [
+        (0, 64),
+        (64, 128),
+        (128, 192),
+        (192, 256),
+    ]
+    assert units[0].records() == [(Kind.RAW, i) for i in range(4)]
+    assert not units_of(plan, 63)[0]
+    (first,), (second,) = (content_keys(MODEL, plan, TOKENS[:70] + x) for x in ([1] * 300, [2] * 9))
+    assert first[0] == second[0]
+
+
+@pytest.mark.parametrize("sink", [0, 64])
+def test_pages_are_named_alike_only_where_all_that_they_depend_on_is_alike(sink):
+    plan = parse_plan(f"banded:sink={sink}", KVShape(1, 1, 64, "float16", (None,)))
+
+    def keys(n: int, changed: int | None = None) -> tuple[bytes, ...]:
+        prompt = [-1 if i == changed else token for i, token in enumerate(TOKENS[:n])]
+        return content_keys(MODEL, plan, prompt)[0][bool(sink) :]
+
+    assert keys(2000)[:3] == keys(2500)[:3] == keys(2500, 2400)[:3]
+    assert not {*keys(2000)} & {*keys(2000, 570)}  # a token that helps to order the channels
+    assert keys(600) == keys(601)
+    assert not {*keys(500)} & {*keys(501)}  # the last token does too
+    assert (keys(600)[0] == keys(2000)[0]) == (sink == 0)  # else its first unit has fewer pages
+    assert all(len({*keys(n)}) == len(keys(n)) for n in (500, 650, 700, 2000))
 
 
 def test_groups_are_named_each_by_its_own_layout_whatever_the_rest_of_the_plan():

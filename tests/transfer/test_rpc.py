@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -16,6 +16,7 @@ from disagg.errors import (
     WireError,
     all_errors,
 )
+from disagg.transfer.direct import DirectServer
 from disagg.transfer.rpc import (
     MESSAGE_KEY,
     REASON_KEY,
@@ -267,6 +268,19 @@ def test_a_server_with_tls_needs_a_certificate_and_a_key(papers):
         asyncio.run(start_server([], "127.0.0.1", Security(ca=papers["ca"])))
 
 
+async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
+    ports = two_free_ports()
+    server, address = await start_server([], "127.0.0.1", ports=ports)
+    assert address == f"127.0.0.1:{ports[0]}"
+    with socket.create_server(("127.0.0.1", ports[1])):
+        wanted = rf"cluster.ports \[{ports[0]}, {ports[1]}\]: none is free"
+        with pytest.raises(ConfigError, match=wanted):
+            await start_server([], "127.0.0.1", ports=ports)
+        with pytest.raises(ConfigError, match=wanted):
+            DirectServer(lambda: None).listen("127.0.0.1", ports)  # type: ignore[arg-type,return-value]
+    await server.stop(None)
+
+
 def test_malloc_can_be_tuned_where_there_is_glibc():
     assert isinstance(tune_malloc(), bool)
 
@@ -282,3 +296,12 @@ async def test_an_ipv6_host_is_an_address_like_any_other(host):
     await asyncio.wait_for(link.channel.channel_ready(), 20.0)
     await link.close()
     await server.stop(None)
+
+
+def two_free_ports() -> list[int]:
+    """Neighbours, a moment ago."""
+    for port in range(20000, 60000, 2):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return [port, port + 1]
+    raise AssertionError("no ports are free")

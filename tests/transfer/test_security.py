@@ -1,5 +1,6 @@
 """Security from files, and contexts of TLS: what is missing, unreadable or wrong is named."""
 
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -7,7 +8,15 @@ import pytest
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
-from disagg.transfer.security import Security, client_context, load_security, server_context
+from disagg.transfer.certificates import make_authority
+from disagg.transfer.security import (
+    Authority,
+    Security,
+    client_context,
+    load_security,
+    protected,
+    server_context,
+)
 from tests.papers import make_papers
 
 
@@ -85,3 +94,58 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
 ) -> None:
     with pytest.raises(ConfigError, match="certificate and key"):
         server_context(Security(certificate=papers["peer"], key=papers[key]))
+
+
+def test_an_authority_gives_what_files_do_not(files: dict[str, str]) -> None:
+    authority = make_authority()
+    assert protected(SecurityConfig(), None, "127.0.0.1") == Security()
+    assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(token="t")
+    made = protected(SecurityConfig(), authority, "127.0.0.1")
+    assert (made.token, made.tls, made.mutual) == (authority.token, True, True)
+    token_file = {"token_file": files.pop("token_file")}
+    mixed = protected(SecurityConfig(**token_file), authority, "127.0.0.1")
+    assert (mixed.token, mixed.tls) == ("the token_file", True)
+    given = protected(SecurityConfig(**files), authority, "127.0.0.1")
+    assert (given.token, given.ca, given.mutual) == (authority.token, b"the ca\n", False)
+
+
+@pytest.mark.parametrize(
+    ("issued", "called", "peers", "well"),
+    [
+        ("127.0.0.1", "127.0.0.1", "same", True),
+        ("::1", "::1", "same", True),
+        ("host.example", "host.example", "same", True),
+        ("127.0.0.2", "127.0.0.1", "same", False),
+        ("127.0.0.1", "127.0.0.1", "foreign", False),
+    ],
+)
+def test_hosts_of_one_authority_know_each_other_by_address(
+    issued: str, called: str, peers: str, well: bool
+) -> None:
+    ours = make_authority()
+    theirs = ours if peers == "same" else make_authority()
+    server = protected(SecurityConfig(), ours, issued)
+    client = protected(SecurityConfig(), theirs, "10.0.0.9")
+    assert handshake(client, server, called) is well
+
+
+def handshake(client: Security, server: Security, name: str) -> bool:
+    """Whether a connection of both comes about, in memory."""
+    pipes = [ssl.MemoryBIO() for _ in range(4)]
+    contexts = client_context(client), server_context(server)
+    ends = [
+        contexts[0].wrap_bio(pipes[0], pipes[1], server_hostname=name),
+        contexts[1].wrap_bio(pipes[2], pipes[3], server_side=True),
+    ]
+    done = [False, False]
+    for _ in range(6):
+        for i, end in enumerate(ends):
+            try:
+                end.do_handshake()
+                done[i] = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError:
+                return False
+            pipes[2 - 2 * i].write(pipes[2 * i + 1].read())
+    return all(done)

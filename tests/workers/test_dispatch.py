@@ -205,6 +205,7 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
     join(dispatch, "d2", 0.0)
     leave(dispatch)
     assert dispatch.worker_down("d2", 1.0) == []
+    assert dispatch.refused("d2", "r", 1, PeerLostError("gone"), 1.0) == []
     assert dispatch.entries["r"].phase is Phase.DECODE
     assert [x.worker for x in only(Reserve, join(dispatch, "d3", 2.0))] == ["d3"]
 

@@ -11,9 +11,12 @@ from ray.exceptions import RayActorError
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.transfer.messages import Role
+from disagg.transfer.security import Authority
 from disagg.workers import launch
 from disagg.workers.dispatch import Started
-from disagg.workers.launch import Actor, Cluster, gpu_share, torch_threads
+from disagg.workers.launch import Actor, Cluster, equal_share, gpu_share, torch_threads
+
+LOADING = object()  # an outcome that is not there yet
 
 
 @dataclass(eq=False)
@@ -43,8 +46,8 @@ class Handle:
 class FakeCluster(Cluster):
     """Workers that start at once, with the outcomes given; then well."""
 
-    def __init__(self, *outcomes: Any):
-        super().__init__(Config(), token=None)
+    def __init__(self, *outcomes: Any, config: Config | None = None):
+        super().__init__(config or Config())
         self.outcomes = list(outcomes)
         self.handles: dict[str, Handle] = {}
         self.connected, self.there = 0, True
@@ -55,7 +58,8 @@ class FakeCluster(Cluster):
         self.handles[name] = Handle()
         started = Started(name, role, "127.0.0.1:1", epoch=1)
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        return Actor(role, name, self.handles[name], Call(True, outcome or started))
+        call = Call(outcome is not LOADING, outcome or started)
+        return Actor(role, name, self.handles[name], call)
 
     def connect(self) -> None:
         self.connected += 1
@@ -81,8 +85,9 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
             raise asked.value
         return asked.value
 
-    def wait(calls: list[Call], timeout: float) -> tuple[list[Call], list[Call]]:
+    def wait(calls: list[Call], timeout: float | None = None) -> tuple[list[Call], list[Call]]:
         assert calls, "Ray refuses to wait for nothing"
+        assert timeout is not None or any(call.done for call in calls), "this would be for ever"
         return [call for call in calls if call.done][:1], []
 
     monkeypatch.setattr(launch, "knock", lambda host, port: True)
@@ -110,6 +115,86 @@ def test_a_replacement_that_does_not_start_is_tried_again(failure: Any) -> None:
     cluster.kill("prefill-0")
     steps = [cluster.step() for _ in range(4)]
     assert steps == [["-prefill-0"], [], [], ["+prefill-0.3"]]
+
+
+@pytest.mark.parametrize("early", [(0, 2), (0, 3), (1, 2), (1, 3)])
+def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(
+    early: tuple[int, int],
+) -> None:
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    config = load_config(None, {"cluster.prefill": 2, "cluster.decode": 2})
+    outcomes = [None if i in early else LOADING for i in range(4)]
+    cluster = FakeCluster(*outcomes, config=config)
+    assert [started.name for started in cluster.start()] == [names[i] for i in early]
+    assert cluster.step() == []
+    late = [actor for actor in cluster._actors if actor.started is None]
+    for actor in late:
+        actor.call.done = True
+        actor.call.value = Started(actor.name, actor.role, "127.0.0.1:1", epoch=1)
+        assert cluster.step() == [f"+{actor.name}"]
+
+
+@pytest.mark.parametrize(
+    ("there", "taken", "next_one"),
+    [
+        ([], ["prefill-0", "prefill-1", "decode-0"], ".1"),
+        (["decode-0.3"], ["prefill-0", "prefill-1", "decode-0.3"], ".4"),
+        (["prefill-1", "decode-2.1", "decode-0"], None, ".2"),
+        (["prefill-0.2"], ["prefill-0.2", "prefill-0", "decode-0"], ".3"),
+    ],
+)
+def test_a_front_end_takes_over_all_workers_of_its_name(
+    there: list[str], taken: list[str] | None, next_one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [{"name": name, "namespace": "mine"} for name in there]
+    named.append({"name": "decode-7", "namespace": "of another"})
+    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
+    cluster = FakeCluster(config=load_config(None, flags))
+    names = [name for _, name in cluster._names()]
+    assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
+    cluster._load_another(Role.DECODE)
+    assert cluster._actors[-1].name == f"decode-0{next_one}"
+
+
+def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Handle] = []
+    monkeypatch.setattr(launch.ray, "kill", killed.append)
+    cluster = FakeCluster(None, LOADING, LOADING, None)
+    names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    cluster._found = names[:2]
+    cluster._actors = [cluster._load(Role.DECODE, name) for name in names]
+    for actor in cluster._actors[0], cluster._actors[3]:
+        cluster._enter(actor)
+    cluster.close()
+    assert killed == [cluster.handles[name] for name in names if name != "decode-0"]
+
+
+def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[str, bytes], bytes] = {}
+
+    def get(key: bytes, namespace: str) -> bytes | None:
+        return kept.get((namespace, key))
+
+    def put(key: bytes, value: str, overwrite: bool, namespace: str) -> None:
+        kept.setdefault((namespace, key), value.encode())
+
+    monkeypatch.setattr(launch.internal_kv, "_internal_kv_get", get)
+    monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
+
+    def agree(**flags: str) -> Authority | None:
+        given = {key.replace("_", "."): value for key, value in flags.items()}
+        return Cluster(load_config(None, {"cluster.address": "any:1"} | given))._agree()
+
+    first = agree()
+    assert first is not None
+    assert first.certificate
+    assert agree() == first
+    assert agree(security_plane="token") == Authority(first.token)
+    assert agree(security_plane="open") is None
+    other = agree(cluster_name="other")
+    assert other is not None
+    assert other.token != first.token
 
 
 def test_others_are_watched_while_a_replacement_loads() -> None:
@@ -147,7 +232,7 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves() -> None:
     cluster.drain("decode-0")
     stop = cluster.handles["decode-0"].stop
     assert (cluster.step(), stop.told) == ([], None)
-    assert (cluster.step(), stop.told) == (["+decode-1.1"], ())
+    assert (cluster.step(), stop.told) == (["+decode-1.1"], (launch.DRAIN_S,))
     cluster.kill("decode-0")
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
@@ -208,15 +293,34 @@ def test_every_worker_finds_a_place_on_the_gpus(
 ) -> None:
     flags = {"cluster.prefill": prefill, "cluster.decode": decode}
     assert gpu_share(gpus, load_config(None, flags)) == share
+    assert equal_share(gpus, load_config(None, flags)) == share
     assert not gpus or gpus * int(1 / share) >= prefill + decode
     assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
 
 
 def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert torch_threads(load_config(None, {"cluster.decode": 2})) == 4
-    assert torch_threads(load_config(None, {"cluster.decode": 20})) == 1
-    assert torch_threads(load_config(None, {"engine.torch_threads": 7})) == 7
+    assert torch_threads(load_config(None, {"cluster.decode": 2}), {}) == 4
+    assert torch_threads(load_config(None, {"cluster.decode": 2}), {"CPU": 6.0}) == 2
+    assert torch_threads(load_config(None, {"cluster.decode": 20}), {}) == 1
+    assert torch_threads(load_config(None, {"engine.torch_threads": 7}), {}) == 7
+
+
+@pytest.mark.parametrize(
+    ("here", "threads"),
+    [
+        ({"prefill": 1}, 12),
+        ({"decode": 2}, 6),
+        ({"decode": 8}, 3),
+        ({"prefill": 1, "decode": 2}, 4),
+        ({}, 12),
+    ],
+)
+def test_a_host_of_pools_is_shared_by_those_that_fit_on_it(
+    here: dict[str, float], threads: int
+) -> None:
+    pools = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
+    assert torch_threads(load_config(None, pools), here | {"CPU": 12.0}) == threads
 
 
 def late(*arguments: object, **options: object) -> None:

@@ -25,7 +25,10 @@ def prompts(story: Prompt) -> tuple[Prompt, Prompt]:
     return beginning + story[40:130], beginning + story[7:190]
 
 
-@pytest.mark.parametrize("codec", [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32"])
+@pytest.mark.parametrize(
+    "codec",
+    [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32", "banded", f"{KIVI},sink=64"],
+)
 def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
     codec: str, runners: list[Runner], story: Prompt
 ) -> None:

@@ -131,7 +131,7 @@ class Load(_message.Message):
     def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats")
+    __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats", "logprobs")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class TokenEvent(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     index: int
@@ -148,7 +149,8 @@ class TokenEvent(_message.Message):
     error_reason: str
     error_message: str
     stats: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., stats: _Optional[str] = ...) -> None: ...
+    logprobs: str
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., stats: _Optional[str] = ..., logprobs: _Optional[str] = ...) -> None: ...
 
 class AcknowledgeRequest(_message.Message):
     __slots__ = ("have",)

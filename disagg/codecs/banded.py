@@ -1,0 +1,175 @@
+"""banded: channels of K in bands of 4, 2 and 0 bits, values turned and at 2 bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, require
+from disagg.codecs.quantized import Planes, SinkCodec, prompt_format
+from disagg.kernels import ops
+from disagg.kernels.formats import TURN, PageFormat, Scale, Side, Turn
+from disagg.kernels.reference.lowrank import seeded_uniform
+from disagg.kernels.reference.quantize import finite
+from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
+from disagg.page import FinalAt, Kind, Layout, make_layout
+
+# by `bits`: widths of the bands, the most important first, and the channels of D / 4 in each
+BANDS: Mapping[int, tuple[tuple[int, int], ...]] = {
+    2: ((4, 1), (2, 2), (0, 1)),
+    3: ((4, 2), (2, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Banded(SinkCodec):
+    """K in bands of channels of different widths, V turned by a Hadamard matrix.
+
+    Each KV head has its channels of K in an order: those that matter most to scores have 4 bits,
+    others 2, and with bits=2 the last quarter only its mean in each page. The order is by mean q^2
+    over the query heads of the KV head, times the mean squared range of k in a page, both after
+    RoPE and over tokens 64 .. 575 of the prompt or what there is; where the first page is sealed
+    while decoding, over that page. It lies in each segment, and attention permutes the query by it.
+    V is turned with random signs, fixed for each layer and KV head, and the output turned back.
+
+    bits:     2 (a quarter of K's channels at 4 bits, half at 2, a quarter at 0) or 3 (half at 4,
+              half at 2); V has 2 bits, in groups of 64 channels. 2.49 and 3.02 bits a number with
+              scales, zeros and order
+    sink:     64, or 0 - first tokens that stay exact
+    error:    of codes of b bits |x' - x| <= 2**(b+1) s per group, and 2**-10 max|x|, where s is its
+              scale; the mean of a group is kept, and <x' - m, x - m> = <x - m, x - m> about it
+    source:   bands of channels: Kitty, arXiv:2511.18643, which chooses an eighth or a quarter of
+              them for each page; channels reordered: SKVQ, arXiv:2405.06219; Hadamard turns against
+              outliers: QuaRot, arXiv:2404.00456; groups: KIVI, arXiv:2402.02750. Fixed bands,
+              attended directly, the order from the prompt itself and the fit are our own
+    """
+
+    name: ClassVar[str] = "banded"
+    final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
+    segment_tokens: ClassVar[int] = 512
+    lead: ClassVar[int] = LEAD_END
+
+    bits: int = 3
+    sink: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.bits in BANDS, f"banded:bits is {self.bits}; 2 and 3 are known")
+
+    @property
+    def tail_tokens(self) -> int:
+        return 64
+
+    def bands(self, head_dim: int) -> list[tuple[int, int]]:
+        """Bits and channels of each band of K."""
+        whole = head_dim >= 64 and head_dim & (head_dim - 1) == 0
+        message = "a power of two from 64 on splits into the bands of banded; the head dim is"
+        require(whole, f"{message} {head_dim}")
+        return [(width, quarters * head_dim // 4) for width, quarters in BANDS[self.bits]]
+
+    def page_planes(self, head_dim: int) -> Planes:
+        bands, tokens = self.bands(head_dim), self.page_tokens
+        coded = sum(channels for width, channels in bands if width)
+        groups = (head_dim // TURN, tokens)
+        return [
+            *((f"k_codes{w}", "int16", (tokens // 4, c * w // 4)) for w, c in bands if w),
+            ("v_codes", "int16", (head_dim // 4, tokens // 2)),
+            ("k_scale", "float16", (1, head_dim)),
+            ("k_zero", "float16", (1, coded)),
+            ("v_scale", "float16", groups),
+            ("v_zero", "float16", groups),
+        ]
+
+    def segment_planes(self, head_dim: int) -> Planes:
+        return [("order", "int16", (1, head_dim)), ("signs", "uint8", (1, head_dim // 8))]
+
+    def side_layout(self, head_dim: int) -> Layout | None:
+        planes = [("squares", "float32", (1, head_dim))]
+        return make_layout(self.spec, Kind.SIDE, 0, planes)
+
+    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
+        assert segment is not None
+        offset = {plane.name: plane.offset for plane in (*page.planes, *segment.planes)}
+        sides, first, tokens = [], 0, page.tokens
+        for width, channels in self.bands(head_dim):
+            zero = offset["k_zero"] + 2 * first if width else None
+            scale = Scale("column", tokens, offset["k_scale"] + 2 * first, zero, fitted=bool(width))
+            codes = offset[f"k_codes{width}"] if width else 0
+            sides.append(Side(tokens, channels, width, codes, scale))
+            first += channels
+        groups = Scale("column", TURN, offset["v_scale"], offset["v_zero"], fitted=True)
+        return PageFormat(
+            tokens=tokens,
+            head_dim=head_dim,
+            block_bytes=page.block_bytes,
+            segment_bytes=segment.block_bytes,
+            k=sides[0],
+            v=Side(head_dim, tokens, 2, offset["v_codes"], groups),
+            bands=tuple(sides[1:]),
+            turn=Turn(offset["order"], offset["signs"]),
+        )
+
+    def encode(
+        self,
+        k: Tensor,
+        v: Tensor,
+        first: int,
+        layer: int = 0,
+        prompt: Prompt | None = None,
+        target: Target | None = None,
+    ) -> Encoded:
+        prompt = prompt or Prompt(k.shape[1], k)
+        segment = self._segment(_squares(prompt), _ranges(prompt), layer)
+        cut = Segmentation(self.segment_tokens, frozen=segment)
+        return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))
+
+    def early_side(self, prompt: Prompt) -> Tensor:
+        return _squares(prompt).float().view(torch.uint8)
+
+    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
+        if before.segments is None:
+            assert before.side is not None, "the first page of all wants what the prompt's end left"
+            squares = before.side.view(torch.float32).double()
+            segment = self._segment(squares, _ranges(Prompt(k.shape[1], k)), layer)
+            before = replace(before, segments=segment.unsqueeze(0))
+        return super().flush(k, v, first, layer, before)
+
+    def _segment(self, squares: Tensor, ranges: Tensor, layer: int) -> Tensor:
+        """The record [H, bytes] u8 of every segment, from sums of q^2 and ranges of k [H, D]."""
+        heads, head_dim = ranges.shape
+        weights = torch.where(squares.sum(1, keepdim=True) > 0, squares, 1.0) * ranges
+        order = weights.argsort(dim=1, descending=True, stable=True)
+        signs = _signs(layer, heads, head_dim).to(order.device)
+        layout = self.segment_layout(head_dim)
+        assert layout is not None
+        found = signs.new_zeros(heads, layout.block_bytes)
+        for name, x in (("order", order.short().view(torch.uint8)), ("signs", signs)):
+            at = layout.plane(name).offset
+            found[:, at : at + x.shape[1]] = x
+        return found
+
+
+def _squares(prompt: Prompt) -> Tensor:
+    """Sums of q^2 over the query heads of each KV head: [H, D] fp64; 0 where nobody saw queries."""
+    heads, _, head_dim = prompt.k.shape
+    if prompt.queries is None:
+        return torch.zeros(heads, head_dim, dtype=torch.float64, device=prompt.k.device)
+    return prompt.queries.squares.unflatten(0, (heads, -1)).sum(1)
+
+
+def _ranges(prompt: Prompt) -> Tensor:
+    """Mean squared range of k over whole pages of the tokens that order channels: [H, D] fp64."""
+    first, end = lead_of(prompt.total)
+    pages = finite(prompt.k[:, first : end - (end - first) % 64]).unflatten(1, (-1, 64))
+    return (pages.amax(2) - pages.amin(2)).double().square().mean(1)
+
+
+@lru_cache(maxsize=1024)
+def _signs(layer: int, heads: int, head_dim: int) -> Tensor:
+    """Random bits for V's channels, packed low bit first: [H, D / 8] u8; 1 stands for -1."""
+    bits = seeded_uniform(layer * HEAD_STRIDE + torch.arange(heads), head_dim) < 0.5
+    weights = 1 << torch.arange(8)
+    return (bits.unflatten(1, (-1, 8)) * weights).sum(-1).to(torch.uint8)

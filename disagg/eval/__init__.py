@@ -1,0 +1,1 @@
+"""What codecs do to a model's text, on the pages that are served: perplexity, recall, bytes."""

@@ -1,0 +1,115 @@
+"""A prompt computed once, and its KV under any codec, fed further tokens.
+
+The pages are written, grown and attended by the functions that the workers run; so what is judged
+is what is served, kernels and 16-bit tails included. A codec's `reconstruct` is never asked: it
+would be faster, but it knows nothing of codecs that decide at read, and says nothing of kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.cache import GrowingArena
+from disagg.codecs.layer import attend_tables, write_prompt
+from disagg.codecs.planning import codec_of, parse_plan
+from disagg.codecs.seals import Growth
+from disagg.codecs.tables import block_size, build_tables, plan_step
+from disagg.model.attention import Batch, Chunk, Decode
+from disagg.model.runner import Runner
+from disagg.page import ARENA_UNIT
+from disagg.plan import LayerGroup
+from disagg.state import GroupState, allocate_group
+
+EXACT = "raw:dtype=model"
+NEVER = 1 << 30  # tokens of a tail that is never sealed
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer of a prompt: k, v [H, n, D] exact, q [Hq, W, D] of its last tokens, after RoPE."""
+
+    k: Tensor
+    v: Tensor
+    q: Tensor
+
+
+def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
+    """Exact K and V of a prompt, layer by layer."""
+    total, layers = len(tokens), list[LayerKV]()
+    workspace = runner.workspace(total)
+
+    def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
+        q = workspace.queries(layer)
+        assert q is not None, "the prompt is one chunk"
+        layers.append(LayerKV(k, v, q))
+
+    chunk = Chunk(0, total, 0, workspace, sink)
+    arena = torch.zeros(ARENA_UNIT, dtype=torch.uint8, device=runner.device)
+    runner.forward(Batch(tokens, range(total), [total - 1], arena, (chunk,)))
+    return layers
+
+
+class PagedKV:
+    """The KV of one sequence under a codec spec or a plan, from a prompt's exact K and V.
+
+    seals: whether tails are sealed while tokens are fed, as in service; else only the prompt is
+           compressed
+    """
+
+    def __init__(self, runner: Runner, spec: str, prompt: Sequence[LayerKV], seals: bool = True):
+        self.plan = parse_plan(spec, runner.shape)
+        self.num_tokens = prompt[0].k.shape[1]
+        self._runner = runner
+        self._arena = GrowingArena(runner.device)
+        self._groups: list[tuple[LayerGroup, GroupState]] = []
+        for group in self.plan.groups:
+            n, state = self.num_tokens, allocate_group(group, self.num_tokens, self._arena)
+            for layer in group.layers:
+                kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
+                write_prompt(codec, group, state, layer, arena, kv.k, kv.v, 0, n, kv.q)
+            self._groups.append((group if seals else replace(group, residual=NEVER), state))
+
+    def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
+        """What the last queries of the prompt see of it, per layer: [W, Hq, D] fp32.
+
+        Scores are scaled by D**-0.5, whatever the model does.
+        """
+        found: dict[int, Tensor] = {}
+        for group, state in self._groups:
+            width = prompt[0].q.shape[1]
+            growth = Growth(state, self.num_tokens - width, width, 0)
+            tables = build_tables(group, [growth], width, self._runner.device)
+            for layer in group.layers:
+                q = prompt[layer].q.transpose(0, 1)[None].float().contiguous()
+                scale, arena = group.head_dim**-0.5, self._arena.bytes
+                out = attend_tables(codec_of(group), group, layer, arena, q, *tables, scale)
+                found[layer] = out[0]
+        return [found[layer] for layer in sorted(found)]
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Append tokens, each seeing all before it: logits [m, V] fp32 behind each of them."""
+        logits: list[Tensor] = []
+        done = 0
+        while done < len(tokens):
+            left = len(tokens) - done
+            count = min(block_size(group, self.num_tokens, left) for group, _ in self._groups)
+            logits.append(self._step(tokens[done : done + count]))
+            done += count
+        return torch.cat(logits)
+
+    def _step(self, tokens: Sequence[int]) -> Tensor:
+        n, count = self.num_tokens, len(tokens)
+        steps = [
+            plan_step(group, [Growth(state, n, count, 0)], self._arena, self._runner.device)
+            for group, state in self._groups
+        ]
+        decodes = tuple(Decode(codec_of(step.group), step, whole=True) for step in steps)
+        rows = range(n, n + count)
+        batch = Batch(tokens, rows, range(count), self._arena.bytes, decodes=decodes)
+        logits = self._runner.forward(batch)
+        for step in steps:
+            self._arena.release(step.freed)
+        self.num_tokens += count
+        return logits

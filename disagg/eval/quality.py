@@ -1,0 +1,184 @@
+"""Teacher-forced quality: the same rows under every codec, each paired with exact KV.
+
+    row      │ prompt: exact attention, then compressed │ scored: fed to the pages in blocks │
+    exact    │ the same, kept as the model computed it  │ the same                           │
+
+Every scored token but the last predicts the next one. Knows no file, and draws nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.codecs.describe import FP16_BYTES, bits_per_element
+from disagg.codecs.planning import parse_plan
+from disagg.errors import ConfigError
+from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
+from disagg.eval.texts import PYTHON, cut_rows, read_text
+from disagg.model.runner import Runner
+from disagg.model.tokenizer import Tokenizer
+from disagg.plan import LayerGroup, Plan
+
+Row = dict[str, Any]  # a JSON object
+
+CODECS = (
+    "raw:dtype=fp16",
+    "int8",
+    "fp8",
+    "kivi:bits=4,residual=64",
+    "kivi:bits=2,residual=64",
+    "kivi:bits=2,group=32,residual=64",
+    "gear-l:bits=2,backbone=kivi",
+    "gear:bits=2,backbone=kivi",
+    "ott",
+    "kcvt:bits=4",
+    "gear-l:bits=4,backbone=kcvt",
+    "gear:bits=4,backbone=kcvt",
+    "pertoken:bits=4",
+    "decoquant:bits=4",
+    "h2o",
+    "alignedkv",
+)
+ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is judged, and on what.
+
+    texts:   files, or "python" · rows: of each text
+    prompt:  tokens compressed · score: tokens fed behind them
+    streaming: tails are sealed while tokens are fed, as in service; else all that is fed is exact
+    threads: of torch; on a busy machine more than one wait for each other
+    """
+
+    model: str | None = None
+    codecs: tuple[str, ...] = CODECS
+    texts: tuple[str, ...] = (PYTHON,)
+    rows: int = 4
+    prompt: int = 1152
+    score: int = 384
+    streaming: bool = False
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One codec on one row."""
+
+    text: str
+    row: int
+    codec: str
+
+    def __str__(self) -> str:
+        return f"{self.text}, row {self.row + 1}, {self.codec}"
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """What exact KV gives on one row.
+
+    prompt: K and V · outputs: of attention, per layer [W, Hq, D] · logp: [score - 1, V]
+    """
+
+    prompt: Sequence[LayerKV]
+    outputs: Sequence[Tensor]
+    logp: Tensor
+
+
+class Judge:
+    """A loaded model and rows of tokens; measures case by case, in the order of `cases`."""
+
+    def __init__(self, options: EvalOptions):
+        torch.set_num_threads(options.threads)
+        self.options = options
+        self.runner = Runner.load(options.model)
+        for spec in options.codecs:
+            parse_plan(spec, self.runner.shape)
+        length = options.prompt + options.score
+        if options.score < 2 or length > self.runner.info.context_length:
+            raise ConfigError(
+                f"{options.prompt} + {options.score} tokens do not fit: 2 or more are scored, and "
+                f"the context of the model is {self.runner.info.context_length}"
+            )
+        tokenizer = Tokenizer.load(options.model)
+        named = (read_text(text) for text in options.texts)
+        self.rows = {name: cut_rows(text, tokenizer, length, options.rows) for name, text in named}
+        self._truth: tuple[tuple[str, int], _Truth] | None = None
+
+    def cases(self, done: Sequence[Row] = ()) -> list[Case]:
+        """What is left to measure, all codecs of a row side by side."""
+        known = {(row["text"], row["row"], row["codec"]) for row in done}
+        every = (
+            Case(text, row, codec)
+            for text, rows in self.rows.items()
+            for row in range(len(rows))
+            for codec in self.options.codecs
+        )
+        return [x for x in every if (x.text, x.row, x.codec) not in known]
+
+    def measure(self, case: Case) -> Row:
+        """The figures of one case.
+
+        nll:        sum, nats of the scored tokens under exact KV
+        delta, delta_squares: sums, of what the codec adds to each of them
+        kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
+        errors:     relative, of attention outputs per layer: the last queries of the prompt
+        """
+        tokens = self.rows[case.text][case.row]
+        truth = self._truth_of(case)
+        kv = PagedKV(self.runner, case.codec, truth.prompt, self.options.streaming)
+        outputs = kv.attend(truth.prompt)
+        logp = self._score(kv, tokens)
+        targets = torch.tensor(tokens[self.options.prompt + 1 :], device=logp.device)[:, None]
+        exact = -truth.logp.gather(1, targets)
+        delta = -logp.gather(1, targets) - exact
+        pairs = zip(outputs, truth.outputs, strict=True)
+        return {
+            "text": case.text,
+            "row": case.row,
+            "codec": case.codec,
+            "tokens": len(targets),
+            "nll": float(exact.sum()),
+            "delta": float(delta.sum()),
+            "delta_squares": float(delta.square().sum()),
+            "kl": float((truth.logp.exp() * (truth.logp - logp)).sum()),
+            "top1": int((truth.logp.argmax(1) == logp.argmax(1)).sum()),
+            "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
+        }
+
+    def sizes(self, codec: str) -> Row:
+        """Bytes that a plan gives: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
+        plan, prompt = parse_plan(codec, self.runner.shape), self.options.prompt
+        return {
+            "bits": round(sum(map(weighted_bits, plan.groups)) / len(plan.group_of), 3),
+            "handoff_pct": round(percent_of_fp16(plan, prompt), 2),
+            "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
+        }
+
+    def _truth_of(self, case: Case) -> _Truth:
+        """Of the row of a case; the last one is kept."""
+        key = case.text, case.row
+        if self._truth is None or self._truth[0] != key:
+            tokens = self.rows[case.text][case.row]
+            prompt = prefill(self.runner, tokens[: self.options.prompt])
+            kv = PagedKV(self.runner, EXACT, prompt)
+            self._truth = key, _Truth(prompt, kv.attend(prompt), self._score(kv, tokens))
+        return self._truth[1]
+
+    def _score(self, kv: PagedKV, tokens: Sequence[int]) -> Tensor:
+        return kv.feed(tokens[self.options.prompt : -1]).log_softmax(1)
+
+
+def weighted_bits(group: LayerGroup) -> float:
+    """Bits per number of sealed tokens, times the layers."""
+    return len(group.layers) * bits_per_element(group)
+
+
+def percent_of_fp16(plan: Plan, tokens: int) -> float:
+    """What a sequence of so many tokens takes in all layers, tail included."""
+    numbers = sum(2 * len(group.layers) * group.heads * group.head_dim for group in plan.groups)
+    return 100 * plan.nbytes(tokens) / (FP16_BYTES * numbers * tokens)

@@ -1,0 +1,105 @@
+"""What clients hear: the choices of a completion or of a chat, whole or in chunks. Plain values."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from disagg.server.text import Piece, Score
+
+Spell = Callable[[int], str]  # the text of one token
+
+
+class CompletionAnswer:
+    """The choices of one answer to POST /v1/completions, by index."""
+
+    prefix: ClassVar[str] = "cmpl"
+    whole_object: ClassVar[str] = "text_completion"
+    chunk_object: ClassVar[str] = "text_completion"
+
+    def __init__(self, spell: Spell):
+        self._spell = spell
+        self._offsets: Counter[int] = Counter()  # by choice
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Some more of a choice."""
+        choice = {"index": index, "text": piece.text, "finish_reason": piece.finish_reason}
+        return choice | {"logprobs": self._logprobs(index, piece.scores) if piece.scores else None}
+
+    def whole(self, index: int, piece: Piece) -> dict[str, Any]:
+        """All of a choice."""
+        return self.chunk(index, piece)
+
+    def _logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, list]:
+        """Lists side by side, one element for each token."""
+        tokens, offsets = [self._spell(token) for token, _ in scores], []
+        for text in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [said and said[0] for _, said in scores],
+            "top_logprobs": [said and self._top(token, *said) for token, said in scores],
+            "text_offset": offsets,
+        }
+
+    def _top(
+        self, token: int, own: float, likeliest: Sequence[tuple[int, float]]
+    ) -> dict[str, float]:
+        """By text, the token itself among them; of tokens with the same text, the likeliest."""
+        found: dict[str, float] = {}
+        for each, logprob in (*likeliest, (token, own)):
+            found.setdefault(self._spell(each), logprob)
+        return found
+
+
+class ChatAnswer:
+    """The choices of one answer to POST /v1/chat/completions, by index."""
+
+    prefix: ClassVar[str] = "chatcmpl"
+    whole_object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, spell: Spell):
+        self._spell = spell
+        self._begun: set[int] = set()
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Some more of a choice; the first chunk of each says who speaks."""
+        delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant", "content": ""}
+        self._begun.add(index)
+        if piece.text:
+            delta["content"] = piece.text
+        return {"index": index, "delta": delta, **self._ending(piece)}
+
+    def whole(self, index: int, piece: Piece) -> dict[str, Any]:
+        """All of a choice."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, **self._ending(piece)}
+
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        content = [self._score(*score) for score in piece.scores]
+        logprobs = {"content": content, "refusal": None} if content else None
+        return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _score(self, token: int, said: Any) -> dict[str, Any]:
+        own, likeliest = said
+        return self._one(token, own) | {"top_logprobs": [self._one(*each) for each in likeliest]}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._spell(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def usage_of(prompt: int, answer: int, cached: int) -> dict[str, Any]:
+    """Tokens of a request. cached: of the prompt, those that were not computed again."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def error_body(message: str, reason: str, status: int, param: str | None = None) -> Mapping:
+    """The body of an error, as the `openai` client reads it."""
+    return {"error": {"message": message, "type": reason, "param": param, "code": status}}

@@ -1,0 +1,139 @@
+"""One answer on its way to one client: its choices side by side, whole or as events. No HTTP."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from disagg.errors import DisaggError
+from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body, usage_of
+from disagg.server.completions import Completions, Prompt
+from disagg.server.schema import GenerationRequest
+from disagg.server.text import Piece
+
+DONE = "data: [DONE]\n\n"
+
+Answer = type[CompletionAnswer] | type[ChatAnswer]
+
+
+class Reply:
+    """The choices of one request; whoever stops to read them cancels them all."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        answer: Answer,
+    ):
+        self._prompts = prompts
+        self._request = request
+        self._answer = answer(completions.spell)
+        self._pieces = merged(
+            [completions.stream(request, x, i) for x in prompts for i in range(request.n)]
+        )
+        self._last: dict[int, Piece] = {}  # of each choice
+        self._named = {
+            "id": f"{answer.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": completions.served.name,
+        }
+
+    async def begin(self) -> tuple[int, Piece]:
+        """The first piece, before any status is sent: what fails until then has its own."""
+        return await anext(self._pieces)
+
+    async def events(self, first: tuple[int, Piece]) -> AsyncIterator[str]:
+        """Server-sent events, the last one "[DONE]"; an error in mid-stream is an event too."""
+        options, head = self._request.stream_options, {"object": self._answer.chunk_object}
+        found: tuple[int, Piece] | None = first
+        try:
+            async with aclosing(self._pieces):
+                while found is not None:
+                    index, piece = found
+                    self._last[index] = piece
+                    if piece.text or piece.scores or piece.finish_reason:
+                        choice = self._with_kv(self._answer.chunk(index, piece), piece)
+                        chunk: dict[str, Any] = {"choices": [choice]}
+                        if options.continuous_usage_stats:
+                            chunk["usage"] = self._usage()
+                        yield event(self._named | head | chunk)
+                    found = await anext(self._pieces, None)
+        except DisaggError as error:
+            yield event(error_body(str(error), error.reason, error.http_status))
+        else:
+            if options.include_usage:
+                yield event(self._named | head | {"choices": [], "usage": self._usage()})
+        yield DONE
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one body."""
+        pieces: dict[int, list[Piece]] = {}
+        async with aclosing(self._pieces):
+            async for index, piece in self._pieces:
+                pieces.setdefault(index, []).append(piece)
+        choices = []
+        for index, some in sorted(pieces.items()):
+            self._last[index] = some[-1]
+            scores = tuple(score for piece in some for score in piece.scores)
+            text = "".join(piece.text for piece in some)
+            whole = replace(some[-1], text=text, scores=scores)
+            choices.append(self._with_kv(self._answer.whole(index, whole), whole))
+        head = {"object": self._answer.whole_object, "choices": choices, "usage": self._usage()}
+        return self._named | head
+
+    def _with_kv(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        """With the figures of its hand-off, where it ends and they are asked for."""
+        wanted = self._request.kv and piece.finish_reason is not None
+        return choice | ({"kv": dict(piece.kv)} if wanted else {})
+
+    def _usage(self) -> dict[str, Any]:
+        """Every prompt counts once, however many answers it has."""
+        prompt = sum(len(prompt.tokens) for prompt in self._prompts)
+        firsts = [self._last.get(i * self._request.n) for i in range(len(self._prompts))]
+        cached = sum(piece.kv.get("cached_tokens", 0) for piece in firsts if piece)
+        return usage_of(prompt, sum(x.num_tokens for x in self._last.values()), cached)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[Piece]],
+) -> AsyncGenerator[tuple[int, Piece]]:
+    """The pieces of all streams as they come, with the place of each stream.
+
+    The first error ends it; leaving it closes every stream.
+    """
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+
+    async def read(index: int, stream: AsyncGenerator[Piece]) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    arrived.put_nowait((index, piece))
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(*each)) for each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def event(body: Mapping[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"

@@ -1,0 +1,76 @@
+"""What the service tells of itself: models, health, figures, tokens, and the live page."""
+
+import time
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+
+from disagg import __version__
+from disagg.server.completions import Completions
+from disagg.server.schema import DetokenizeRequest, TokenizeRequest
+
+LIVE_PAGE = Path(__file__).parent / "live.html"
+
+
+def add_views(app: FastAPI, completions: Completions) -> None:
+    """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
+    served, router = completions.served, completions.router
+    model = {"id": served.name, "object": "model", "created": int(time.time())}
+    model |= {"owned_by": "disagg", "root": served.alias or served.name}
+    model |= {"max_model_len": served.context_length}
+
+    @app.get("/")
+    async def live() -> Response:
+        return FileResponse(LIVE_PAGE)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        told = {"status": "ok" if router.ready else "starting"}
+        return JSONResponse(told, 200 if router.ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        completions.check_model(name)
+        return JSONResponse(model)
+
+    @app.get("/status")
+    async def status() -> Response:
+        return JSONResponse(await completions.status())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await completions.scrape(), media_type="text/plain; version=0.0.4")
+
+
+def add_tokens(app: FastAPI, completions: Completions) -> None:
+    """POST /tokenize · /detokenize: as vLLM has them."""
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = await completions.read(TokenizeRequest, http.stream())
+        if request.prompt is None:
+            tokens = await completions.chat_tokens(request)
+        else:
+            special = request.add_special_tokens is not False
+            tokens = await completions.tokens_of(request.prompt, special)
+        texts = [completions.spell(x) for x in tokens] if request.return_token_strs else None
+        told = {"count": len(tokens), "max_model_len": completions.served.context_length}
+        return JSONResponse(told | {"tokens": tokens, "token_strs": texts})
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = await completions.read(DetokenizeRequest, http.stream())
+        return JSONResponse({"prompt": await completions.text_of(request.tokens)})

@@ -1,0 +1,74 @@
+"""Certificates that a service on a cluster makes for itself where no file gives them.
+
+An authority signs certificates of this service alone: whoever has one belongs to the service.
+How it comes to other hosts it does not know.
+"""
+
+import contextlib
+import secrets
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP256R1,
+    EllipticCurvePrivateKey,
+    generate_private_key,
+)
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import NameOID
+
+from disagg.transfer.security import Authority
+
+NAME = "disagg"
+SKEW, LIFE = timedelta(days=1), timedelta(days=3650)  # clocks of hosts differ
+
+
+def make_authority() -> Authority:
+    """A new one, with a token."""
+    key = generate_private_key(SECP256R1())
+    certificate = _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0))
+    return Authority(secrets.token_hex(32), certificate.decode(), _pem(key).decode())
+
+
+def issue(authority: Authority, host: str) -> tuple[bytes, bytes]:
+    """A certificate of a host, by address or name, and its key."""
+    name: x509.GeneralName = x509.DNSName(host)
+    with contextlib.suppress(ValueError):
+        name = x509.IPAddress(ip_address(host))
+    key = generate_private_key(SECP256R1())
+    signer = load_pem_private_key(authority.key.encode(), None)
+    assert isinstance(signer, EllipticCurvePrivateKey)
+    return _sign(host, key, signer, x509.SubjectAlternativeName([name])), _pem(key)
+
+
+def _sign(
+    subject: str,
+    key: EllipticCurvePrivateKey,
+    signer: EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+) -> bytes:
+    """A certificate of a key, in the name of the authority."""
+    issuer, owner = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (NAME, subject)
+    )
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder(issuer, owner, key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + LIFE)
+        .add_extension(extension, critical=True)
+        .sign(signer, SHA256())
+        .public_bytes(Encoding.PEM)
+    )
+
+
+def _pem(key: EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,0 +1,59 @@
+"""Pages fed by the instrument are those of a service, and exact KV is the model itself."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from disagg.codecs.cache import CompressedKV
+from disagg.codecs.registry import get_codec
+from disagg.eval.paged import EXACT, PagedKV, prefill
+from tests.engine.serving import make_engine, serve
+
+PROMPT = 310  # ten tokens later a tail of 64 is full and seals
+
+
+def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny, row):
+    kv = PagedKV(runner, EXACT, prefill(runner, row[:PROMPT]))
+    logits = kv.feed(row[PROMPT:])
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    with torch.inference_mode():
+        expected = model(torch.tensor([row])).logits[0, PROMPT:]
+    assert torch.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o"])
+def test_greedy_tokens_are_those_that_an_engine_says(codec, runner, row):
+    (expected,) = serve(make_engine(runner), [row[:PROMPT]], codec, 16, ignore_eos=True)
+    kv = PagedKV(runner, codec, prefill(runner, row[:PROMPT]))
+    said = [expected[0]]  # chosen from the exact logits of the prompt
+    while len(said) < len(expected):
+        said.append(int(kv.feed(said[-1:]).argmax()))
+    assert said == expected
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])
+def test_only_streaming_seals_what_is_fed(seals, runner, row):
+    kv = PagedKV(runner, "kivi:bits=2,residual=64", prefill(runner, row[:PROMPT]), seals)
+    (_, state), before = kv._groups[0], kv._groups[0][1].num_pages
+    kv.feed(row[PROMPT:])
+    assert kv.num_tokens == len(row)
+    assert (state.num_pages > before) == seals
+
+
+def test_layers_may_have_codecs_of_their_own(runner, row):
+    prompt = prefill(runner, row[:PROMPT])
+    mixed = PagedKV(runner, "0:raw:dtype=model;1-:kivi:bits=2", prompt).attend(prompt)
+    exact = PagedKV(runner, EXACT, prompt).attend(prompt)
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(mixed, exact, strict=True)]
+    assert errors[0] == 0
+    assert min(errors[1:]) > 0.01
+
+
+@pytest.mark.parametrize("codec", ["kivi:bits=4", "gear:bits=2", "h2o"])
+def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runner, row):
+    prompt = prefill(runner, row[:PROMPT])
+    outputs = PagedKV(runner, codec, prompt).attend(prompt)
+    for layer, kv in enumerate(prompt):
+        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, kv.q)
+        expected = cache.attend(kv.q[:, -1])
+        assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)

@@ -1,0 +1,80 @@
+"""Figures of `disagg eval`: paired, exact where nothing is lost, worse with fewer bits."""
+
+import math
+
+import pytest
+
+from disagg.codecs.registry import codec_names
+from disagg.errors import ConfigError, UnknownNameError
+from disagg.eval.paged import EXACT
+from disagg.eval.quality import CODECS, EvalOptions, Judge
+from disagg.eval.summary import exact_perplexity, paired, summarize
+
+SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
+SHAPE = {"rows": 2, "prompt": 200, "score": 60}
+
+
+@pytest.fixture(scope="module")
+def judge(tiny):
+    return Judge(EvalOptions(str(tiny), SPECS, **SHAPE))
+
+
+@pytest.fixture(scope="module")
+def rows(judge):
+    return [judge.measure(case) for case in judge.cases()]
+
+
+def test_exact_kv_differs_from_itself_in_nothing(rows):
+    for row in rows[:: len(SPECS)]:
+        assert row["codec"] == EXACT
+        assert row["delta"] == row["kl"] == 0
+        assert row["top1"] == row["tokens"] == SHAPE["score"] - 1
+        assert not any(row["errors"])
+
+
+def test_fewer_bits_are_farther_from_exact(judge, rows):
+    lines = {line["codec"]: line for line in summarize(rows, judge.sizes)}
+    exact, four, two = (lines[spec] for spec in SPECS)
+    assert exact["kl"] < four["kl"] < two["kl"]
+    assert exact["error"] < four["error"] < two["error"]
+    assert four["handoff_pct"] > two["handoff_pct"] > two["answer_pct"]
+    assert (four["bits"], two["bits"]) == (4.5, 2.5)
+
+
+def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
+    for first in range(0, len(rows), len(SPECS)):
+        assert len({row["nll"] for row in rows[first : first + len(SPECS)]}) == 1
+    assert exact_perplexity(rows) == exact_perplexity(rows[:: len(SPECS)])
+
+
+def test_cases_that_are_known_are_not_measured_again(judge, rows):
+    assert judge.cases(rows) == []
+    assert [str(case) for case in judge.cases(rows[1:])] == [f"python, row 1, {EXACT}"]
+
+
+def test_a_summary_is_what_its_tokens_are():
+    deltas = [0.5, -0.1, 0.2, 0.4]
+    squares = sum(x * x for x in deltas)
+    row = {"tokens": 4, "delta": sum(deltas), "delta_squares": squares}
+    tokens, mean, error = paired([row, row])
+    assert (tokens, mean) == (8, pytest.approx(0.25))
+    variance = sum((x - 0.25) ** 2 for x in deltas) / 4
+    assert error == pytest.approx(math.sqrt(variance / 8))
+
+
+def test_every_codec_is_judged_unless_some_are_named():
+    assert {spec.partition(":")[0] for spec in CODECS} == set(codec_names())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"codecs": ("zip",)}, UnknownNameError, "zip"),
+        ({"prompt": 500}, ConfigError, "context of the model is 512"),
+        ({"texts": ("/no/such.txt",)}, ConfigError, "no such file"),
+    ],
+    ids=["codec", "length", "text"],
+)
+def test_what_cannot_be_judged_is_refused_before_anything_is(changes, error, said, tiny):
+    with pytest.raises(error, match=said):
+        Judge(EvalOptions(str(tiny), **({"codecs": SPECS} | SHAPE | changes)))

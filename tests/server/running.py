@@ -1,0 +1,76 @@
+"""A whole service in this process, but for Ray: HTTP on a port, a router, two workers, a model."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from disagg.config import Config, ServerConfig
+from disagg.model.chat import ChatTemplate
+from disagg.model.runner import Runner
+from disagg.model.tokenizer import Tokenizer
+from disagg.server.access import read_keys
+from disagg.server.app import create_app
+from disagg.server.completions import Completions, Served
+from disagg.server.service import bind
+from disagg.workers.router import Router
+from tests.workers.pairs import House
+
+
+@dataclass(frozen=True)
+class Running:
+    """Where it is, and what is behind it; `loop` is the one that its router lives on."""
+
+    url: str
+    house: House
+    loop: asyncio.AbstractEventLoop
+
+    def empty(self) -> None:
+        """Wait until every gauge of every worker is zero, and the pools are whole."""
+        asyncio.run_coroutine_threadsafe(self.house.empty(), self.loop).result()
+
+
+@contextmanager
+def running(
+    runners: list[Runner], config: Config | None = None, chat: ChatTemplate | None = None
+) -> Iterator[Running]:
+    """Serve a model on a thread of its own while inside."""
+    config = config or Config(codec="raw", server=ServerConfig(port=0))
+    socket = bind(config.server.host, config.server.port)
+    found: Future[tuple[Running, uvicorn.Server]] = Future()
+
+    async def serve() -> None:
+        info, tokenizer = runners[0].info, Tokenizer.load(runners[0].info.path)
+        sizes = info.context_length, info.vocab_size, config.codec, tokenizer.longest_token
+        house = House(config, Router(config.router))
+        house.pair(runners)
+        completions = Completions(Served("tiny", *sizes), tokenizer, house.router, chat)
+        app = create_app(completions, "owner", keys=read_keys(config.server))
+        tls = config.server.tls_certificate, config.server.tls_key
+        options = uvicorn.Config(
+            app, log_level="warning", lifespan="off", ssl_certfile=tls[0], ssl_keyfile=tls[1]
+        )
+        server = uvicorn.Server(options)
+        scheme = "https" if tls[0] else "http"
+        url = f"{scheme}://127.0.0.1:{socket.getsockname()[1]}"
+        found.set_result((Running(url, house, asyncio.get_running_loop()), server))
+        try:
+            await server.serve([socket])
+        finally:
+            await house.router.close()
+            for worker in house.workers.values():
+                worker.stop(0.0)
+                await asyncio.to_thread(worker.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="http", daemon=True)
+    thread.start()
+    service, server = found.result()
+    try:
+        yield service
+    finally:
+        server.should_exit = True
+        thread.join()

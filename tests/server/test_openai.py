@@ -1,0 +1,245 @@
+"""The `openai` client, unmodified, against a service with a model behind it."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+
+from disagg.model.chat import ChatTemplate
+from disagg.model.runner import Runner
+from tests.model.tiny import VOCAB, save_tiny
+from tests.server.running import Running, running
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0}
+TEXT = "Call me Ishmael."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Running]:
+    runners = [Runner.load(str(folder)) for _ in range(2)]
+    with running(runners, chat=ChatTemplate(TEMPLATE, {})) as found:
+        yield found
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    """Nothing is left of what a test asked for."""
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as found:
+        yield found
+    service.empty()
+
+
+@pytest.fixture(scope="module")
+def logits(folder: Path) -> Any:
+    """What the model of transformers says of token ids: log-probabilities [N, V]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def of(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return of
+
+
+def ids(text: str, service: Running) -> list[int]:
+    return tokenize(service, prompt=text)["tokens"]
+
+
+def tokenize(service: Running, **body: Any) -> dict[str, Any]:
+    with openai.OpenAI(base_url=service.url, api_key="any") as found:
+        return found.post("/tokenize", body=body, cast_to=dict[str, Any])
+
+
+def test_the_model_is_listed_and_found(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "disagg"
+
+
+def test_prompts_of_every_form_have_answers_in_their_order(client, service):
+    forms: list[Any] = [TEXT, ids(TEXT, service), [TEXT], [ids(TEXT, service)]]
+    answers = [client.completions.create(**GREEDY, prompt=form, max_tokens=6) for form in forms]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+    both = client.completions.create(**GREEDY, prompt=[TEXT, "It was"], max_tokens=6, n=2)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in both.choices[:2]] == [answers[0].choices[0].text] * 2
+    assert both.usage is not None
+    assert both.usage.prompt_tokens == len(TEXT) + len("It was")
+    assert both.usage.completion_tokens == 24
+
+
+def test_choices_of_one_seed_differ_and_come_again(client):
+    def draw(seed: int) -> list[str]:
+        asked = {"model": "tiny", "prompt": TEXT, "n": 3, "seed": seed, "max_tokens": 8}
+        return [choice.text for choice in client.completions.create(**asked).choices]
+
+    assert draw(1) == draw(1)
+    assert len({*draw(1), *draw(5)}) == 6
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_echo_tells_the_log_probabilities_of_the_prompt(max_tokens, client, service, logits):
+    asked = GREEDY | {"prompt": TEXT, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    answer = client.completions.create(**asked)
+    (choice,), told = answer.choices, answer.choices[0].logprobs
+    assert choice.text.startswith(TEXT)
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", max_tokens)
+    tokens = ids(TEXT, service)
+    known = logits(tokens)
+    assert len(told.tokens) == len(told.top_logprobs) == len(tokens) + max_tokens
+    assert told.token_logprobs[0] is None
+    expected = [float(known[i, token]) for i, token in enumerate(tokens[1:])]
+    assert told.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
+    best = known.max(-1).values.tolist()[:-1]
+    tops = [max(top.values()) for top in told.top_logprobs[1 : len(tokens)]]
+    assert tops == pytest.approx(best, abs=1e-3)
+    assert told.text_offset[: len(tokens)] == list(range(len(tokens)))  # a token is a byte
+
+
+def test_a_long_prompt_is_scored_in_all_its_chunks(client, service, logits):
+    text = "".join(chr(97 + i * i % 26) for i in range(500))  # of two batches
+    asked = GREEDY | {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 0}
+    told = client.completions.create(**asked).choices[0].logprobs
+    tokens = ids(text, service)
+    expected = logits(tokens)[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert told.token_logprobs[1:] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_a_streamed_answer_is_the_whole_one(client):
+    asked = GREEDY | {"prompt": TEXT, "max_tokens": 9, "logprobs": 1, "n": 2, "echo": True}
+    whole = client.completions.create(**asked)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [*client.completions.create(**asked, stream=True, stream_options=options)]
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage for chunk in chunks)
+    for index, choice in enumerate(whole.choices):
+        parts = [x for chunk in chunks for x in chunk.choices if x.index == index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert parts[-1].finish_reason == choice.finish_reason
+        told = [part.logprobs for part in parts if part.logprobs]
+        assert [x for one in told for x in one.tokens] == choice.logprobs.tokens
+        assert [x for one in told for x in one.text_offset] == choice.logprobs.text_offset
+
+
+def test_penalties_biases_and_stop_tokens_do_what_they_say(client):
+    plain = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=4, logprobs=0)
+    first = tokenize_one(client, plain.choices[0].logprobs.tokens[0])
+    asked = GREEDY | {"prompt": TEXT, "max_tokens": 4}
+    biased = client.completions.create(**asked, logit_bias={str(first): -100})
+    assert biased.choices[0].text != plain.choices[0].text
+    stopped = client.completions.create(**asked, extra_body={"stop_token_ids": [first]})
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+    later = {"stop_token_ids": [first], "min_tokens": 3}
+    assert client.completions.create(**asked, extra_body=later).usage.completion_tokens >= 3
+    one_word = client.completions.create(**asked | {"max_tokens": 20}, frequency_penalty=2.0)
+    assert len(set(one_word.choices[0].text)) > 5
+
+
+def tokenize_one(client: openai.OpenAI, text: str) -> int:
+    root = client.with_options(base_url=str(client.base_url).removesuffix("/v1/"))
+    (token,) = root.post("/tokenize", body={"prompt": text}, cast_to=dict[str, Any])["tokens"]
+    assert root.post("/detokenize", body={"tokens": [token]}, cast_to=dict[str, Any]) == {
+        "prompt": text
+    }
+    return token
+
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Call me "}, {"type": "text", "text": "x"}],
+    },
+]
+WRITTEN = "system: Be brief.\nuser: Call me x\nassistant:"
+
+
+def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
+    assert tokenize(service, messages=MESSAGES)["tokens"] == ids(WRITTEN, service)
+    expected = client.completions.create(**GREEDY, prompt=WRITTEN, max_tokens=7)
+    answer = client.chat.completions.create(**GREEDY, messages=MESSAGES, max_completion_tokens=7)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.choices[0].text)
+    assert (choice.finish_reason, answer.usage) == ("length", expected.usage)
+
+
+def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 2}
+    whole = client.chat.completions.create(**asked)
+    chunks = [*client.chat.completions.create(**asked, stream=True)]
+    for index, choice in enumerate(whole.choices):
+        deltas = [x.delta for chunk in chunks for x in chunk.choices if x.index == index]
+        assert [delta.role for delta in deltas if delta.role] == [deltas[0].role] == ["assistant"]
+        assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+
+
+def test_a_chat_tells_log_probabilities(client):
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 3}
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert len(choice.logprobs.content) == 3
+    for token in choice.logprobs.content:
+        assert token.logprob == max(x.logprob for x in token.top_logprobs)
+        assert bytes(token.bytes).decode() == token.token
+        assert sum(math.exp(x.logprob) for x in token.top_logprobs) <= 1
+
+
+def test_a_chat_without_a_limit_ends_with_the_context(client):
+    answer = client.chat.completions.create(**GREEDY, messages=MESSAGES, extra_body={"stop": "~~~"})
+    assert answer.usage.total_tokens <= 512
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_last_message_can_be_continued(client, service):
+    said = [*MESSAGES, {"role": "assistant", "content": "I sh"}]
+    written = tokenize(service, messages=said, continue_final_message=True)["tokens"]
+    assert written == ids(WRITTEN + " I sh", service)
+
+
+REFUSED: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
+    (openai.BadRequestError, {"messages": []}),
+    (openai.BadRequestError, {"messages": [{"role": "tool", "content": "x"}]}),
+    (openai.BadRequestError, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    (openai.BadRequestError, {"response_format": {"type": "json_object"}}),
+    (openai.BadRequestError, {"top_logprobs": 2}),
+    (openai.NotFoundError, {"model": "gpt-4"}),
+]
+
+
+@pytest.mark.parametrize(("error", "fields"), REFUSED, ids=lambda x: str(x)[:30])
+def test_what_cannot_be_answered_is_refused_by_its_name(error, fields, client):
+    with pytest.raises(error) as refused:
+        client.chat.completions.create(**GREEDY | {"messages": MESSAGES} | fields)
+    assert refused.value.param == next(iter(fields))
+
+
+def test_paths_that_are_not_there_have_openais_errors(client):
+    for call in (client.embeddings.create, client.moderations.create):
+        with pytest.raises(openai.NotFoundError) as missing:
+            call(model="tiny", input="x")
+        assert missing.value.type == "not_found"
+
+
+def test_a_stream_that_is_left_leaves_nothing(client):
+    with client.completions.create(**GREEDY, prompt=TEXT, max_tokens=400, stream=True) as stream:
+        assert next(iter(stream)).choices
+    # the fixture waits until every gauge is zero
+
+
+def test_every_token_of_the_vocabulary_can_be_spelled(client, service):
+    root = client.with_options(base_url=service.url)
+    body = {"tokens": list(range(VOCAB - 4))}
+    assert root.post("/detokenize", body=body, cast_to=dict[str, Any])["prompt"]
