@@ -19,7 +19,7 @@ from disagg.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
-DEFAULT_CODEC = "kivi:bits=4,group=64,residual=64"
+DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,group=64,residual=64"
 
 
 def at_least(least: float, *, default: Any) -> Any:
@@ -69,6 +69,7 @@ class EngineConfig(Bounded):
     max_sequences:    rows of a decode batch
     arena_bytes:      size of the arena that holds the pages
     watermark:        share of the arena that is kept free for sequences that grow
+    prefix_cache:     what a prompt shares with earlier ones is not computed again
     torch_threads:    None: the cores of the host shared among its workers
     """
 
@@ -76,6 +77,7 @@ class EngineConfig(Bounded):
     max_sequences: int = at_least(1, default=64)
     arena_bytes: int = at_least(1 << 20, default=256 << 20)
     watermark: float = at_least(0, default=0.02)
+    prefix_cache: bool = True
     torch_threads: int | None = at_least(1, default=None)
 
 
@@ -89,6 +91,8 @@ class TransferConfig(Bounded):
     burst_bytes: what a paced sender may send at once
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     dedup:       pages that the decode worker has of other prompts are not sent again
+    min_disagg_tokens: shorter prompts are computed whole where they decode; None: those of which
+                 not fewer bytes would be sent than their KV has in fp16
     channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
@@ -98,6 +102,7 @@ class TransferConfig(Bounded):
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True
     dedup: bool = True
+    min_disagg_tokens: int | None = at_least(0, default=None)
     channel: str = one_of("grpc", "direct")
 
 
@@ -125,6 +130,7 @@ class ClusterConfig(Bounded):
              that Ray itself would join, of RAY_ADDRESS or of this host
     name:    of the service among others on a cluster, Ray's namespace
     prefill, decode: how many workers of each role
+    colocated: `prefill` workers that do both, and no others: nothing is handed off
     pools:   workers run only on nodes with a Ray resource named as their role, one for each unit;
              they wait for such nodes, and an autoscaler starts them
     gpus:    of each worker; None: those that Ray has at the start, shared equally
@@ -139,6 +145,7 @@ class ClusterConfig(Bounded):
     name: str = "disagg"
     prefill: int = at_least(1, default=1)
     decode: int = at_least(1, default=1)
+    colocated: bool = False
     pools: bool = False
     gpus: float | None = at_least(0, default=None)
     ports: list | None = None
@@ -160,6 +167,12 @@ class ClusterConfig(Bounded):
             case ports:
                 wanted = "the first and the last port are wanted: [20000, 20099]"
                 raise ConfigError(f"config key cluster.ports is {ports!r}; {wanted}")
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many workers of each role there are."""
+        apart = {"prefill": self.prefill, "decode": self.decode}
+        return {"both": self.prefill} if self.colocated else apart
 
 
 @dataclass(frozen=True)

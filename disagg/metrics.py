@@ -7,6 +7,7 @@ from dataclasses import dataclass
 class HandoffStats:
     """What the KV of one prompt took and what handing it over cost: bytes and milliseconds.
 
+    cached_tokens:  of these, whose exact KV prefill had of another prompt: not computed
     fp16_bytes, fp8_bytes: of the same tokens, uncompressed
     wire_bytes:     every message of the hand-off, both ways, control included
     payload_bytes:  of records, in those messages
@@ -24,6 +25,7 @@ class HandoffStats:
     tokens: int
     fp16_bytes: int
     fp8_bytes: int
+    cached_tokens: int = 0
     wire_bytes: int = 0
     payload_bytes: int = 0
     cached_bytes: int = 0

@@ -9,7 +9,9 @@
 A slab serves one record shape at a time and returns to the free slabs when its last page is
 released, so layouts of different sizes live in one arena and one batch. A page id is its
 address (byte offset / 128). Kept pages stay under a key when nobody owns them any more; they are
-counted apart, and an allocation that finds no room takes those least recently used.
+counted apart, and an allocation that finds no room takes those least recently used: first of its
+own shape, so that the last free slabs are there for others. To empty a slab for another shape takes
+all that was kept in it, old and new.
 
 The arena is handed in; the pool never looks inside a page, except to zero those that may be partly
 filled. Any thread may call: every call is atomic. Bytes are not locked, they are their owner's.
@@ -28,6 +30,7 @@ from disagg.page import ARENA_UNIT, align
 from disagg.plan import RecordShape
 
 DEFAULT_SLAB_BYTES = 1 << 20
+SPARED = 8  # of so many slabs one is left to other shapes while pages of the own can go
 STALE = 64  # outdated places in the order of use that are put up with before it is made anew
 
 P = ParamSpec("P")
@@ -98,12 +101,14 @@ class Slab:
 
 @dataclass(eq=False)
 class Kept:
-    """Pages that stay for whoever asks for them by key; `note` is of whoever kept them.
+    """Pages that stay for whoever asks for them by key; `note` is of whoever kept them, if any.
 
     used: when last, counted by the pool · owned: how many of the pages somebody owns
+    shape: of the first of them
     """
 
     pages: tuple[int, ...]
+    shape: RecordShape
     note: object
     used: int = 0
     owned: int = 0
@@ -142,7 +147,8 @@ class Pool:
         self._references: dict[int, int] = {}  # that of being kept included
         self._kept: dict[bytes, Kept] = {}
         self._keepers: dict[int, tuple[bytes, Kept]] = {}  # of each kept page
-        self._oldest: list[tuple[int, bytes]] = []  # heap: what is only cached by `used`; some gone
+        # by shape, a heap of what is only cached by `used`; some are gone
+        self._oldest: dict[RecordShape, list[tuple[int, bytes]]] = {}
         self._uses = 0
 
     # -- who owns what
@@ -161,7 +167,11 @@ class Pool:
 
         Cached pages go where that makes room.
         """
-        while self.free_pages(shape) < count and self._evict():
+        spared = self.num_slabs // SPARED
+        for _ in range(count):
+            if self.free_pages(shape, spared) >= count or not self._evict([shape]):
+                break
+        while self.free_pages(shape) < count and self._evict(list(self._oldest)):
             pass
         if self.free_pages(shape) < count:
             raise CapacityError(
@@ -201,7 +211,8 @@ class Pool:
         if key in self._kept or not self._keepers.keys().isdisjoint(pages):
             return
         self.retain(pages)
-        kept = self._kept[key] = Kept(tuple(pages), note, owned=len(pages))
+        shape = self._slabs[self._slab_index(pages[0])].shape
+        kept = self._kept[key] = Kept(tuple(pages), shape, note, owned=len(pages))
         self._keepers |= dict.fromkeys(pages, (key, kept))
         self._use(key, kept)
 
@@ -242,15 +253,18 @@ class Pool:
     # -- what is left
 
     @atomic
-    def free_pages(self, shape: RecordShape) -> int:
-        """How many records of a shape can be allocated now, cached pages left alone."""
+    def free_pages(self, shape: RecordShape, spared: int = 0) -> int:
+        """How many records of a shape can be allocated now, cached pages left alone.
+
+        spared: free slabs that are left alone too
+        """
         if shape.nbytes > self.slab_bytes:
             raise CapacityError(
                 f"a record of {shape.nbytes} bytes does not fit a slab of {self.slab_bytes}; "
                 f"give the pool slabs of at least that size"
             )
-        in_slabs = len(self._free_slabs) * (self.slab_bytes // shape.nbytes)
-        return self._free.get(shape, 0) + in_slabs
+        slabs = max(0, len(self._free_slabs) - spared)
+        return self._free.get(shape, 0) + slabs * (self.slab_bytes // shape.nbytes)
 
     @property
     @atomic
@@ -373,16 +387,26 @@ class Pool:
 
     def _note_place(self, key: bytes, kept: Kept) -> None:
         """Nobody owns any of it: it may go when its turn comes. Older notes of it mean nothing."""
-        heappush(self._oldest, (kept.used, key))
-        if len(self._oldest) > 2 * len(self._kept) + STALE:
-            self._oldest = sorted((x.used, key) for key, x in self._kept.items() if not x.owned)
+        oldest = self._oldest.setdefault(kept.shape, [])
+        heappush(oldest, (kept.used, key))
+        if len(oldest) > 2 * len(self._kept) + STALE:
+            alike = ((key, x) for key, x in self._kept.items() if x.shape == kept.shape)
+            oldest[:] = sorted((x.used, key) for key, x in alike if not x.owned)
 
-    def _evict(self) -> bool:
-        """Drop what was kept and not used for longest; False if somebody owns all of it."""
-        while self._oldest:
-            used, key = heappop(self._oldest)
+    def _evict(self, shapes: Sequence[RecordShape]) -> bool:
+        """Drop what was kept in these shapes and not used for longest; False if there is none."""
+        found = [oldest[0] for shape in shapes if (oldest := self._clear(shape))]
+        if found:
+            self.drop(min(found)[1])
+        return bool(found)
+
+    def _clear(self, shape: RecordShape) -> list[tuple[int, bytes]]:
+        """The heap of a shape, without outdated places in front."""
+        oldest = self._oldest.get(shape, [])
+        while oldest:
+            used, key = oldest[0]
             kept = self._kept.get(key)
             if kept is not None and kept.used == used and not kept.owned:
-                self.drop(key)
-                return True
-        return False
+                break
+            heappop(oldest)
+        return oldest

@@ -84,4 +84,5 @@ def config_of(args: Mapping[str, Any]) -> Config:
     roles = {name: args[name] for name in ("prefill", "decode") if name in args}
     joined = replace_keys(Config(), {"cluster": {"address": "auto", **roles}})
     settings = {name: value for name, value in args.items() if name not in roles}
-    return replace_keys(replace_keys(joined, settings), {"server": {"port": 0}})
+    behind = {"host": "127.0.0.1", "port": 0, "tls_certificate": None, "tls_key": None}
+    return replace_keys(replace_keys(joined, settings), {"server": behind})

@@ -208,7 +208,7 @@ class PageFormat:
     @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
-        if self.turn:
+        if self.turn or (self.k.scale.shared and self.k.sparse):
             return False
         k, v = self.k.low_rank, self.v.low_rank
         if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):

@@ -19,6 +19,7 @@ from torch import Tensor
 from disagg.kernels.cpu import append as cpu_append
 from disagg.kernels.cpu import attend as cpu_attend
 from disagg.kernels.cpu import encode as cpu_encode
+from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
 from disagg.kernels.reference import aligned, codes, exact, kept, pages, softmax
 from disagg.kernels.reference import encode as encoders
@@ -54,6 +55,22 @@ def attend(
         partials.append(cpu_attend.attend(q, served, scale))
     o = partials[0][0] if len(partials) == 1 else softmax.merge(partials)
     return o.to(dtype)
+
+
+def prepare(
+    arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor, scale: float
+) -> LayerCalls | None:
+    """A step of one token for each of B sequences, ready for every layer of a group; None where
+    other code than the C library has to serve it, layer by layer.
+
+    rows, views: in the first layer; q: [B, 1, Hq, D] fp32, like that of every layer
+    """
+    if on_gpu(q) or not all(cpu_attend.is_served(view.fmt, q) for view in views):
+        return None
+    _check_rows(arena, rows, q.shape[0])
+    for view in views:
+        _check_view(q, view)
+    return LayerCalls(arena, rows, views, scale)
 
 
 def bits_read(q: Tensor, view: View, scale: float) -> Bits:
@@ -120,9 +137,7 @@ def append(
 ) -> None:
     """Write one token per row, k and v [N, H, D], into raw pages, and the pages that they complete;
     one launch on a GPU. See reference/encode.py."""
-    _check_bytes(arena, "arena")
-    for name in ("pages", "slots"):
-        _check_ids(getattr(rows, name), (k.shape[0],), name, arena)
+    _check_rows(arena, rows, k.shape[0])
     if sealing is not None:
         fmt, tables = sealing.fmt, sealing.rows
         if not fmt.is_sealable:
@@ -231,6 +246,12 @@ def _check_view(q: Tensor, view: View) -> None:
         if view.sides is None:
             raise ValueError("these slots have side records: sides is wanted")
         _check_ids(view.sides, (q.shape[0],), "sides", q)
+
+
+def _check_rows(arena: Tensor, rows: NewRows, count: int) -> None:
+    _check_bytes(arena, "arena")
+    for name in ("pages", "slots"):
+        _check_ids(getattr(rows, name), (count,), name, arena)
 
 
 def _check_encode(

@@ -53,7 +53,7 @@ class ChaosOptions:
 
 
 @dataclass
-class Tally:
+class Outcome:
     """What became of the answers. `failed`: by the error that they ended with."""
 
     completed: int = 0
@@ -78,17 +78,17 @@ async def _measure(options: ChaosOptions) -> Row:
         await asyncio.gather(raging, *calls)
         held, rules = await crew.idle(IDLE_S), crew.router.dispatch
         after = resident_mb(*(hand.child.pid for hand in crew.hands.values()))
-    tally = storm.tally
-    failed, gaps = sum(tally.failed.values()), tally.gaps_s
+    outcome = storm.outcome
+    failed, gaps = sum(outcome.failed.values()), outcome.gaps_s
     return result_of(
         raging.result(),
         NOTES,
         options=asdict(options),
-        completed=tally.completed,
+        completed=outcome.completed,
         failed=failed,
-        wrong=tally.wrong,
-        completed_share=tally.completed / max(1, tally.completed + failed),
-        errors=dict(tally.failed),
+        wrong=outcome.wrong,
+        completed_share=outcome.completed / max(1, outcome.completed + failed),
+        errors=dict(outcome.failed),
         moved=rules.moves,
         retried=rules.retries,
         unequal_tokens=rules.unequal_tokens,
@@ -119,7 +119,7 @@ class Storm:
     """Asks, and strikes meanwhile."""
 
     def __init__(self, crew: Crew, options: ChaosOptions):
-        self.tally = Tally()
+        self.outcome = Outcome()
         self._crew = crew
         self._options = options
         self._pick = random.Random(options.seed)
@@ -130,16 +130,16 @@ class Storm:
         self, prompts: list[tuple[int, ...]], answers: list[list[int]], number: int
     ) -> None:
         """One stream of answers, until the storm is over."""
-        tally = self.tally
+        outcome = self.outcome
         while not self._over:
             number = (number + 1) % PROMPTS
             try:
-                tokens = await _answer(self._crew, self._options, prompts[number], tally.gaps_s)
+                tokens = await _answer(self._crew, self._options, prompts[number], outcome.gaps_s)
             except DisaggError as error:
-                tally.failed[f"{error.reason}: {error}"] += 1
+                outcome.failed[f"{error.reason}: {error}"] += 1
             else:
-                tally.completed += 1
-                tally.wrong += tokens != answers[number]
+                outcome.completed += 1
+                outcome.wrong += tokens != answers[number]
 
     async def rage(self) -> list[Row]:
         """Strike until the time is over; what was done to whom, when."""

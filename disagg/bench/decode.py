@@ -44,6 +44,7 @@ MODELS = {
     name: LLAMA | dict(zip(NAMES.split(), sizes, strict=True))
     for name, sizes in {
         "8b": (4096, 14336, 32, 32, 8, 128, 128256),
+        "135m": (576, 1536, 30, 9, 3, 64, 49152),
         "small": (512, 1408, 4, 8, 2, 64, 4096),
     }.items()
 }
@@ -72,6 +73,8 @@ def run(options: DecodeOptions) -> Row:
 
     kv_bytes: of a token, pages and tail · plan_ms: of a step, on the host
     ratio:    how many times faster a step is than on raw pages
+    own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
+              attending, sampling; by turns with steps whose attention does nothing
     """
     if options.model not in MODELS:
         raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
@@ -101,6 +104,8 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
         for decoding in found:
             for _ in range(options.steps):
                 decoding.step()
+                if options.device == "cpu":
+                    decoding.pass_modules()
     rows: list[Row] = []
     for decoding in found:
         plan_ms, step_ms = (1e3 * statistics.median(x) for x in zip(*decoding.times, strict=True))
@@ -113,6 +118,8 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
             "tokens_per_s": 1e3 * count / step_ms,
             "kv_bytes": decoding.plan.nbytes(tokens) / tokens,
         }
+        if decoding.bare:
+            row["own"] = 1 - 1e3 * statistics.median(decoding.bare) / step_ms
         rows.append(row | {"ratio": rows[0]["step_ms"] / step_ms if rows else 1.0})
     return rows
 
@@ -132,6 +139,7 @@ class Decoding:
     def __init__(self, runner: Runner, spec: str, count: int, tokens: int, steps: int) -> None:
         self.plan = parse_plan(spec, runner.shape)
         self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
+        self.bare: list[float] = []  # seconds of the same step without attention
         self._runner, self._n = runner, tokens
         slab = slab_bytes_for(*_sizes(runner))
         slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
@@ -152,14 +160,24 @@ class Decoding:
             growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
             step = plan_step(group, growths, self._pool, self._arena.device)
             decodes.append(Decode(codec_of(group), step, whole=True))
-        tokens, count, arena = self._tokens, len(self._tokens), self._arena
-        batch = Batch(tokens, [self._n] * count, range(count), arena, decodes=tuple(decodes))
+        batch = self._batch(decodes)
         planned = time.perf_counter()
         self._tokens = self._runner.forward(batch).argmax(1).tolist()
         for decode in decodes:
             self._pool.release(decode.step.freed)
         self._n += 1
         self.times.append((planned - began, time.perf_counter() - began))
+
+    def pass_modules(self) -> None:
+        """The model's own modules for the tokens of a step; attention gives zeros."""
+        began = time.perf_counter()
+        self._runner.forward(self._batch([]))
+        self.bare.append(time.perf_counter() - began)
+
+    def _batch(self, decodes: Sequence[Decode]) -> Batch:
+        count = len(self._tokens)
+        positions = [self._n] * count
+        return Batch(self._tokens, positions, range(count), self._arena, decodes=tuple(decodes))
 
 
 def _write_context(

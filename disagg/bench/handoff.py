@@ -11,7 +11,8 @@ Overlap: time to the first decode token through a token bucket of 50 Mb/s, in bu
 bound is max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
 
 Load: 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one
-pair of workers. Each should wait for those with less work left and for one chunk of a longer one.
+pair of workers. Each should wait for those with less work left and for one chunk of a longer one,
+where a step takes as long as steps of that many tokens at those depths took in the same run.
 """
 
 import asyncio
@@ -22,8 +23,11 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from disagg.bench.child import Child
 from disagg.bench.ends import SendingEnd, Sent, Way
@@ -31,6 +35,9 @@ from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import urgency
+from disagg.model.attention import Batch
+from disagg.model.device import load_runner
+from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
@@ -44,16 +51,35 @@ LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
 PROMPT_TOKENS = 1500
 CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
+Step = tuple[float, int, int]  # seconds, tokens, and pairs of tokens of which one sees the other
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
+
+
+class TimedRunner:
+    """A runner that notes the steps that computed prompts."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.steps: list[Step] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        began, logits = time.monotonic(), self._runner.forward(batch)
+        if chunks := [(chunk.before, chunk.count) for chunk in batch.chunks]:
+            self.steps.append((time.monotonic() - began, *sizes_of(chunks)))
+        return logits
 
 
 class NotingWorker(Worker):
     """A worker that notes when its engine said each token: (name of the request there, time)."""
 
     def __init__(self, config: Config, role: Role):
-        super().__init__(config, role, role.value)
+        self.timed = TimedRunner(load_runner(config.model))
+        super().__init__(config, role, role.value, runner=cast(Runner, self.timed))
         self.said: list[tuple[str, float]] = []
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -75,6 +101,11 @@ class WorkerEnd:
         self._worker = NotingWorker(config, role)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
+
+    async def steps(self) -> list[Step]:
+        """Its steps with chunks of prompts so far; all are forgotten."""
+        found, self._worker.timed.steps = self._worker.timed.steps, []
+        return found
 
     async def plan(self, codec: str) -> Plan:
         """The plan of its model under a codec."""
@@ -237,7 +268,8 @@ def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
 
 def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
-    transfer = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
+    link = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
+    transfer = replace(link, min_disagg_tokens=0)
     with started_pair(Config(transfer=transfer)) as pair:
         return asyncio.run(_ask_all(pair, prompts))
 
@@ -294,25 +326,37 @@ def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
 def measure_load(long: int = 8, others: int = 40) -> Row:
     """A row for every prompt, in seconds: how long it waited for its first token, and should have.
 
-    rule_s:       by the rule, at `tokens_per_s` as measured here and in steps of `chunk_tokens`
-    worst_chunks: the most that any waited longer than that, in such steps
+    rule_s:       by the rule, in steps of `chunk_tokens` that take what such steps took here
+    busy:         share of the time in which the prefill worker computed
+    worst_chunks: the most that any waited longer than by the rule, in mean steps of that size
     """
-    pick, config = random.Random(1), Config()
+    pick, config = random.Random(1), Config(transfer=TransferConfig(min_disagg_tokens=0))
     arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
-    with started_pair(config) as pair:
+    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
+        starts = (decode, Role.DECODE), (prefill, Role.PREFILL)
+        pair = [end.ask("start", config, role) for end, role in starts]
+        asyncio.run(_warm(pair))
+        prefill.ask("steps")
         waits = asyncio.run(_arrive(pair, arrivals))
-    ends = [at + wait for (at, _), wait in zip(arrivals, waits, strict=True)]
-    rate, chunk = sum(tokens for _, tokens in arrivals) / max(ends), config.engine.max_batch_tokens
-    rules = waits_by_rule(arrivals, rate, chunk)
-    late = [(wait - rule) * rate / chunk for wait, rule in zip(waits, rules, strict=True)]
+        steps = prefill.ask("steps")
+    chunk, cost = config.engine.max_batch_tokens, fit_cost(steps)
+    rules = waits_by_rule(arrivals, cost, chunk)
+    mean_s = cost(chunk, chunk * PROMPT_TOKENS // 2)
+    late = [(wait - rule) / mean_s for wait, rule in zip(waits, rules, strict=True)]
+    span_s = max(at + wait for (at, _), wait in zip(arrivals, waits, strict=True))
     rows = [
         {"arrived_s": at, "tokens": tokens, "waited_s": wait, "rule_s": rule}
         for (at, tokens), wait, rule in zip(arrivals, waits, rules, strict=True)
     ]
-    measured = {"tokens_per_s": rate, "chunk_tokens": chunk, "worst_chunks": max(late)}
-    return result_of(rows, LOAD_NOTES, **measured)
+    measured = {"busy": sum(seconds for seconds, *_ in steps) / span_s, "chunk_s": mean_s}
+    return result_of(rows, LOAD_NOTES, **measured, chunk_tokens=chunk, worst_chunks=max(late))
+
+
+async def _warm(pair: Sequence[Started]) -> None:
+    async with routed(pair) as router:
+        await ask(router, prompt_of(PROMPT_TOKENS, 0), "")
 
 
 async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]) -> list[float]:
@@ -320,7 +364,6 @@ async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]
     prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(arrivals)]
     told = tell(arrivals, "a prompt of {0[1]} tokens".format)
     async with routed(pair) as router:
-        await ask(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
 
         async def one(at: float, prompt: tuple[int, ...]) -> float:
             await asyncio.sleep(at)
@@ -331,8 +374,27 @@ async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]
         return await asyncio.gather(*calls)
 
 
-def waits_by_rule(arrivals: Sequence[tuple[float, int]], rate: float, chunk: int) -> list[float]:
-    """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent."""
+def sizes_of(chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Tokens of chunks (before, count) of prompts, and the pairs of which one sees the other."""
+    pairs = sum(count * before + count * (count + 1) // 2 for before, count in chunks)
+    return sum(count for _, count in chunks), pairs
+
+
+def fit_cost(steps: Sequence[Step]) -> Callable[[int, int], float]:
+    """Seconds of a step by its tokens and pairs: least squares of a constant and a rate of each."""
+    seconds, tokens, pairs = np.array(steps).T
+    terms = np.stack([np.ones_like(tokens), tokens, pairs], 1)
+    rates = np.linalg.lstsq(terms, seconds)[0].tolist()
+    return lambda count, seen: rates[0] + rates[1] * count + rates[2] * seen
+
+
+def waits_by_rule(
+    arrivals: Sequence[tuple[float, int]], cost: Callable[[int, int], float], chunk: int
+) -> list[float]:
+    """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent.
+
+    cost: seconds of a step, by its tokens and pairs
+    """
     left = [tokens for _, tokens in arrivals]
     ends, now = [0.0] * len(left), 0.0
     while any(left):
@@ -341,12 +403,13 @@ def waits_by_rule(arrivals: Sequence[tuple[float, int]], rate: float, chunk: int
         if not there:
             now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
             continue
-        spare, done = chunk, list[int]()
+        spare, done, chunks = chunk, list[int](), list[tuple[int, int]]()
         for x in there:
             share = min(left[x], spare)
+            chunks += [(arrivals[x][1] - left[x], share)] if share else []
             left[x], spare = left[x] - share, spare - share
             done += [x] if not left[x] else []
-        now += (chunk - spare) / rate
+        now += cost(*sizes_of(chunks))
         for x in done:
             ends[x] = ends[x] or now
     return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]

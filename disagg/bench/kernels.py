@@ -7,10 +7,12 @@ of what must be right; on a CPU the code runs that runs in service. Machine code
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -26,8 +28,10 @@ from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
+from disagg.kernels.cpu import library
 
 SPECS = (
+    *("banded:bits=3", "banded:bits=2"),
     *("kivi:bits=4,group=64", "kivi:bits=2,group=64"),
     *(f"gear-l:bits={bits},backbone=kivi,group=64" for bits in (4, 2)),
     "gear:bits=2,backbone=kivi,group=64",
@@ -35,9 +39,13 @@ SPECS = (
 )
 CUDA_SIZES = ((1, 4096), (1, 131072), (32, 8192), (64, 4096), (8, 32768))
 SHAPES = {
-    "cpu": (StepShape(1, 4096), StepShape(8, 2048)),
+    "cpu": (StepShape(1, 8192), StepShape(8, 2048)),
     "cuda": tuple(StepShape(*size) for size in CUDA_SIZES),
 }
+# on a CPU also: shapes with other heads, and the paths of the C library that serve other machines
+FEW_SPECS = (*("kivi:bits=4,group=64", "kivi:bits=2,group=64"), "banded:bits=2", "int8")
+OTHER_HEADS = ((4, 64), (1, 128), (1, 64))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ENCODE_HEADS, ENCODE_TOKENS = 8, {"cpu": 2048, "cuda": 8192}
 COLD_BYTES = 256 << 20  # more than any L2 cache
 SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
@@ -79,15 +87,32 @@ def run(options: KernelOptions) -> Row:
         more["gpu"] = torch.cuda.get_device_name(device)
     else:
         torch.set_num_threads(1)  # as in a worker; and a second core is not always there
-    shapes = options.shapes or SHAPES[device.type]
+        more["baselines"] = {name: is_runnable(name) for name in DTYPES}
     copied = copy_speed(device, options.runs)
-    cases = tell(
-        [(spec, shape) for shape in shapes for spec in options.specs],
-        lambda case: f"attention, {case[0]}, {case[1].name}",
-    )
-    attend = [measure_attend(*case, device, options.runs, copied) for case in cases]
+    told = tell(cases_of(options, device), lambda case: f"attention, {case[0]}, {case[1].name}")
+    attend = []
+    for spec, shape, path in told:
+        with library.forced(path):
+            attend.append(measure_attend(spec, shape, device, options.runs, copied))
     encode = measure_encode(options.specs, device, options.runs, ENCODE_TOKENS[device.type])
     return result_of(attend, NOTES[device.type], **more, encode=encode)
+
+
+def cases_of(options: KernelOptions, device: torch.device) -> list[tuple[str, StepShape, str]]:
+    """What is measured: a spec, at a shape, by a backend of the CPU."""
+    shapes, best = options.shapes or SHAPES[device.type], library.backend()
+    cases = [(spec, shape, best) for shape in shapes for spec in options.specs]
+    if options.shapes or device.type == "cuda":
+        return cases
+    others = [
+        replace(shape, per_head=per_head, head_dim=head_dim)
+        for shape in shapes
+        for per_head, head_dim in OTHER_HEADS
+    ]
+    cases += [(spec, shape, best) for shape in others for spec in FEW_SPECS]
+    slower = [path for path in library.paths() if path != best]
+    cases += [(spec, shape, path) for path in slower for shape in shapes for spec in FEW_SPECS]
+    return cases
 
 
 def draw(result: Row) -> str:
@@ -118,6 +143,8 @@ def measure_attend(
     return {
         "codec": layer.codec.spec,
         "shape": shape.name,
+        "heads": f"{shape.heads}x{shape.per_head}, D {shape.head_dim}",
+        "backend": "cuda" if device.type == "cuda" else library.backend(),
         "microseconds": ours,
         "gb_per_s": layer.nbytes / ours / 1e3,
         "of_copy": layer.nbytes / ours / 1e3 / copied,
@@ -161,7 +188,7 @@ def _finish(call: Call, device: torch.device) -> None:
 
 
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
-    """Decode on fp16 (CPU: also fp32) K and V of the same shape, by everything at hand."""
+    """Decode on fp16 (CPU: also fp32 and bf16) K and V of the same shape, by everything at hand."""
     shape, device = layer.shape, layer.q.device
     repeats = shape.tokens // layer.k.shape[1]
     k, v = (
@@ -174,7 +201,8 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     if device.type != "cuda":
         return {
             f"sdpa {name}": partial(sdpa, by_group.to(dtype), k.to(dtype), v.to(dtype))
-            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+            for name, dtype in DTYPES.items()
+            if is_runnable(name)
         }
 
     def flash(queries: Tensor, enable_gqa: bool) -> Tensor:
@@ -192,6 +220,14 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
         made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)
     found = {name: _make_running(make) for name, make in made.items()}
     return {name: call for name, call in found.items() if call is not None}
+
+
+@cache
+def is_runnable(name: str) -> bool:
+    """Whether torch attends in a dtype here; there are machines whose bf16 ends the process."""
+    x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
+    code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def _make_running(make: Callable[[], Call]) -> Call | None:

@@ -14,6 +14,8 @@ from disagg.errors import ConfigError
 if TYPE_CHECKING:
     from disagg.eval.quality import Judge
 
+Row = dict[str, Any]  # a JSON object
+
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Spec or plan; may be repeated.")]
 Texts = Annotated[
     list[str] | None, typer.Option("--text", help='A file, or "python"; may be repeated.')
@@ -21,10 +23,19 @@ Texts = Annotated[
 Rows = Annotated[int, typer.Option(min=1, help="Of each text.")]
 Prompt = Annotated[int, typer.Option(min=1, help="Tokens that are compressed.")]
 Score = Annotated[int, typer.Option(min=2, help="Tokens fed behind them.")]
+Free = Annotated[int, typer.Option(min=0, help="Greedy tokens compared with those of exact KV.")]
+Passkeys = Annotated[
+    list[int] | None,
+    typer.Option("--passkey", help="Ask for pass keys in so many tokens; may be repeated."),
+]
+Keys = Annotated[int, typer.Option(min=1, help="Of each length and depth.")]
 Streaming = Annotated[bool, typer.Option("--streaming", help="Seal tails meanwhile, as service.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
 Out = Annotated[Path | None, typer.Option(help="Write the result to this file, row by row.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
+SaveCosts = Annotated[
+    bool, typer.Option("--save-costs", help="Put perplexity and KL where `disagg codecs` looks.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows that --out has.")]
 
 
@@ -35,11 +46,15 @@ def evaluate(
     rows: Rows = 4,
     prompt: Prompt = 1152,
     score: Score = 384,
+    free: Free = 0,
+    passkey: Passkeys = None,
+    keys: Keys = 5,
     streaming: Streaming = False,
     threads: Threads = 1,
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
+    save_costs: SaveCosts = False,
     as_json: options.Json = False,
 ) -> None:
     """Perplexity, KL, top-1 and bytes of codecs, paired with exact KV."""
@@ -47,36 +62,48 @@ def evaluate(
     from disagg.eval.texts import PYTHON
 
     codecs, texts = tuple(codec or CODECS), tuple(text or (PYTHON,))
-    asked = EvalOptions(model, codecs, texts, rows, prompt, score, streaming, threads)
+    lengths = (rows, prompt, score, free, tuple(passkey or ()), keys)
+    asked = EvalOptions(model, codecs, texts, *lengths, streaming, threads)
     result = _measure(Judge(asked), out, plot, resume)
+    if save_costs:
+        _save_costs(result)
     if as_json:
         print_json(result)
     else:
         _show(result)
 
 
-def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> dict[str, Any]:
+def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
     """Every case that is left; the file has each row as soon as it is known."""
     from disagg.bench.result import tell, write
+    from disagg.eval.quality import Case
+    from disagg.eval.recall import RecallCase
 
     if plot is not None:
         from disagg.report.quality import draw
         from disagg.report.transfer import check_name
 
         check_name(plot)
-    rows = _known(judge, out) if resume else []
-    for case in tell(judge.cases(rows), str):
-        rows.append(judge.measure(case))
+    rows, keys = _known(judge, out) if resume else ([], [])
+    cases: list[Case | RecallCase] = [*judge.cases(rows), *judge.recall.cases(keys)]
+    for case in tell(cases, str):
+        if isinstance(case, Case):
+            rows.append(judge.measure(case))
+        else:
+            keys.append(judge.recall.measure(case))
         if out is not None:
-            write(_result(judge, rows), out)
-    result = _result(judge, rows)
+            write(_result(judge, rows, keys), out)
+    result = _result(judge, rows, keys)
+    if out is not None:  # once more: all rows may have been known
+        write(result, out)
     if plot is not None:
         draw(result["summary"], _title(result), plot)
     return result
 
 
-def _result(judge: "Judge", rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(judge: "Judge", rows: list[Row], keys: list[Row]) -> Row:
     from disagg.bench.result import result_of
+    from disagg.eval.recall import summarize_recall
     from disagg.eval.summary import exact_perplexity, summarize
 
     return result_of(
@@ -87,17 +114,19 @@ def _result(judge: "Judge", rows: list[dict[str, Any]]) -> dict[str, Any]:
         options=_options(judge),
         perplexity=exact_perplexity(rows),
         summary=summarize(rows, judge.sizes),
+        recall=summarize_recall(keys),
+        keys=keys,
     )
 
 
-def _options(judge: "Judge") -> dict[str, Any]:
+def _options(judge: "Judge") -> Row:
     """What rows depend on, but for the model and their codecs."""
     given = asdict(judge.options)
-    return {name: given[name] for name in ("rows", "prompt", "score", "streaming")}
+    return {name: given[name] for name in ("rows", "prompt", "score", "free", "streaming")}
 
 
-def _known(judge: "Judge", out: Path | None) -> list[dict[str, Any]]:
-    """The rows of an earlier run of the same kind."""
+def _known(judge: "Judge", out: Path | None) -> tuple[list[Row], list[Row]]:
+    """Rows and pass keys of an earlier run of the same kind."""
     if out is None or not out.is_file():
         raise ConfigError("--resume goes on with the file of --out, and there is none")
     earlier = json.loads(out.read_text())
@@ -105,10 +134,21 @@ def _known(judge: "Judge", out: Path | None) -> list[dict[str, Any]]:
     there = (earlier["model"]["fingerprint"], earlier["options"])
     if here != there:
         raise ConfigError(f"{out} is of another model or of {there[1]}; this run: {here[1]}")
-    return list(earlier["rows"])
+    return earlier["rows"], earlier["keys"]
 
 
-def _title(result: dict[str, Any]) -> str:
+def _save_costs(result: Row) -> None:
+    """Into the package, for `disagg codecs`."""
+    from disagg.bench.result import write
+    from disagg.codecs.describe import COSTS
+    from disagg.eval.summary import costs
+
+    kept = {name: result[name] for name in ("command", "options", "perplexity")}
+    found = {"model": result["model"]["name"], **kept, "codecs": costs(result["summary"])}
+    write(found, COSTS)
+
+
+def _title(result: Row) -> str:
     shape = result["options"]
     kind = "sealed while fed" if shape["streaming"] else "exact behind the prompt"
     return (
@@ -117,9 +157,13 @@ def _title(result: dict[str, Any]) -> str:
     )
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Row) -> None:
     from disagg.eval.summary import columns, table_rows
 
     summary, exact = result["summary"], result["perplexity"]
     print_table(_title(result), columns(summary), table_rows(summary))
+    if recall := result["recall"]:
+        cells = [[str(value) for value in line.values()] for line in recall]
+        heads = ["codec", *(f">{place}" for place in recall[0] if place != "codec")]
+        print_table("% of pass keys found, by tokens @ depth", heads, cells)
     print("exact perplexity: " + ", ".join(f"{name} {value}" for name, value in exact.items()))

@@ -27,14 +27,15 @@ def codecs(
     as_json: options.Json = False,
 ) -> None:
     """List codecs: options, page, and size beside fp16, tail included."""
-    from disagg.codecs.describe import describe, describe_all
+    from disagg.codecs.describe import describe, describe_all, measured_costs
 
     rows = [describe(spec, heads, head_dim, tokens) for spec in specs or []]
     rows = rows or list(describe_all(heads, head_dim, tokens))
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16", "spec"]
+    columns = ["codec", ">bits", ">page tokens", ">page bytes", ">segment", ">% of fp16"]
+    columns += [">perplexity %", ">KL", "spec"]
     cells = [
         [
             row.name,
@@ -43,11 +44,14 @@ def codecs(
             f"{row.page_bytes:,}",
             f"{row.segment_bytes:,}",
             f"{row.fp16_pct:.1f}",
+            "" if row.ppl_pct is None else f"{row.ppl_pct:+.2f}",
+            "" if row.kl is None else f"{row.kl:.4f}",
             row.spec,
         ]
         for row in rows
     ]
-    print_table(f"{heads} KV heads of {head_dim}, {tokens} tokens", columns, cells)
+    title = f"{heads} KV heads of {head_dim}, {tokens} tokens; perplexity and KL as measured on "
+    print_table(title + measured_costs()["model"], columns, cells)
 
 
 def page(spec: Spec, model: options.Model = None, as_json: options.Json = False) -> None:

@@ -30,12 +30,22 @@ if TYPE_CHECKING:
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="DISAGG_API_KEY", help="What clients have to show.")
+]
+ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
+Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
+Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
+Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
+MinTokens = Annotated[
+    int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
+]
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
 STOP_S = 15.0
 POLL_S = 0.05
-DEFAULT_GROUP = 64  # channels that share a scale in DEFAULT_CODEC
+DEFAULT_GROUP = 64  # channels: the default serves any multiple
 
 
 def serve(
@@ -44,6 +54,12 @@ def serve(
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    ssl_certfile: Certificate = None,
+    ssl_keyfile: Key = None,
+    colocated: Colocated = None,
+    min_disagg_tokens: MinTokens = None,
     name: OwnName = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
@@ -54,6 +70,9 @@ def serve(
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
+    flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
+    flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
+    flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
     if show_config:
@@ -66,7 +85,7 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
     if state.ready:
-        client.post(state.url, "/stop", state.token)
+        client.post(state.url, "/stop", state.token, state.certificate)
     else:
         os.kill(state.pid, signal.SIGTERM)
     until = time.monotonic() + STOP_S
@@ -103,7 +122,8 @@ def run_service(config: Config, as_json: bool) -> None:
         with ExitStack() as stack:
             with stages() as say:
                 service = Service(config, say)
-                state = RunningService(service.url, os.getpid(), service.secret)
+                tls = config.server.tls_certificate
+                state = RunningService(service.url, os.getpid(), service.secret, tls)
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
             is_ready()
@@ -142,7 +162,9 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     body: the request it is for; what is wrong with it is found out first
     """
     check(config, body)
-    config = replace(config, server=replace(config.server, host="127.0.0.1", port=0))
+    alone = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_file": None}
+    alone |= {"tls_certificate": None, "tls_key": None}
+    config = replace(config, server=replace(config.server, **alone))  # type: ignore[arg-type]
     from disagg.server.service import Service
 
     try:
@@ -165,8 +187,9 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
     info = describe_model(config.model.name, config.model.dtype)
     tokenizer = Tokenizer.load(config.model.name)
-    check_text(len(body["prompt"]), info.context_length, tokenizer.longest_token)
-    check_prompt(len(tokenizer.encode(body["prompt"])), info.context_length)
+    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    check_text(len(text), info.context_length, tokenizer.longest_token)
+    check_prompt(len(tokenizer.encode(text)), info.context_length)
     check_codec(config.codec, info)
 
 
@@ -185,8 +208,10 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
 
 
 def _open_to_all(config: Config) -> list[str]:
-    """A warning for who serves more than this machine: nobody is asked for a key."""
+    """A warning for who serves more than this machine and asks nobody for a key."""
     host = config.server.host
+    if config.server.api_key or config.server.api_key_file:
+        return []
     try:
         here = ip_address(host).is_loopback
     except ValueError:

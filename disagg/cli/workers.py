@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import client, options
+from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, print_table
 from disagg.cli.serve import running
 from disagg.errors import ConfigError
@@ -28,7 +29,7 @@ def status(
     as_json: options.Json = False,
 ) -> None:
     """Say how the running service is and what its workers do."""
-    for found in looks(url or running(state_file).url, watch):
+    for found in looks(RunningService(url, 0, "") if url else running(state_file), watch):
         if as_json:
             print_json(found)
         else:
@@ -45,7 +46,7 @@ def scale(
         raise ConfigError(f"{'='.join(wrong[0])!r} is no prefill=NUMBER or decode=NUMBER")
     state = running(state_file)
     body = {role: int(number) for role, number in pairs}
-    found = client.post(state.url, "/scale", state.token, body)
+    found = client.post(state.url, "/scale", state.token, state.certificate, body)
     told = ", ".join(f"{number} {role}" for role, number in body.items())
     print_json(found) if as_json else print(f"{told}: they come and leave one by one")
 
@@ -53,16 +54,17 @@ def scale(
 def drain(name: Name, state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Let a worker leave once another one has its place."""
     state = running(state_file)
-    found = client.post(state.url, f"/workers/{name}/drain", state.token)
+    found = client.post(state.url, f"/workers/{name}/drain", state.token, state.certificate)
     print_json(found) if as_json else print(f"{name} leaves once another worker serves")
 
 
-def looks(url: str, again: bool) -> Iterator[dict[str, Any]]:
+def looks(service: RunningService, again: bool) -> Iterator[dict[str, Any]]:
     """What the service says of itself: once, or every second."""
-    yield client.get(url, "/status")
+    asked = service.url, "/status", service.token, service.certificate
+    yield client.get(*asked)
     while again:
         time.sleep(PAUSE_S)
-        yield client.get(url, "/status")
+        yield client.get(*asked)
 
 
 def draw(found: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def sum_squares(q: Tensor, before: int, total: int) -> Tensor:
     order channels: [Hq, D] fp64, in multiples of 2**-20, so that chunks add up in any order."""
     first, end = lead_of(total)
     some = q[:, max(0, first - before) : max(0, end - before)].float()
-    return (some.square() * 2.0**20).round().sum(1, dtype=torch.float64) * 2.0**-20
+    return some.square().mul_(2.0**20).round_().sum(1, dtype=torch.float64) * 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class LayerCodec(ABC):
     """One method with its options. A subclass's fields are its options.
 
     final_at:      when the bytes of its pages are final
+    last_queries:  of a prompt's end, how many `encode` wants to see
     lead:          first tokens of a prompt that all its pages depend on
     no_sink:       why the first tokens cannot stay exact in front of the pages
     attend_errors: of each backend of a CPU: relative, of attention against exact attention on what
@@ -114,6 +115,7 @@ class LayerCodec(ABC):
     name: ClassVar[str]
     final_at: ClassVar[FinalAt] = FinalAt.PAGE
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    last_queries: ClassVar[int] = 0
     lead: ClassVar[int] = 0
     no_sink: ClassVar[str] = ""
     attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS

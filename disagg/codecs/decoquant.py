@@ -16,7 +16,7 @@ class DecoQuant(QuantizedCodec):
     K and V by themselves; tokens decoded later use the first segment's. Attention multiplies the
     query and the output by T_S instead of building K and V.
 
-    bits:   2 (that is -1, 0, 1), 4 or 8
+    bits:   2 (that is -1, 0, 1), 4 or 8; 4.14 a number at 4 and head dim 128
     block:  channels that T_S mixes; it divides the head dim
     error:  |x' - x| <= (s/2 + 2**-11 max|t| + 2**-17) * sum_r |T_S[r, c]| for a channel c of its
             block, where t is the token in T_L and s = fp16(max|t| / (2**(bits-1) - 1))

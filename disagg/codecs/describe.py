@@ -1,12 +1,17 @@
 """What a codec costs in bytes, from its layouts alone: no tensor is made."""
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from disagg.codecs.registry import CODECS, get_codec
 from disagg.page import Kind
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
+COSTS = Path(__file__).parent / "costs.json"  # what `disagg eval --save-costs` measured
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class CodecRow:
     segment_bytes:    a layer's part of a segment record; 0 where the codec has none
     fp16_pct:         bytes stored for `tokens` tokens, tail included, in percent of fp16
     fp16_pct_mean:    the mean of that over tokens .. tokens + 63: no luck with page boundaries
+    ppl_pct, kl:      measured: what perplexity rises by, nats a token; None: not of this spec
     """
 
     name: str
@@ -29,12 +35,15 @@ class CodecRow:
     segment_bytes: int
     fp16_pct: float
     fp16_pct_mean: float
+    ppl_pct: float | None
+    kl: float | None
 
 
 def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
     """The row of one codec; UnknownNameError or ConfigError where the spec cannot be."""
     codec = get_codec(spec)
     group = codec.layer_group((0,), heads, head_dim, "float16")
+    cost = measured_costs()["codecs"].get(codec.spec, {})
     spread = [fp16_percent(group, tokens + i) for i in range(64)]
     return CodecRow(
         name=codec.name,
@@ -45,12 +54,21 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
         segment_bytes=group.layer_bytes(group.segment) if group.segment else 0,
         fp16_pct=spread[0],
         fp16_pct_mean=sum(spread) / len(spread),
+        ppl_pct=cost.get("ppl_pct"),
+        kl=cost.get("kl"),
     )
 
 
 def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
     """Every registered codec with its default options, by name."""
     return [describe(name, heads, head_dim, tokens) for name in sorted(CODECS)]
+
+
+@cache
+def measured_costs() -> dict[str, Any]:
+    """What codecs cost in quality, by canonical spec in `codecs`; `model` says on which."""
+    found: dict[str, Any] = json.loads(COSTS.read_text())
+    return found
 
 
 def bits_per_element(group: LayerGroup) -> float:

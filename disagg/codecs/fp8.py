@@ -13,6 +13,8 @@ from disagg.kernels.cpu.library import EXACT_ERRORS
 class Fp8(QuantizedCodec):
     """float8_e4m3fn of x / s, saturated at +-448; s = max|x| / 448 of a page, in fp32.
 
+    8.02 bits a number.
+
     A scale for each page rather than for the sequence, so that a page depends on nothing but its
     tokens. In a floating format the scale matters for range alone.
 

@@ -36,7 +36,7 @@ class H2O(Codec):
     the sealed tokens: half of it the most recent, half those that got the most attention from the
     last queries of the prompt, added up over its query heads.
 
-    keep:   the share of a prompt that is kept, in 64ths
+    keep:   the share of a prompt that is kept, in 64ths: 16 keep bits a number of all
     error:  none for kept tokens but the rounding to fp16; the others are gone
     source: H2O, arXiv:2306.14048; attention of the last queries (as SnapKV, arXiv:2404.14469)
             instead of all, one set for each KV head, frozen when the prompt is done
@@ -46,6 +46,7 @@ class H2O(Codec):
     no_sink: ClassVar[str] = "it chooses itself which tokens stay"
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = PAGE_TOKENS
+    last_queries: ClassVar[int] = 32
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
     keep: float = 0.5

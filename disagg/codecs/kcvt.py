@@ -15,7 +15,7 @@ class Kcvt(SinkCodec):
     K has one group for each channel of a segment of 2,048 tokens, V one for each token and KV head.
     A page sealed while decoding has both in it: however many there are, attention is one run.
 
-    bits:   2, 4 or 8
+    bits:   2, 4 or 8; with scales 2.13, 4.13, 8.13 a number at head dim 128
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
             scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
     source: the backbone KCVT of GEAR, arXiv:2403.05527, section 3; V per token and head instead of

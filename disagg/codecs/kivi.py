@@ -12,7 +12,7 @@ from disagg.page import RAW_TOKENS
 class Kivi(SinkCodec):
     """Asymmetric round-to-nearest; K in groups of tokens per channel, V in groups of channels.
 
-    bits:     2 or 4
+    bits:     2 or 4; with scales and zeros 2.5 and 4.5 a number in groups of 64, 3 and 5 of 32
     group:    32 or 64 - tokens that share a scale of K, and channels that share a scale of V
     residual: R, exact tokens always kept; the tail holds R .. R+63
     error:    |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its

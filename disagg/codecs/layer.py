@@ -14,7 +14,8 @@ from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
-from disagg.kernels.ops import append, attend, gather_raw, load_blocks, store_blocks
+from disagg.kernels.cpu.step import LayerCalls
+from disagg.kernels.ops import append, attend, gather_raw, load_blocks, prepare, store_blocks
 from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import View
 from disagg.page import FinalAt, Kind, Layout
@@ -104,13 +105,11 @@ def write_step(
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
     group = step.group
-    raw, base = exact_format(group.raw), group.layer_offset(group.raw, layer)
-    new_k, new_v = _rounded(k, group), _rounded(v, group)
-    sealing = _sealing(codec, step, layer)
-    append(arena, new_k, new_v, NewRows(step.pages, step.slots, raw, base), sealing)
+    rows, sealing = _new_rows(step, layer), _sealing(codec, step, layer)
+    append(arena, _rounded(k, group), _rounded(v, group), rows, sealing)
     for seal in step.seals if sealing is None else ():
         ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
-        tail_k, tail_v = gather_raw(arena, ids, raw, base, group.heads)
+        tail_k, tail_v = gather_raw(arena, ids, rows.fmt, rows.base, group.heads)
         before = _before(group, seal, layer, arena)
         encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
         _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
@@ -118,6 +117,36 @@ def write_step(
             layout = group.flush_segment or group.layout(Kind.SEGMENT)
             _store(group, layout, layer, arena, encoded.segments, [seal.segment])
         _store_kept(group, layer, arena, encoded, seal.state)
+
+
+class StepLayers:
+    """A step of one layer group, layer by layer: new tokens are written, then attended from.
+
+    Where the C library serves all of it, a layer is one call of it; what they share is made once.
+    """
+
+    def __init__(self, codec: LayerCodec, step: GroupStep, arena: Tensor) -> None:
+        self.step = step
+        self._codec, self._arena = codec, arena
+        self._calls: LayerCalls | None = None
+        self._alone = step.queries.shape[1] == 1 and not arena.is_cuda
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
+        codec, step, arena = self._codec, self.step, self._arena
+        new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
+        if self._alone and self._calls is None:
+            first = step.group.layers[0]
+            rows = _new_rows(step, first)
+            views = _views(codec, step.group, first, arena, step.sealed, step.tail)
+            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1), scale)
+            self._alone = self._calls is not None
+        written = self._calls is None or bool(step.seals) or step.completed is not None
+        if written:
+            write_step(codec, step, layer, arena, new_k, new_v)
+        if self._calls is None:
+            return attend_step(codec, step, layer, arena, new_q, scale)
+        return self._calls.run(step.group.rank(layer), q, k, v, written)
 
 
 def attend_step(
@@ -146,13 +175,30 @@ def attend_tables(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
+    return attend(q, _views(codec, group, layer, arena, sealed, tail), scale, dtype)
+
+
+def _views(
+    codec: LayerCodec,
+    group: LayerGroup,
+    layer: int,
+    arena: Tensor,
+    sealed: PageTable | None,
+    tail: PageTable | None,
+) -> list[View]:
     views: list[View] = []
     while sealed is not None:
         views += codec.views(arena, sealed, group, layer)
         sealed = sealed.following
     if tail is not None:
         views.append(tail.view(arena, group, layer, exact_format(group.raw)))
-    return attend(q, views, scale, dtype)
+    return views
+
+
+def _new_rows(step: GroupStep, layer: int) -> NewRows:
+    """Where a layer's new tokens go."""
+    raw = step.group.raw
+    return NewRows(step.pages, step.slots, exact_format(raw), step.group.layer_offset(raw, layer))
 
 
 def read_tail(

@@ -42,7 +42,7 @@ class Ott(QuantizedCodec):
     while decoding, each page competes with the pool. Beaten tokens stay kept, up to `aux` of them;
     a head whose slots do not suffice for the winners of a page lets none of them in.
 
-    bits:        2, 4 or 8
+    bits:        2, 4 or 8; by default 2.5, 4.5, 8.5 a number, without the tokens kept
     group:       32, 64 or 128 - tokens that share a scale of K; channels that share one of V
     residual:    R, exact tokens always kept; the tail holds R .. R+127
     skip_layers: the first layers, which are quantised without outliers
@@ -58,7 +58,7 @@ class Ott(QuantizedCodec):
     page_tokens: ClassVar[int] = 128
 
     bits: int = 2
-    group: int = 128
+    group: int = 64
     residual: int = 32
     outliers: int = 3
     aux: int = 32

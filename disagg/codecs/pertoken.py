@@ -11,7 +11,7 @@ from disagg.codecs.quantized import Planes, SinkCodec, code_planes
 class PerToken(SinkCodec):
     """Asymmetric round-to-nearest of each token by itself.
 
-    bits:   2, 4 or 8
+    bits:   2, 4 or 8; half a bit more with scales and zeros of groups of 64
     group:  channels that share a scale; it divides the head dim
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
             scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))

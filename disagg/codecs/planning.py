@@ -3,8 +3,11 @@
 "kivi:bits=2"                                 every layer
 "0-1:kivi:bits=4;2-:kivi:bits=2"              layers 0 and 1, then the rest
 "0,5:raw;1-4:kivi:bits=4,group=32"            lists and ranges
+"banded:bits=3|kivi:bits=4"                   the second where the first cannot hold the head dim
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from disagg.codecs.base import Codec
@@ -32,9 +35,16 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
     """The plan of a model under a spec.
 
     UnknownNameError for a codec or option nobody knows; ConfigError where a layer has no codec or
-    two, or where a codec cannot hold this head dim.
+    two, or where a codec cannot hold this head dim and there is no other.
     """
-    codec_of = _codec_of_layer(spec, shape.num_layers)
+    choices = [_codec_of_layer(choice, shape.num_layers) for choice in spec.split("|")]
+    for codec_of in choices[:-1]:
+        with suppress(ConfigError):
+            return _plan_of(codec_of, shape)
+    return _plan_of(choices[-1], shape)
+
+
+def _plan_of(codec_of: Sequence[Codec], shape: KVShape) -> Plan:
     members: dict[tuple[Codec, int | None], list[int]] = {}
     for layer, codec in enumerate(codec_of):
         members.setdefault((codec, shape.windows[layer]), []).append(layer)

@@ -9,6 +9,7 @@ or a credit. Whatever goes wrong with one request ends that request: its pages a
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
@@ -37,6 +38,7 @@ from disagg.engine.messages import (
     StepOutput,
     Token,
 )
+from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled, logprobs_of, sample
 from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Life, Sequence, Status
@@ -80,6 +82,8 @@ class Engine:
         self._scheduler = Scheduler(
             self.pool, config.max_batch_tokens, config.max_sequences, config.watermark
         )
+        self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
+        self.counts: Counter[str] = Counter()  # "computed_tokens", "cached_tokens" of prompts
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
@@ -209,8 +213,8 @@ class Engine:
                 break
             if full and sequence.life.status is Status.QUEUED:
                 continue
-            count = min(sequence.prompt_len - sequence.n, left)
-            if self._prepare(sequence, count):
+            if self._prepare(sequence, left):
+                count = min(sequence.prompt_len - sequence.n, left)
                 shares.append(Share(sequence, count))
                 left -= count
             elif sequence.life.status is Status.QUEUED:
@@ -237,13 +241,13 @@ class Engine:
                 if not self.pool.referenced_pages:
                     self._say(victim, "length")
 
-    def _prepare(self, sequence: Sequence, count: int) -> bool:
-        """Whether a prompt can compute its next `count` tokens now; it has room for them then."""
+    def _prepare(self, sequence: Sequence, left: int) -> bool:
+        """Whether a prompt can compute now, of a step with so many tokens left."""
         try:
             if sequence.life.status is Status.QUEUED and not self._admit(sequence):
                 return False
             if sequence.workspace is None:
-                self._make_workspace(sequence, count)
+                self._make_workspace(sequence, left)
         except Exception as error:
             self._fail(sequence, named(error))
             return False
@@ -261,16 +265,31 @@ class Engine:
             sequence.handoff.begin(sequence.plan, sequence.groups)
         return True
 
-    def _make_workspace(self, sequence: Sequence, count: int) -> None:
-        """Room for exact K and V; taken at once where the prompt comes in more than one chunk."""
+    def _make_workspace(self, sequence: Sequence, left: int) -> None:
+        """Room for exact K and V, and what is known of them.
+
+        Taken at once where the prompt comes in more than one chunk.
+        """
         sequence.workspace = self._runner.workspace(sequence.prompt_len)
-        if count < sequence.prompt_len:
-            dtype = getattr(torch, self._runner.info.dtype)
-            try:
+        try:
+            if left < sequence.prompt_len:
+                dtype = getattr(torch, self._runner.info.dtype)
                 sequence.workspace.reserve(dtype, self._runner.device)
-            except (MemoryError, RuntimeError) as error:
-                what = f"no memory for the exact KV of a prompt of {sequence.prompt_len} tokens"
-                raise CapacityError(f"{what}: {error}") from None
+            if self._config.prefix_cache:
+                self._restore(sequence)
+        except (MemoryError, RuntimeError) as error:
+            what = f"no memory for the exact KV of a prompt of {sequence.prompt_len} tokens"
+            raise CapacityError(f"{what}: {error}") from None
+
+    def _restore(self, sequence: Sequence) -> None:
+        """Begin behind what is known of a prompt; its last token is computed in any case.
+
+        So are the last queries where a codec wants to see them, and everything where the whole
+        prompt is to be scored.
+        """
+        wanted = max(1, *(codec_of(group).last_queries for group in sequence.plan.groups))
+        limit = 0 if sequence.scored else max(0, sequence.prompt_len - wanted)
+        sequence.n = sequence.cached = self._prefixes.restore(sequence, limit)
 
     # -- forward
 
@@ -281,6 +300,7 @@ class Engine:
         ready = [share.sequence for share in shares if share.completes]
         chosen = self._choose(ready, logits)
         wait_for_kernels(self._runner.device)  # what they read may be written once it is released
+        self._prefixes.close(whole=True)
         for decode in batch.decodes:
             self.pool.release(decode.step.freed)
         stash.loose.clear()
@@ -290,11 +310,13 @@ class Engine:
         """A chunk of a prompt whose layers are encoded and offered as they finish."""
         sequence, workspace = share.sequence, share.sequence.workspace
         assert workspace is not None
+        new = self._prefixes.open(sequence, sequence.n + share.count)
 
         def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
             if sequence.error is None:
                 try:
                     self._encode(sequence, layer, k, v, before)
+                    self._prefixes.write(new, layer, k, v)
                 except Exception as error:
                     sequence.error = named(error)
 
@@ -305,6 +327,7 @@ class Engine:
         index, total = sequence.plan.group_of[layer], sequence.prompt_len
         group, state = sequence.plan.groups[index], sequence.groups[index]
         assert sequence.workspace is not None
+        before = 0 if before == sequence.cached else before  # what is known is not encoded yet
         start = time.perf_counter()
         queries, codec = sequence.workspace.queries(layer), codec_of(group)
         written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, queries)
@@ -321,6 +344,7 @@ class Engine:
     def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
         """A step broke and nobody can say for whom: all that were in it end."""
         wait_for_kernels(self._runner.device)
+        self._prefixes.close(whole=False)
         self.pool.release(stash.lost(shares))
         told = named(error)
         for share in shares:
@@ -373,6 +397,8 @@ class Engine:
                 self._fail(sequence, sequence.error)
             elif sequence.life.status is Status.PREFILL and sequence.n == sequence.prompt_len:
                 sequence.workspace = None
+                self.counts["cached_tokens"] += sequence.cached
+                self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
                 local = sequence.handoff is None
                 sequence.life.enter(Status.DECODE if local else Status.HELD, self._clock())
         for sequence, sampled in zip(ready, chosen, strict=True):
@@ -420,14 +446,14 @@ class Engine:
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.life.status is Status.HELD:
             self._scheduler.hold(sequence)
-            told = Prefilled(rid, token, reason, 1e3 * sequence.encode_s, logprobs=scores)
-            self._events.append(told)
+            told = rid, token, reason, 1e3 * sequence.encode_s, sequence.cached, scores
+            self._events.append(Prefilled(*told))
             return
         if reason is not None:
             self._end(sequence)
-        spent = dict(sequence.life.spent) if reason else {}
+        spent, cached = (dict(sequence.life.spent), sequence.cached) if reason else ({}, 0)
         index = len(sequence.emitted) - 1
-        self._events.append(Token(rid, index, token, reason, spent, logprobs=scores))
+        self._events.append(Token(rid, index, token, reason, spent, cached, scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

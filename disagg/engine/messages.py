@@ -80,7 +80,7 @@ class Token:
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    spent:    with the last one, seconds in each state of its life here
+    spent:    with the last one, seconds in each state of its life here; and `cached_tokens`
     logprobs: of the token, where they are wanted; before them those of the prompt
     """
 
@@ -89,6 +89,7 @@ class Token:
     token: int
     finish_reason: str | None = None
     spent: Mapping[Status, float] = field(default_factory=dict)
+    cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
 
 
@@ -98,6 +99,7 @@ class Prefilled:
 
     finish_reason: there is nothing to decode, so nothing need be sent
     encode_ms:     time spent compressing it
+    cached_tokens: leading ones that were not computed
     logprobs:      of the first token, where they are wanted
     """
 
@@ -105,6 +107,7 @@ class Prefilled:
     first_token: int
     finish_reason: str | None
     encode_ms: float
+    cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
 
 

@@ -200,6 +200,8 @@ class Sequence:
 
     n:         tokens in the pool · groups: their records, one state per layer group; empty: none
     emitted:   tokens generated so far, here or elsewhere
+    cached:    leading tokens of the prompt that were not computed here
+    keys:      of the units of its exact KV · kept_units: those of them that were kept
     order:     who came first keeps its place
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
@@ -215,6 +217,9 @@ class Sequence:
     handoff: Handoff | None = None
     emitted: list[int] = field(default_factory=list)
     n: int = 0
+    cached: int = 0
+    keys: Seq[bytes] = ()
+    kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
     hold_at: int | None = None
     workspace: "Workspace | None" = None
@@ -256,12 +261,15 @@ class Sequence:
         return "length" if full or len(self.emitted) >= params.max_tokens else None
 
 
-def handoff_stats(plan: Plan, tokens: int, encode_ms: float = 0.0) -> HandoffStats:
+def handoff_stats(
+    plan: Plan, tokens: int, cached_tokens: int, encode_ms: float = 0.0
+) -> HandoffStats:
     """What the KV of the first `tokens` tokens takes, before anything of it was sent."""
     numbers = tokens * sum(2 * len(g.layers) * g.heads * g.head_dim for g in plan.groups)
     return HandoffStats(
         codec=plan.spec,
         tokens=tokens,
+        cached_tokens=cached_tokens,
         fp16_bytes=2 * numbers,
         fp8_bytes=numbers,
         resident_bytes=plan.nbytes(tokens),

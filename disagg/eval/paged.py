@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.cache import GrowingArena
+from disagg.codecs.contract import Queries
 from disagg.codecs.layer import attend_tables, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
@@ -28,11 +29,11 @@ NEVER = 1 << 30  # tokens of a tail that is never sealed
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of a prompt: k, v [H, n, D] exact, q [Hq, W, D] of its last tokens, after RoPE."""
+    """One layer of a prompt: k, v [H, n, D] exact, after RoPE, and what codecs ask of queries."""
 
     k: Tensor
     v: Tensor
-    q: Tensor
+    queries: Queries
 
 
 def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
@@ -41,9 +42,9 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
     workspace = runner.workspace(total)
 
     def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
-        q = workspace.queries(layer)
-        assert q is not None, "the prompt is one chunk"
-        layers.append(LayerKV(k, v, q))
+        queries = workspace.queries(layer)
+        assert queries is not None, "the prompt is one chunk"
+        layers.append(LayerKV(k, v, queries))
 
     chunk = Chunk(0, total, 0, workspace, sink)
     arena = torch.zeros(ARENA_UNIT, dtype=torch.uint8, device=runner.device)
@@ -68,7 +69,7 @@ class PagedKV:
             n, state = self.num_tokens, allocate_group(group, self.num_tokens, self._arena)
             for layer in group.layers:
                 kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(codec, group, state, layer, arena, kv.k, kv.v, 0, n, kv.q)
+                write_prompt(codec, group, state, layer, arena, kv.k, kv.v, 0, n, kv.queries)
             self._groups.append((group if seals else replace(group, residual=NEVER), state))
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
@@ -78,11 +79,11 @@ class PagedKV:
         """
         found: dict[int, Tensor] = {}
         for group, state in self._groups:
-            width = prompt[0].q.shape[1]
+            width = prompt[0].queries.last.shape[1]
             growth = Growth(state, self.num_tokens - width, width, 0)
             tables = build_tables(group, [growth], width, self._runner.device)
             for layer in group.layers:
-                q = prompt[layer].q.transpose(0, 1)[None].float().contiguous()
+                q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
                 scale, arena = group.head_dim**-0.5, self._arena.bytes
                 out = attend_tables(codec_of(group), group, layer, arena, q, *tables, scale)
                 found[layer] = out[0]

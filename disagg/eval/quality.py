@@ -17,6 +17,7 @@ from disagg.codecs.describe import FP16_BYTES, bits_per_element
 from disagg.codecs.planning import parse_plan
 from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
+from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -24,24 +25,28 @@ from disagg.plan import LayerGroup, Plan
 
 Row = dict[str, Any]  # a JSON object
 
-CODECS = (
+CODECS = (  # every codec as it comes, and those that papers compare
     "raw:dtype=fp16",
     "int8",
     "fp8",
-    "kivi:bits=4,residual=64",
-    "kivi:bits=2,residual=64",
-    "kivi:bits=2,group=32,residual=64",
+    "banded:bits=3",
+    "banded:bits=2",
+    "kivi:bits=4",
+    "kivi:sink=64",
+    "kivi",
+    "kivi:group=32",
     "gear-l:bits=2,backbone=kivi",
     "gear:bits=2,backbone=kivi",
     "ott",
-    "kcvt:bits=4",
-    "gear-l:bits=4,backbone=kcvt",
-    "gear:bits=4,backbone=kcvt",
-    "pertoken:bits=4",
-    "decoquant:bits=4",
+    "kcvt",
+    "gear-l",
+    "gear",
+    "pertoken",
+    "decoquant",
     "h2o",
     "alignedkv",
 )
+FILLER_CHARS = 200_000  # of the first text, for pass keys to be lost in
 ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too
 
 
@@ -51,6 +56,8 @@ class EvalOptions:
 
     texts:   files, or "python" · rows: of each text
     prompt:  tokens compressed · score: tokens fed behind them
+    free:    greedy tokens said behind the prompt and one more, compared with those of exact KV
+    passkeys, keys: lengths of prompts with a pass key in them, and how many of each
     streaming: tails are sealed while tokens are fed, as in service; else all that is fed is exact
     threads: of torch; on a busy machine more than one wait for each other
     """
@@ -61,6 +68,9 @@ class EvalOptions:
     rows: int = 4
     prompt: int = 1152
     score: int = 384
+    free: int = 0
+    passkeys: tuple[int, ...] = ()
+    keys: int = 5
     streaming: bool = False
     threads: int = 1
 
@@ -82,11 +92,13 @@ class _Truth:
     """What exact KV gives on one row.
 
     prompt: K and V · outputs: of attention, per layer [W, Hq, D] · logp: [score - 1, V]
+    said:   greedy tokens
     """
 
     prompt: Sequence[LayerKV]
     outputs: Sequence[Tensor]
     logp: Tensor
+    said: Sequence[int]
 
 
 class Judge:
@@ -96,8 +108,7 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         self.runner = Runner.load(options.model)
-        for spec in options.codecs:
-            parse_plan(spec, self.runner.shape)
+        self.specs = {x: parse_plan(x, self.runner.shape).spec for x in options.codecs}
         length = options.prompt + options.score
         if options.score < 2 or length > self.runner.info.context_length:
             raise ConfigError(
@@ -105,27 +116,34 @@ class Judge:
                 f"the context of the model is {self.runner.info.context_length}"
             )
         tokenizer = Tokenizer.load(options.model)
-        named = (read_text(text) for text in options.texts)
-        self.rows = {name: cut_rows(text, tokenizer, length, options.rows) for name, text in named}
+        texts = dict(map(read_text, options.texts))
+        self.rows = {
+            name: cut_rows(text, tokenizer, length, options.rows) for name, text in texts.items()
+        }
+        filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
+        asked = (options.passkeys, options.codecs, options.keys)
+        self.recall = Recall(self.runner, tokenizer, filler, *asked)
         self._truth: tuple[tuple[str, int], _Truth] | None = None
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
         """What is left to measure, all codecs of a row side by side."""
-        known = {(row["text"], row["row"], row["codec"]) for row in done}
+        known = {(row["text"], row["row"], row["spec"]) for row in done}
         every = (
             Case(text, row, codec)
             for text, rows in self.rows.items()
             for row in range(len(rows))
             for codec in self.options.codecs
         )
-        return [x for x in every if (x.text, x.row, x.codec) not in known]
+        return [x for x in every if (x.text, x.row, self.specs[x.codec]) not in known]
 
     def measure(self, case: Case) -> Row:
         """The figures of one case.
 
+        spec:       the codec with all its options, whatever their defaults come to be
         nll:        sum, nats of the scored tokens under exact KV
         delta, delta_squares: sums, of what the codec adds to each of them
         kl, top1:   sums, of KL(exact || codec) in nats, and of equal best tokens
+        same:       greedy tokens before the first that differs
         errors:     relative, of attention outputs per layer: the last queries of the prompt
         """
         tokens = self.rows[case.text][case.row]
@@ -141,18 +159,20 @@ class Judge:
             "text": case.text,
             "row": case.row,
             "codec": case.codec,
+            "spec": self.specs[case.codec],
             "tokens": len(targets),
             "nll": float(exact.sum()),
             "delta": float(delta.sum()),
             "delta_squares": float(delta.square().sum()),
             "kl": float((truth.logp.exp() * (truth.logp - logp)).sum()),
             "top1": int((truth.logp.argmax(1) == logp.argmax(1)).sum()),
+            "same": same_tokens(self._say(case.codec, truth.prompt, tokens), truth.said),
             "errors": [round(float((a - b).norm() / b.norm()), 5) for a, b in pairs],
         }
 
-    def sizes(self, codec: str) -> Row:
+    def sizes(self, spec: str) -> Row:
         """Bytes that a plan gives: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
-        plan, prompt = parse_plan(codec, self.runner.shape), self.options.prompt
+        plan, prompt = parse_plan(spec, self.runner.shape), self.options.prompt
         return {
             "bits": round(sum(map(weighted_bits, plan.groups)) / len(plan.group_of), 3),
             "handoff_pct": round(percent_of_fp16(plan, prompt), 2),
@@ -166,8 +186,14 @@ class Judge:
             tokens = self.rows[case.text][case.row]
             prompt = prefill(self.runner, tokens[: self.options.prompt])
             kv = PagedKV(self.runner, EXACT, prompt)
-            self._truth = key, _Truth(prompt, kv.attend(prompt), self._score(kv, tokens))
+            outputs, logp = kv.attend(prompt), self._score(kv, tokens)
+            self._truth = key, _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
         return self._truth[1]
+
+    def _say(self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]) -> list[int]:
+        """Greedy tokens behind the first that is scored; their tails are always sealed."""
+        kv = PagedKV(self.runner, codec, prompt)
+        return greedy(kv, tokens[self.options.prompt], self.options.free)
 
     def _score(self, kv: PagedKV, tokens: Sequence[int]) -> Tensor:
         return kv.feed(tokens[self.options.prompt : -1]).log_softmax(1)

@@ -12,15 +12,19 @@ NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 def summarize(rows: Sequence[Row], sizes: Callable[[str], Row]) -> list[Row]:
     """One object for each codec, in the order of the rows.
 
-    rows:  of `Judge.measure` · sizes: what `Judge.sizes` gives for a codec
+    rows:  of `Judge.measure` · sizes: what `Judge.sizes` gives for a spec
     ppl_pct:    what perplexity rises by; of each text in `texts`, of all tokens beside it
     ppl_se_pct: its standard error, over tokens paired with exact KV; ppl_ci_pct: 95 % interval
     kl, top1_pct: nats a token; tokens whose best guess is that of exact KV
+    same: greedy tokens before the first that differs, on the mean
     error, error_min, error_max: relative, of attention outputs: mean, least and most of the layers
     """
+    by_spec: dict[str, list[Row]] = {}
+    for row in rows:
+        by_spec.setdefault(row["spec"], []).append(row)
     return [
-        {"codec": codec, **sizes(codec)} | _line([row for row in rows if row["codec"] == codec])
-        for codec in dict.fromkeys(row["codec"] for row in rows)
+        {"codec": those[0]["codec"], "spec": spec, **sizes(spec)} | _line(those)
+        for spec, those in by_spec.items()
     ]
 
 
@@ -38,6 +42,7 @@ def _line(rows: Sequence[Row]) -> Row:
         "ppl_ci_pct": [round(percent(bound), 3) for bound in bounds],
         "kl": round(sum(row["kl"] for row in rows) / tokens, 6),
         "top1_pct": round(100 * sum(row["top1"] for row in rows) / tokens, 2),
+        "same": round(sum(row["same"] for row in rows) / len(rows), 1),
         "error": round(sum(layers) / len(layers), 4),
         "error_min": round(min(layers), 4),
         "error_max": round(max(layers), 4),
@@ -57,6 +62,12 @@ def percent(nats: float) -> float:
     return 100 * math.expm1(nats)
 
 
+def costs(summary: Sequence[Row]) -> dict[str, Row]:
+    """What `disagg codecs` tells of each, by canonical spec."""
+    kept = ("bits", "ppl_pct", "ppl_se_pct", "kl")
+    return {line["spec"]: {name: line[name] for name in kept} for line in summary}
+
+
 def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
     """Of exact KV, by text; every row is counted once, however many codecs it has."""
     once = {(row["text"], row["row"]): row for row in rows}.values()
@@ -70,6 +81,7 @@ def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
 
 def table_rows(summary: Sequence[Row]) -> list[list[str]]:
     """What people read, under `columns`."""
+    free = any(line["same"] for line in summary)
     return [
         [
             line["codec"],
@@ -80,6 +92,7 @@ def table_rows(summary: Sequence[Row]) -> list[list[str]]:
             f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}",
             f"{line['kl']:.4f}",
             f"{line['top1_pct']:.1f}",
+            *([f"{line['same']:.1f}"] if free else []),
             f"{line['error']:.3f} ({line['error_min']:.3f}..{line['error_max']:.3f})",
         ]
         for line in summary
@@ -90,7 +103,8 @@ def columns(summary: Sequence[Row]) -> list[str]:
     """The heads of a table; ">": aligned to the right."""
     texts = [f">{name} %" for name in _several(summary[0])]
     heads = ["codec", ">bits", ">% of fp16", ">after 1,024", *texts, ">perplexity % ± s.e."]
-    return [*heads, ">KL", ">top-1 %", "error of attention (layers)"]
+    same = [">same tokens"] if any(line["same"] for line in summary) else []
+    return [*heads, ">KL", ">top-1 %", *same, "error of attention (layers)"]
 
 
 def _several(line: Row) -> dict[str, float]:

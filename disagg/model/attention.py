@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from disagg.codecs.base import Codec
-from disagg.codecs.layer import attend_step, write_step
+from disagg.codecs.layer import StepLayers
 from disagg.codecs.tables import GroupStep
 from disagg.errors import ModelError
 from disagg.model.cache import Workspace
@@ -82,12 +82,13 @@ class Batch:
     decodes: tuple[Decode, ...] = ()
 
     @cached_property
-    def by_layer(self) -> dict[int, list[Decode]]:
+    def by_layer(self) -> dict[int, list[tuple[Decode, StepLayers]]]:
         """The decodes that take part in each layer."""
-        found: dict[int, list[Decode]] = {}
+        found: dict[int, list[tuple[Decode, StepLayers]]] = {}
         for decode in self.decodes:
+            layers = StepLayers(decode.codec, decode.step, self.arena)
             for layer in decode.step.group.layers:
-                found.setdefault(layer, []).append(decode)
+                found.setdefault(layer, []).append((decode, layers))
         return found
 
 
@@ -105,9 +106,9 @@ class BatchAttention:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
     ) -> Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        decodes, arena = self.batch.by_layer.get(layer, []), self.batch.arena
-        if len(decodes) == 1 and decodes[0].whole:
-            return _attend_decode(decodes[0], layer, arena, q, k, v, scale)
+        decodes = self.batch.by_layer.get(layer, [])
+        if len(decodes) == 1 and decodes[0][0].whole:
+            return decodes[0][1].run(layer, q, k, v, scale)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
@@ -116,21 +117,12 @@ class BatchAttention:
             out[rows] = attend_exact(q[:, rows], *exact, scale, window).transpose(0, 1)
             chunk.workspace.observe(layer, q[:, rows], chunk.before)
             chunk.sink(layer, *exact, chunk.before)
-        for decode in decodes:
+        for decode, layers in decodes:
             picked = decode.step.rows
             some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
-            attended = _attend_decode(decode, layer, arena, some_q, some_k, some_v, scale)
+            attended = layers.run(layer, some_q, some_k, some_v, scale)
             out.index_add_(0, picked, attended)  # padding adds 0, see static.py
         return out
-
-
-def _attend_decode(
-    decode: Decode, layer: int, arena: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> Tensor:
-    """Write the rows of a step and attend: q [Hq, N, D], k and v [H, N, D] -> [N, Hq, D]."""
-    new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
-    write_step(decode.codec, decode.step, layer, arena, new_k, new_v)
-    return attend_step(decode.codec, decode.step, layer, arena, new_q, scale)
 
 
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

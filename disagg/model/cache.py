@@ -4,13 +4,17 @@
 our attention. `Workspace` holds exact K and V of one prompt, dense, until its last chunk is done.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from disagg.codecs.contract import Queries, sum_squares
+from disagg.codecs.contract import LEAD_END, Queries, lead_of
+from disagg.page import RAW_TOKENS
 
 LAST_QUERIES = 32
+LEAD_UNITS = LEAD_END // RAW_TOKENS
 
 
 class PassThrough(Cache):
@@ -40,7 +44,8 @@ class Workspace:
         self.total = total
         self._shape = (2, heads, total, head_dim)
         self._layers: list[Tensor | None] = [None] * layers
-        self._queries: list[Queries | None] = [None] * layers
+        self._last: list[Tensor | None] = [None] * layers
+        self._squares: list[Tensor | None] = [None] * layers  # of queries, by units of the lead
 
     @property
     def stored_bytes(self) -> int:
@@ -72,12 +77,36 @@ class Workspace:
     def observe(self, layer: int, q: Tensor, before: int) -> None:
         """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
-        seen = Queries(last, sum_squares(q, before, self.total))
-        earlier = self._queries[layer] if before else None
-        if earlier is not None:
-            seen = Queries(torch.cat([earlier.last, last], 1), earlier.squares + seen.squares)
-        self._queries[layer] = seen
+        earlier, sums = self._last[layer], self._squares[layer]
+        self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
+        squares = _squares_by_unit(q, before)
+        self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries | None:
         """What is known of the queries so far; None: nobody looked."""
-        return self._queries[layer]
+        last, sums = self._last[layer], self._squares[layer]
+        if last is None or sums is None:
+            return None
+        first, end = lead_of(self.total)
+        return Queries(last, sums[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0))
+
+    def squares(self, unit: int) -> Tensor | None:
+        """Sums of squares of the queries of 16 tokens: [L, Hq, D]; None: nobody wants them."""
+        known = [x[unit] for x in self._squares if x is not None and unit < len(x)]
+        return torch.stack(known) if known else None
+
+    def recall(self, squares: Sequence[Tensor]) -> None:
+        """Take the sums of the first units as they were."""
+        for layer in range(len(self._squares)):
+            some = torch.stack([x[layer] for x in squares])
+            rest = LEAD_UNITS - len(some)
+            self._squares[layer] = torch.cat([some, some.new_zeros(rest, *some.shape[1:])])
+
+
+def _squares_by_unit(q: Tensor, before: int) -> Tensor:
+    """As `sum_squares`, of each 16 tokens of the lead: q [Hq, c, D] -> [units, Hq, D] fp64."""
+    some = q[:, : max(0, LEAD_END - before)].float()
+    exact = (some.square() * 2.0**20).round().double() * 2.0**-20
+    units = torch.arange(before, before + some.shape[1], device=q.device) // RAW_TOKENS
+    sums = exact.new_zeros(LEAD_UNITS, q.shape[0], q.shape[2])
+    return sums.index_add_(0, units, exact.transpose(0, 1))

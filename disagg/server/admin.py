@@ -4,13 +4,13 @@ POST /scale {"prefill": 2, "decode": 3} · POST /workers/NAME/drain
 """
 
 import asyncio
-import hmac
 from typing import Protocol
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ValidationError
 
 from disagg.errors import AuthError, RequestError
+from disagg.server.access import bears
 
 
 class Staff(Protocol):
@@ -23,7 +23,7 @@ class Staff(Protocol):
         """One leaves when another one has taken its place."""
 
 
-class Scale(BaseModel):
+class Wanted(BaseModel):
     """How many workers are wanted."""
 
     prefill: int | None = None
@@ -34,16 +34,15 @@ def admin_routes(staff: Staff, token: str) -> APIRouter:
     """The routes, for whoever carries the token."""
 
     def is_owner(http: Request) -> None:
-        given = http.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        if not bears(http.headers.get("authorization", "").encode(), [token]):
             raise AuthError("the token of the service is missing or wrong")
 
     routes = APIRouter(dependencies=[Depends(is_owner)])
 
     @routes.post("/scale")
-    async def scale(http: Request) -> Scale:
+    async def scale(http: Request) -> Wanted:
         try:
-            wanted = Scale.model_validate_json(await http.body())
+            wanted = Wanted.model_validate_json(await http.body())
         except ValidationError as error:
             raise RequestError(f'{{"prefill": 2, "decode": 3}} is wanted: {error}') from error
         await asyncio.to_thread(staff.scale, wanted.prefill, wanted.decode)

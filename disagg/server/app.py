@@ -19,7 +19,7 @@ from disagg.server.access import Access, bears
 from disagg.server.admin import Staff, admin_routes
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
-from disagg.server.reply import Answer, Reply
+from disagg.server.reply import Answers, Reply
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from disagg.server.views import add_tokens, add_views
 
@@ -47,7 +47,7 @@ def create_app(
     if staff is not None and token is not None:
         app.include_router(admin_routes(staff, token))
 
-    async def answer(http: Request, form: type[GenerationRequest], answer: Answer) -> Response:
+    async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
         request, prompts = await completions.prepare(form, http.stream())  # of any content type
         reply = Reply(completions, request, prompts, answer)
         if request.stream:

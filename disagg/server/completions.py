@@ -52,7 +52,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedPrompt:
     """Token ids, and the text that they stand for where it is to be echoed."""
 
     tokens: tuple[int, ...]
@@ -95,7 +95,7 @@ class Completions:
 
     async def prepare(
         self, form: type[Asked], body: AsyncIterable[bytes]
-    ) -> tuple[Asked, list[Prompt]]:
+    ) -> tuple[Asked, list[TokenizedPrompt]]:
         """A request and its prompts as token ids, from the pieces of a body.
 
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
@@ -103,7 +103,7 @@ class Completions:
         try:
             request = await self.read(form, body)
             if isinstance(request, ChatRequest):
-                prompts = [Prompt(tuple(await self.chat_tokens(request)))]
+                prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
             else:
                 assert isinstance(request, CompletionRequest)
                 prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
@@ -120,7 +120,7 @@ class Completions:
             raise
 
     async def stream(
-        self, request: GenerationRequest, prompt: Prompt, sibling: int = 0
+        self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int = 0
     ) -> AsyncGenerator[Piece]:
         """An answer, piece by piece. Leaving the iteration cancels the request on every worker.
 
@@ -138,6 +138,9 @@ class Completions:
             async with aclosing(outputs):
                 async for output in outputs:
                     piece = _shown(request, prompt, output, self._piece(text, output, times))
+                    if output.token is not None:
+                        first = len(times) == 2
+                        self.counts.computed(len(prompt.tokens) if first else 0, 1)
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
@@ -200,14 +203,14 @@ class Completions:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
         return self.counts.scrape((await self.status())["workers"], self.router.waiting)
 
-    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> Prompt:
+    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
-            return Prompt(tuple(tokens), prompt)
+            return TokenizedPrompt(tuple(tokens), prompt)
         limits.check_prompt(len(prompt), self.served.context_length)
         text = await self.text_of(prompt) if request.echo else ""
-        return Prompt(tuple(prompt), text)
+        return TokenizedPrompt(tuple(prompt), text)
 
     def _params(self, request: GenerationRequest, tokens: int, sibling: int) -> dict[str, Any]:
         """What the engine is told. Siblings differ by their seeds."""
@@ -234,7 +237,9 @@ class Completions:
                 log.warning("field %r of a completion request is unknown and ignored", shown)
 
 
-def _shown(request: GenerationRequest, prompt: Prompt, output: Output, piece: Piece) -> Piece:
+def _shown(
+    request: GenerationRequest, prompt: TokenizedPrompt, output: Output, piece: Piece
+) -> Piece:
     """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return piece

@@ -90,6 +90,11 @@ class Counts:
         """A request that has no answer, or half of one."""
         self._failures.labels(self._model, reason).inc()
 
+    def computed(self, prompt: int, answer: int) -> None:
+        """So many more tokens: the prompt once its first token is there, answers as they come."""
+        self._of(self._prompt_tokens).inc(prompt)
+        self._of(self._generation_tokens).inc(answer)
+
     def finished(
         self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
     ) -> None:
@@ -108,8 +113,6 @@ class Counts:
         self._of(self._prompt_size).observe(prompt_tokens)
         self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()
-        self._of(self._prompt_tokens).inc(prompt_tokens)
-        self._of(self._generation_tokens).inc(last.num_tokens)
         if not (kv := last.kv):
             return
         codec = family(kv["codec"]) if own else kv["codec"]

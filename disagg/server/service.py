@@ -85,6 +85,7 @@ class Service:
             workers.connect()
             self._security = workers.security
             count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
+            count = f"{cluster.prefill} worker for both" if cluster.colocated else count
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
 from disagg.page import ARENA_UNIT, Kind
@@ -85,6 +84,13 @@ class Holding:
     cached: tuple[int, ...]
     digests: dict[Item, int]
     shared: frozenset[int]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens that all layer groups have the units of."""
+        units = units_of(self.checklist.plan, self.checklist.tokens)
+        found = zip(units, self.cached, strict=True)
+        return min(some[count - 1].end if count else 0 for some, count in found)
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,11 @@ class PrefixCache:
             self._pool.release(note.pages)
 
     def _take(self, keys: Sequence[bytes]) -> list[Note]:
-        """What the leading keys keep; the caller owns it too."""
-        return [cast(Note, kept.note) for kept in self._pool.take(keys)]
+        """What the leading keys keep; the caller owns it too. An engine's own is left alone."""
+        found = self._pool.take(keys)
+        others = [kept.pages for kept in found if not isinstance(kept.note, Note)]
+        self._pool.release(chain.from_iterable(others))
+        return [kept.note for kept in found if isinstance(kept.note, Note)]
 
     def _hold(self, checklist: Checklist, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
         """With what the `wanted` ones of its keys keep."""

@@ -23,6 +23,7 @@ KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depen
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
 ITEM_HEADER_BYTES = 20  # layer, record and digest of each item
 KEY_BYTES = 16
+LONGEST = 2048  # tokens of a prompt that a codec can be expected to make smaller
 
 Span = tuple[int, int]  # bytes: the first, and how many
 
@@ -176,6 +177,21 @@ class Checklist:
     def _size(self, group: int, kind: Kind, record: int) -> int:
         tail = self.tail(group, kind, record)
         return tail.nbytes if tail else self._nbytes[group, kind]
+
+
+def least_worth_sending(plan: Plan) -> int:
+    """Prompts of so many tokens or more, up to LONGEST, are sent in fewer bytes than fp16 has.
+
+    0 if none are: the plan does not compress, so that no length is better than another.
+    """
+    numbers = sum(2 * len(group.layers) * group.heads * group.head_dim for group in plan.groups)
+    for end in range(LONGEST, 0, -RAW_TOKENS):  # the most bytes a token has just before a page ends
+        checklist = Checklist(plan, end - 1)
+        overhead = 2 * len(plan.group_of) * HEADER_BYTES
+        overhead += 2 * ITEM_HEADER_BYTES * checklist.num_items
+        if checklist.total_bytes + overhead > 2 * numbers * (end - 1):
+            return end if end < LONGEST else 0
+    return RAW_TOKENS
 
 
 def _rows(group: LayerGroup, rows: int) -> Iterator[Span]:

@@ -182,7 +182,9 @@ class Reservations:
     def __init__(self, terms: Terms, pool: Pool, nonces: Callable[[], int]):
         self.terms = terms
         self.epoch = terms.epoch
-        self.counts: Counter[str] = Counter()  # of what went wrong: "expired", "damaged"
+        # what went wrong: "expired", "damaged"; tokens of prompts: "received_tokens", and
+        # "shared_tokens" whose records were here
+        self.counts: Counter[str] = Counter()
         self.cache = PrefixCache(pool, terms.share)
         self._nonces = nonces
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
@@ -447,7 +449,9 @@ class Reservations:
         reservation.contents, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        groups = contents.holding.groups
+        groups, shared = contents.holding.groups, contents.holding.cached_tokens
+        self.counts["shared_tokens"] += shared
+        self.counts["received_tokens"] += commit.tokens - shared
         self._actions.append(Admission(contents.job, groups, commit, reservation.nonce))
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:

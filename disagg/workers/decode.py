@@ -136,14 +136,15 @@ class DecodeSide:
             reason = output.finish_reason or ""
             event = replace(event, index=output.index, token=output.token, finish_reason=reason)
             event = replace(event, logprobs=output.logprobs)
+            if reason and output.rid.endswith(LOCAL):
+                plan, tokens = self.engine.plan(job.codec), len(job.prompt)
+                stats = handoff_stats(plan, tokens, output.cached_tokens)
+                event = replace(event, stats=asdict(stats))
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)
             if task := self._moves.get(output.rid):
                 task.cancel()  # it ended before it could leave
-        if event.finish_reason and output.rid.endswith(LOCAL):
-            stats = handoff_stats(self.engine.plan(job.codec), len(job.prompt))
-            event = replace(event, stats=asdict(stats))
         return event
 
     # -- sequences that leave

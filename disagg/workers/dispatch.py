@@ -16,8 +16,7 @@ that moves stays the same attempt: what both workers say of it is delivered once
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heapify, heappop
@@ -35,11 +34,11 @@ from disagg.errors import (
 )
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.board import Board
+from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
-AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
-PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
@@ -50,13 +49,17 @@ PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decid
 
 @dataclass(frozen=True)
 class Started:
-    """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint."""
+    """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
+
+    min_tokens: shorter prompts are served whole where they decode, if that is here
+    """
 
     name: str
     role: Role
     address: str
     epoch: int
     model: str = ""
+    min_tokens: int = 0
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -68,6 +71,7 @@ class Entry:
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
     prefill, decode: its workers, one for local work · target: where it is to go on
+    exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
     deaths:   of workers that computed nothing else · alone: it may cost one more
@@ -77,6 +81,9 @@ class Entry:
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
+    exact: tuple[bytes, ...] = ()
+    pages: tuple[bytes, ...] = ()
+    cached: int = 0
     prefill: str | None = None
     decode: str | None = None
     target: str | None = None
@@ -122,7 +129,7 @@ class Member:
 
     bound:    prompts of so many tokens or more found no room; until then, or a better load
     failures: in a row, the last one at `failed_at`; nothing is given to it until `open_until`
-    recent:   tokens of prompts given to it lately
+    recent:   tokens of prompts given to it lately · known: beginnings of prompts that it has
     """
 
     started: Started
@@ -132,6 +139,7 @@ class Member:
     failed_at: float = -math.inf
     open_until: float = -math.inf
     recent: float = 0.0
+    known: KnownPrefixes = field(default_factory=KnownPrefixes)
 
     @property
     def name(self) -> str:
@@ -175,6 +183,7 @@ class Dispatch:
         self.members: dict[str, Member] = {}
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = self.moves = 0
+        self.routed: Counter[tuple[str, str]] = Counter()  # (role, why a worker of it was chosen)
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
@@ -185,7 +194,8 @@ class Dispatch:
         if job.rid in self.entries:
             raise RequestError(f"request {job.rid!r} exists already")
         deadline = now + self._config.deadline_s
-        self.entries[job.rid] = Entry(job, now, deadline)
+        keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
+        self.entries[job.rid] = Entry(job, now, deadline, exact=keys[0], pages=keys[1])
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
@@ -291,6 +301,10 @@ class Dispatch:
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
+        leaving = [x for x in self.entries.values() if self._leaves(x, now)]
+        if not queued and not leaving:
+            self._stuck_since = math.inf
+            return []
         ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
         heap = [each for each in ranked if now >= each[-1].not_before]
         board = Board(self.entries.values(), self.members.values(), now)
@@ -301,7 +315,7 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        for entry in [x for x in self.entries.values() if self._leaves(x, now)]:
+        for entry in leaving:
             length = len(entry.job.prompt) + len(entry.emitted)
             if target := board.successor(entry, length * self._token_bytes):
                 actions.append(self._move(entry, target))
@@ -311,7 +325,8 @@ class Dispatch:
 
     def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
         """The next attempt, on this pair."""
-        prefill.recent += len(entry.job.prompt)
+        self._count(entry, prefill, decode)
+        prefill.recent += len(entry.job.prompt) - entry.cached
         for member in (prefill, decode):
             member.pause(now)
         entry.prefill, entry.decode = prefill.name, decode.name
@@ -343,6 +358,16 @@ class Dispatch:
         length = len(entry.job.prompt) + len(emitted) + MOVE_TOKENS
         entry.job = replace(entry.job, emitted=emitted, moved=length)
         return Reserve(target.name, entry.job)
+
+    def _count(self, entry: Entry, prefill: Member, decode: Member) -> None:
+        """Why a request goes to these workers, and what they have of it from now on."""
+        everyone = self.members.values()
+        sides = [(Role.PREFILL, prefill, entry.exact), (Role.DECODE, decode, entry.pages)]
+        entry.cached = min(prefill.known.tokens(entry.exact), len(entry.job.prompt) - 1)
+        for role, chosen, keys in sides[: 1 if prefill is decode else 2]:
+            most = max(member.known.tokens(keys) for member in everyone)
+            self.routed[role.value, reason_of(chosen.known.tokens(keys), most)] += 1
+            chosen.known.add(keys)
 
     def _current(self, rid: str, attempt: int) -> Entry | None:
         entry = self.entries.get(rid)
@@ -420,74 +445,3 @@ class Dispatch:
             return []
         self._told[worker, rid] = now
         return [Forget(worker, rid, attempt)]
-
-
-class Board:
-    """Who is where, while requests are placed, the most urgent first.
-
-    saturated: every prefill worker has enough to do before all that follows
-    """
-
-    def __init__(self, entries: Iterable[Entry], members: Iterable[Member], now: float):
-        self.saturated = False
-        self._now = now
-        self._members = [member for member in members if now >= member.open_until]
-        self._ahead: defaultdict[str, list[float]] = defaultdict(list)  # urgencies of prompts
-        self._left: Counter[str] = Counter()  # their tokens
-        self._lives: Counter[str] = Counter()  # requests, in whatever phase
-        self._kept: set[str] = set()  # workers that get nothing else
-        for entry in entries:
-            self.add(entry)
-
-    def add(self, entry: Entry) -> None:
-        """A request is at its workers."""
-        self._lives.update(entry.workers)
-        if entry.alone:
-            self._kept.update(entry.workers)
-        if entry.prefill is not None and not entry.computed:
-            self._ahead[entry.prefill].append(entry.urgency(self._now))
-            self._left[entry.prefill] += len(entry.job.prompt)
-
-    def choose(self, entry: Entry, nbytes: float) -> tuple[Member, Member] | None:
-        """The pair for a request, one worker twice for local work; None: it has to wait.
-
-        Not the pair that refused it last, if there is another; to run alone, the emptiest.
-        """
-        free = [x for x in self._members if x.name not in self._kept]
-        prefills = [x for x in free if x.started.role.prefills]
-        decodes = prefills if entry.single else [x for x in free if x.started.role.decodes]
-        if not entry.alone:
-            key = entry.urgency(self._now)
-            prefills = [x for x in prefills if sum(y <= key for y in self._ahead[x.name]) < AHEAD]
-            self.saturated = not prefills
-            prefills = self._fitting(entry, nbytes, prefills)
-            decodes = self._fitting(entry, nbytes, decodes)
-        if not prefills or not decodes:
-            return None
-        avoid, lives, left = entry.avoid, self._lives, self._left
-        busy = lives if entry.alone else Counter[str]()
-        first = second = min(
-            prefills, key=lambda x: (x.name in avoid, busy[x.name], left[x.name] + x.recent)
-        )
-        if first not in decodes:
-            room = {x.name: x.load.free_bytes for x in decodes}
-            second = min(decodes, key=lambda x: (x.name in avoid, lives[x.name], -room[x.name]))
-        if entry.alone:
-            self._kept |= {first.name, second.name}
-        return None if busy[first.name] or busy[second.name] else (first, second)
-
-    def successor(self, entry: Entry, nbytes: float) -> Member | None:
-        """Where a sequence whose worker decodes no longer can go on; None: nowhere now."""
-        there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
-        found = self._fitting(entry, nbytes, there)
-        best = min(found, key=lambda x: (self._lives[x.name], -x.load.free_bytes), default=None)
-        self._lives.update([best.name] if best else [])
-        return best
-
-    def _fitting(self, entry: Entry, nbytes: float, members: list[Member]) -> list[Member]:
-        """Those that may have room, or are idle. If none has, one is kept after some patience."""
-        tokens, now = len(entry.job.prompt), self._now
-        found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
-        if members and not found and now - entry.arrived >= PATIENCE_S:
-            self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
-        return found

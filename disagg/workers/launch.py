@@ -332,11 +332,11 @@ class Cluster:
             self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
             self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
         names = []
-        for role, number in (Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode):
+        for role, number in cluster.roles.items():
             mine = [name for name in self._found if name.startswith(f"{role}-")]
             new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
             mine += islice(new, max(0, number - len(mine)))
-            names += [(role, name) for name in mine]
+            names += [(Role(role), name) for name in mine]
         return names
 
     def _wait(self) -> list[Actor]:
@@ -432,7 +432,7 @@ def serves(roles: Iterable[Role]) -> bool:
 
 def equal_share(units: int, config: Config) -> float:
     """Of each worker: one, or an equal part of one so that all find a place; none of none."""
-    workers = config.cluster.prefill + config.cluster.decode
+    workers = sum(config.cluster.roles.values())
     return 1 / -(-workers // units) if units else 0.0
 
 
@@ -451,7 +451,7 @@ def torch_threads(config: Config, here: Mapping[str, float]) -> int:
     if config.engine.torch_threads is not None:
         return config.engine.torch_threads
     cores = int(here.get("CPU", 0)) or os.cpu_count() or 1
-    counts = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+    counts = config.cluster.roles
     if config.cluster.pools:
         counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
     return max(1, cores // max(1, sum(counts.values())))

@@ -73,7 +73,7 @@ class Loopback:
         """The prompt is computed: commit, unless its first token ends the answer."""
         self._send()
         plan, tokens = self._outbox.checklist.plan, self._outbox.checklist.tokens
-        stats = handoff_stats(plan, tokens, prefilled.encode_ms)
+        stats = handoff_stats(plan, tokens, prefilled.cached_tokens, prefilled.encode_ms)
         ack = Ack()
         if prefilled.finish_reason:
             self._rules.abort(self._request.rid, 0, "nothing to decode", time.monotonic())

@@ -30,7 +30,7 @@ from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.sender import Sender
 from disagg.wire import Item, Ticket
 
-OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms")
+OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms", "cached_tokens")
 
 Say = Callable[[Iterable[TokenEvent]], None]
 
@@ -127,7 +127,7 @@ class PrefillSide:
         sending = asyncio.create_task(sender.run())
         try:
             done = await self._compute(request, offering, sending)
-            stats = handoff_stats(plan, tokens, done.encode_ms)
+            stats = handoff_stats(plan, tokens, done.cached_tokens, done.encode_ms)
             said: list[Any] = [*done.logprobs]
             first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
             if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over

@@ -44,6 +44,7 @@ from disagg.transfer.messages import (
     WorkerStatus,
 )
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.records import least_worth_sending
 from disagg.transfer.reservations import Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
@@ -139,9 +140,10 @@ class Worker:
         job = self._accept(submit.job, submit.epoch, submit.router)
         if submit.work is Work.MOVE:
             return self.decode.move(submit)
-        if not self.role.prefills:
+        local = submit.work is Work.LOCAL
+        if not (self.role.prefills or (local and self.role.decodes)):
             raise PeerLostError(f"{self.name} ({self.role}) takes no prompts now")
-        if submit.work is Work.LOCAL:
+        if local:
             return self.decode.start(job)
         return await self.prefill.start(replace(submit, job=job))
 
@@ -189,7 +191,7 @@ class Worker:
         plan, model = self.engine.plan(self.config.codec), self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
-        counts["preempted"] = self._preempted
+        counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         device = self._runner.device.type
@@ -249,7 +251,7 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            self._started.set_result(Started(*named))
+            self._started.set_result(Started(*named, self._min_tokens()))
             try:
                 await self._drain(await self._stop_asked)
             finally:
@@ -258,6 +260,11 @@ class Worker:
                 await server.stop(0)
                 await self._peers.close_all()
         await asyncio.to_thread(self._threads[1].join)
+
+    def _min_tokens(self) -> int:
+        """Shorter prompts stay whole where they decode."""
+        least = self.config.transfer.min_disagg_tokens
+        return least_worth_sending(self.engine.plan(self.config.codec)) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work

@@ -3,10 +3,12 @@
 Tokens are copied by the C library; a page that it can encode goes from the tail to its place.
 """
 
+import ctypes
+
 from torch import Tensor
 
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
-from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call
+from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call, format_of
 from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import gather_raw, store_blocks
@@ -28,13 +30,12 @@ def append(
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
-    size, fmt = k.element_size(), rows.fmt
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     held = rows.pages.contiguous(), rows.slots.contiguous()
-    strides = (size * x.stride(i) for x in (k, v) for i in (0, 1))
+    strides = (x.stride(i) for x in (k, v) for i in (0, 1))
     tensors = map(address, (arena, k, v, *held))
-    sizes = (size * fmt.head_dim, fmt.block_bytes, rows.base + fmt.k, rows.base + fmt.v)
-    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, *sizes))
+    fmt = ctypes.addressof(format_of(rows.fmt))
+    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, fmt, rows.base, 0))
 
 
 def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) -> None:

@@ -19,10 +19,11 @@ typedef struct {
     Operand k;
 } Tile;
 typedef float Four __attribute__((vector_size(16)));
+typedef float Queries __attribute__((vector_size(4 * TILE)));
 typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
-    ALIGNED float s[TILE][LINE], out[TILE][LINE], part[TILE][LINE];
+    ALIGNED float s[TILE][LINE], out[TILE][LINE], part[4][LINE]; /* part: or a whole A */
     ALIGNED float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
-    Four sparse[MAX_DIM];
+    Queries sparse[MAX_DIM];
     ALIGNED float rows[TILE][LINE];
     Operand v;
 } Room;
@@ -149,7 +150,7 @@ static Span span_of_group(const Side *s, int64_t g) {
 }
 
 /* The operand where each row has a scale, for groups of columns: a vector for each, 0 elsewhere */
-static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
+static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
     int64_t groups = s->columns / s->group;
     for (int64_t g = 0; g < groups; g++) {
         const Span span = span_of_group(s, g);
@@ -158,15 +159,14 @@ static void fold_rows(const Side *s, const float *x, Room *room, Operand *op) {
         for (int h = 0; h < TILE; h++) {
             most[h] = sums[h] = v_set(0);
             for (int64_t c = g * s->group; c < (g + 1) * s->group; c += LANES) {
-                V t = v_load(x + h * LINE + c);
-                v_store(room->rows[h] + c, t);
+                V t = v_load(x[h] + c);
                 most[h] = v_max(v_abs(t), most[h]);
                 sums[h] = sums[h] + t;
             }
             biases[h] = sums[h] * middle;
         }
         if (groups > 1) memset(op->x + g * size, 0, 2 * size);
-        round_group(s, &span, room->rows, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
+        round_group(s, &span, x, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
     }
 }
 
@@ -196,8 +196,8 @@ static void multiply(const Side *s, const Strip *strip, const Span *span, const 
             p.x[f] = op->x + group[f] * span_size(s, span) + c * halves * TILE;
         for (int i = 0; i < 16; i++) {
             int f = i / 4 % planes;
-            p.times[i] = op->step[group[f]][i & 3] * down[f * s->bits & 7];
-            p.add[i] = c ? 0.0f : op->bias[group[f]][i & 3];
+            p.times[i] = op->step[group[f]][i % TILE] * down[f * s->bits & 7];
+            p.add[i] = c ? 0.0f : op->bias[group[f]][i % TILE];
         }
         products(&p, s->bits);
     }
@@ -287,7 +287,7 @@ static void transpose4(Four *a) {
 }
 
 /* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
-static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Four *rows) {
+static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Queries *rows) {
     const uint8_t *index = block + s->index;
     const int64_t step = s->slots > 64 ? 4 : 256 / s->slots & ~3;
     float delta[1024];
@@ -296,9 +296,9 @@ static void gather_sparse(const Side *s, const uint8_t *block, const float *x, F
         read_halves(delta, block + s->delta + 2 * start * s->slots, (end - start) * s->slots);
         const float *d = delta;
         for (int64_t c = start; c < end; c += 4) {
-            Four by[4];
-            for (int h = 0; h < TILE; h++) memcpy(by + h, x + h * LINE + c, 16);
-            transpose4(by);
+            Queries by[4];
+            for (int h = 0; h < TILE; h++) memcpy((float *)by + 4 * h, x + h * LINE + c, 16);
+            if (TILE == 4) transpose4((Four *)by);
             for (int j = 0; j < 4; j++)
                 for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
         }
@@ -306,10 +306,11 @@ static void gather_sparse(const Side *s, const uint8_t *block, const float *x, F
 }
 
 /* What was gathered, into out [4][LINE] */
-static void add_sparse(const Four *rows, int64_t count, float *out) {
+static void add_sparse(const Queries *rows, int64_t count, float *out) {
     for (int64_t r = 0; r < count; r += 4) {
-        Four a[4] = {rows[r], rows[r + 1], rows[r + 2], rows[r + 3]}, y;
-        transpose4(a);
+        Four a[4], y;
+        memcpy(a, rows + r, 4 * sizeof *rows);
+        if (TILE == 4) transpose4(a);
         for (int h = 0; h < TILE; h++) {
             memcpy(&y, out + h * LINE + r, 16);
             y += a[h];
@@ -388,7 +389,7 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
         }
     }
     if (k->shared) fold_columns(k, &segment, 1, x, room, &t->k);
-    if (k->by == BY_ROW && k->turn) fold_rows(k, x, room, &t->k);
+    if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
 }
 
 /* What is gathered in terms of a segment becomes output */
@@ -492,7 +493,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
             }
     }
     if (k->slots) {
-        memset(room->sparse, 0, sizeof(Four) * k->rows);
+        memset(room->sparse, 0, sizeof(Queries) * k->rows);
         gather_sparse(k, block, t->q[0], room->sparse);
         add_sparse(room->sparse, k->rows, out);
     }
@@ -518,7 +519,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         contract_columns(v, strip, &room->v, out[0], 0);
     }
     if (v->slots) {
-        memset(room->sparse, 0, sizeof(Four) * v->rows);
+        memset(room->sparse, 0, sizeof(Queries) * v->rows);
         for (int i = 0; i < strip->count; i++)
             gather_sparse(v, strip->blocks[i], room->s[0] + i * f->tokens, room->sparse);
         add_sparse(room->sparse, v->rows, out[0]);
@@ -580,7 +581,7 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
 
 INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
                           int64_t first, int64_t tokens, int64_t dim) {
-    enum { WIDE = SUMS / TILE };
+    enum { WIDE = TILE == 1 ? 4 : 2 };
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     int64_t d = 0;
@@ -609,28 +610,28 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
                 first + at, tokens, dim);
 }
 
-static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t head) {
-    return x->arena + page * UNIT + base + head * bytes;
+static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
+    return x->arena + page * UNIT + base + block * bytes;
 }
 
 /* The pages of a strip that begins at column p and ends before `end`: a multiple of STRIP ends it,
  * and so does another segment, so that strips do not depend on who looks at them */
-static Strip strip_of(const Table *x, int64_t b, int64_t head, int64_t p, int64_t end) {
+static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64_t end) {
     const Format *f = x->format;
     const int32_t *pages = x->pages + b * x->num_pages, *owner = x->owner + b * x->num_pages;
     int64_t most = PART / f->tokens < STRIP ? PART / f->tokens : STRIP;
     Strip s = {.count = 0};
     for (int64_t i = p; i < end && (i == p || i % most); i++) {
         if (x->segments && owner[i] != owner[p]) break;
-        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, head);
+        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, block);
         int64_t ahead = i + most < end ? i + most : i;
-        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, head);
+        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, block);
     }
     return s;
 }
 
-/* What the queries of some tiles see of one table */
-static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t head, Room *room) {
+/* What the queries of some tiles see of one table; block: of its pages, those of one head */
+static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t block, Room *room) {
     const Format *f = x->format;
     const int64_t tokens = f->tokens, bytes = f->segment_bytes;
     int64_t first = INT64_MAX, end = 0;
@@ -641,20 +642,20 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         if (t->first / tokens < first) first = t->first / tokens;
         if ((t->end + tokens - 1) / tokens > end) end = (t->end + tokens - 1) / tokens;
         if (f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn)
-            fold_rows(f->k, t->q[0], room, &t->k);
+            fold_rows(f->k, t->q, &t->k);
     }
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
         int64_t id = -1;
-        strip = strip_of(x, b, head, p, end);
+        strip = strip_of(x, b, block, p, end);
         if (x->segments) id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
         for (int i = 0; i < count; i++) {
             Tile *t = tiles + i;
             if (t->first >= (p + strip.count) * tokens || t->end <= p * tokens) continue;
             if (t->segment != id) {
                 if (t->segment >= 0)
-                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
-                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, head), room);
+                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
+                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, block), room);
                 t->segment = id;
             }
             (f->raw == NO_TYPE ? attend_codes : attend_raw)(t, f, &strip, p * tokens, room);
@@ -663,14 +664,14 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
         if (t->segment >= 0)
-            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, head));
+            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
         if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
 
 /* Sixteen queries of one KV head of one sequence */
 static void attend_unit(const Attention *a, int64_t unit) {
-    Tile tiles[ROWS / TILE];
+    Tile tiles[TILE == 1 ? 1 : ROWS / TILE];
     Room room;
     const int64_t n = a->m * a->width, chunks = (n + ROWS - 1) / ROWS, dim = a->head_dim;
     const int64_t first = unit % chunks * ROWS, head = unit / chunks % a->heads;
@@ -685,9 +686,11 @@ static void attend_unit(const Attention *a, int64_t unit) {
         memset(t->total, 0, sizeof t->total);
         t->rows = rows - i * TILE < TILE ? (int)(rows - i * TILE) : TILE;
         for (int h = 0; h < TILE; h++) t->top[h] = -1e30f;
-        for (int h = 0; h < t->rows; h++)
-            for (int64_t d = 0; d < dim; d++)
-                t->q[h][d] = a->q[ROW(i, h) * dim + d] * (a->scale * 1.44269504f);
+        for (int h = 0; h < t->rows; h++) {
+            const int64_t n = first + i * TILE + h, row = b * a->m + n / a->width;
+            const float *q = a->q + row * a->q_row + (head * a->width + n % a->width) * a->q_head;
+            for (int64_t d = 0; d < dim; d++) t->q[h][d] = q[d] * (a->scale * 1.44269504f);
+        }
     }
     for (int64_t j = 0; j < a->num_tables; j++) {
         const Table *x = a->tables + j;
@@ -708,14 +711,14 @@ static void attend_unit(const Attention *a, int64_t unit) {
                 if (t->hi[h] > t->end) t->end = t->hi[h];
             }
         }
-        attend_table(x, tiles, count, b, head, &room);
+        attend_table(x, tiles, count, b, a->layer * a->heads + head, &room);
     }
     for (int i = 0; i < count; i++)
         for (int h = 0; h < tiles[i].rows; h++) {
             float total = v_sum(v_load(tiles[i].total[h])), *to = a->o + ROW(i, h) * dim;
             float by = total > 0 ? 1 / total : 0;
             for (int64_t d = 0; d < dim; d++) to[d] = tiles[i].o[h][d] * by;
-            a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
+            if (a->lse) a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
                                           : -__builtin_inff();
         }
 }

@@ -39,20 +39,24 @@ def attend(q: Tensor, views: Sequence[View], scale: float) -> Partial:
     q, heads = q.contiguous(), views[0].heads
     batch, m, query_heads, head_dim = q.shape
     o, lse = torch.empty_like(q), q.new_empty(batch, m, query_heads)
-    tables = (TableC * len(views))()
-    held = [_fill(table, view) for table, view in zip(tables, views, strict=True)]
+    tables, held = fill(views)
     job = AttentionC(
         *(ctypes.addressof(tables), address(q), address(o), address(lse)),
         *(len(views), batch, m, heads, query_heads // heads, head_dim),
-        scale,
+        *(query_heads * head_dim, head_dim, 0, scale),
     )
     call("disagg_attend", job)
     del held  # the tensors that the library read
     return o, lse
 
 
+def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[Tensor | None]]]:
+    """Where views are; and the tensors that have to stay until they were read."""
+    tables = (TableC * len(views))()
+    return tables, [_fill(table, view) for table, view in zip(tables, views, strict=True)]
+
+
 def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
-    """Say where a view is; the tensors that have to stay until it was read."""
     assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
     tensors = (view.pages, view.lo, view.hi, view.segments, view.owner)
     held = [None if x is None else x.contiguous() for x in tensors]

@@ -64,16 +64,16 @@ EncodingC = _structure(
 
 AppendC = _structure(
     "AppendC",
-    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head token_bytes block_bytes "
-    "k_base v_base",
+    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head *format base layer",
 )
 
 
 AttentionC = _structure(
     "AttentionC",
-    "*tables *q *o *lse num_tables batch m heads width head_dim",
+    "*tables *q *o *lse num_tables batch m heads width head_dim q_row q_head layer",
     scale=ctypes.c_float,
 )
+StepC = _structure("StepC", "", append=AppendC, attention=AttentionC)
 
 
 @cache
@@ -86,7 +86,7 @@ def load() -> ctypes.CDLL | None:
             continue
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
-        for name in ("disagg_attend", "disagg_encode", "disagg_append"):
+        for name in ("disagg_attend", "disagg_encode", "disagg_append", "disagg_step"):
             call = getattr(library, name)
             call.restype, call.argtypes = None, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         return library

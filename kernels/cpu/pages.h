@@ -48,11 +48,12 @@ typedef struct { /* one page table of every sequence, as a PageTable */
     int64_t num_pages, num_segments, base, segment_base;
 } Table;
 
-typedef struct { /* queries [batch][m][heads * width][D]; o and lse alike */
+typedef struct { /* queries [batch][m][heads * width][D]; o and lse, which may be NULL, side by side */
     const Table *tables;
     const float *q;
     float *o, *lse;
     int64_t num_tables, batch, m, heads, width, head_dim;
+    int64_t q_row, q_head, layer; /* strides, in numbers; layer pages behind the base of tables */
     float scale;
 } Attention;
 
@@ -70,17 +71,26 @@ typedef struct { /* one token per row, [rows][heads][D], into raw pages; a page 
     uint8_t *arena;
     const uint8_t *k, *v;
     const int32_t *pages, *slots;
-    int64_t rows, heads, k_row, k_head, v_row, v_head; /* strides, in bytes */
-    int64_t token_bytes, block_bytes, k_base, v_base;
+    int64_t rows, heads, k_row, k_head, v_row, v_head; /* strides, in numbers */
+    const Format *format;
+    int64_t base, layer;
 } Append;
+
+typedef struct { /* a layer of a step: new tokens, and attention to all */
+    Append append;
+    Attention attention;
+} Step;
 
 typedef struct { /* one instruction set */
     const char *name;
     void (*attend)(const Attention *, int64_t unit);
+    void (*attend_one)(const Attention *, int64_t unit); /* where each KV head has one query */
     void (*encode)(const Encoding *, int64_t unit);
 } Path;
 
 extern const Path path_c, path_avx2, path_avx512vnni;
+void one_c(const Attention *, int64_t), one_avx2(const Attention *, int64_t),
+    one_avx512vnni(const Attention *, int64_t);
 
 static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;

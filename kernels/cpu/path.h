@@ -1,4 +1,5 @@
-/* One instruction set: attention and encoders, compiled for it alone. */
+/* One instruction set: attention and encoders, compiled for it alone; and attention once more for one
+ * query of a KV head, in whose tiles three of four would be idle. */
 #if !defined(TARGET) || defined(__x86_64__)
 #if defined(TARGET) && defined(__clang__)
 #include <immintrin.h>
@@ -9,9 +10,12 @@
 TARGET_PRAGMA(TARGET)
 #endif
 #include "attend.h"
+#if TILE == 1
+void ONE(const Attention *a, int64_t unit) { attend_unit(a, unit); }
+#else
 #include "encode.h"
-
-const Path PATH = {NAME, attend_unit, encode_unit};
+const Path PATH = {NAME, attend_unit, ONE, encode_unit};
+#endif
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop
 #endif

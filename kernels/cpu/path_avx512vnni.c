@@ -1,5 +1,6 @@
 /* AVX-512 with VNNI, whose vpdpwssd takes the words of codes as they lie in pages. */
 #define PATH path_avx512vnni
+#define ONE one_avx512vnni
 #define NAME "cpu-avx512vnni"
 #define USE_AVX512
 #define TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"

@@ -1,4 +1,5 @@
 /* Plain C, for any machine. */
 #define PATH path_c
+#define ONE one_c
 #define NAME "cpu-c"
 #include "path.h"

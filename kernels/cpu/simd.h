@@ -87,11 +87,6 @@ INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers; of larger ones
     memcpy(p, &h, sizeof h);
 }
 INLINE float v_sum(V a) {
-#if defined(USE_AVX2)
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-#endif
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
@@ -334,7 +329,6 @@ INLINE void two_fields(__m256i *a, int i, __m256i z0, __m256i z1, const int16_t 
 INLINE void chunk_of_codes(__m256i *a, __m256i x, int bits, int bit, int i, const int16_t *const *q,
                            int64_t at) {
     const __m256i y = _mm256_srli_epi16(x, 8), one = bit >= 8 ? y : x;
-#undef FIELD
 #define FIELD(z, bit) _mm256_and_si256(z, _mm256_set1_epi16(((1 << bits) - 1) << ((bit) & 7)))
     if (bits == 8) {
         two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at);
@@ -353,12 +347,11 @@ INLINE void row_of_codes(__m256i *a, const uint8_t *w, const uint8_t *next, int 
         chunk_of_codes(a, _mm256_loadu_si256((const void *)w), bits, bit, i, q, x);
         chunk_of_codes(a, _mm256_loadu_si256((const void *)(w + 32)), bits, bit, i, q, x + 16);
     }
-    if (width >= 16) {
-        chunk_of_codes(a, _mm256_loadu_si256((const void *)w), bits, bit, i, q, x);
-        width -= 16, w += 32, x += 16;
+    for (; width > 0; width -= 16, w += 32, x += 16) { /* 8 or 16, or 24 */
+        __m256i some = {0};
+        memcpy(&some, w, width < 16 ? 16 : 32);
+        chunk_of_codes(a, some, bits, bit, i, q, x);
     }
-    if (width)
-        chunk_of_codes(a, _mm256_zextsi128_si256(_mm_loadu_si128((const void *)w)), bits, bit, i, q, x);
 }
 typedef __m256i Sums;
 #endif

@@ -27,6 +27,7 @@ from disagg.kernels.reference.pages import (
 from disagg.kernels.reference.quantize import (
     LARGEST,
     choose_outliers,
+    column_means,
     expand,
     finite,
     quantize_side,
@@ -206,8 +207,12 @@ def _encode_codes(
         codes_plane(pages, side).copy_(codes)
         pages.plane(torch.float32, side.scale.scale, (1, 1)).copy_(scales)
         return None
-    index = choose_outliers(x, side.sparse) if side.sparse else None
-    codes, scales, zeros = quantize_side(x if index is None else with_means(x, index), side)
+    index, plain = None, x
+    if side.sparse:
+        mean = column_means(x, side.scale.shared)
+        index = choose_outliers(x, mean, side.sparse)
+        plain = with_means(x, mean, index)
+    codes, scales, zeros = quantize_side(plain, side)
     if side.bits:
         codes_plane(pages, side).copy_(pack_words(codes, side.bits))
     there = shared if side.scale.shared and shared is not None else pages

@@ -137,25 +137,29 @@ def float8_codes(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
 
 
-def choose_outliers(x: Tensor, sparse: Sparse) -> Tensor:
+def choose_outliers(x: Tensor, mean: Tensor, sparse: Sparse) -> Tensor:
     """Rows of the outliers of each column: x [..., rows, columns] -> [..., columns, slots] i64.
 
-    All rows of a column differ. Of equals the choice is torch's.
+    All rows of a column differ. Of equals the choice is torch's. mean: as `column_means` gives it
     """
     by_column = x.transpose(-1, -2)
     if not sparse.ends:
-        mean = by_column.mean(-1, keepdim=True)
         return _largest((by_column - mean).abs(), sparse.slots)
     largest = _largest(by_column, sparse.slots // 2)
     others = (-by_column).scatter_(-1, largest, -torch.inf)
     return torch.cat([largest, _largest(others, sparse.slots // 2)], -1)
 
 
-def with_means(x: Tensor, index: Tensor) -> Tensor:
-    """x with the mean of each column in the place of its outliers, so that they widen no range."""
+def column_means(x: Tensor, shared: bool) -> Tensor:
+    """Mean of each column of x [..., rows, columns], of all pages where they share their scale:
+    [..., columns, 1]."""
     by_column = x.transpose(-1, -2)
-    mean = by_column.mean(-1, keepdim=True).expand(index.shape)
-    return by_column.scatter(-1, index, mean).transpose(-1, -2)
+    return by_column.mean((0, -1) if shared else -1, keepdim=True)
+
+
+def with_means(x: Tensor, mean: Tensor, index: Tensor) -> Tensor:
+    """x with the mean of each column in the place of its outliers, so that they widen no range."""
+    return x.transpose(-1, -2).scatter(-1, index, mean.expand(index.shape)).transpose(-1, -2)
 
 
 def with_group_means(x: Tensor, absent: Tensor, group: int) -> Tensor:

@@ -31,10 +31,10 @@ def test_three_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -
             (self._cut_off, "decode"),
         ):
             (hand,) = [x for x in self._crew.hands.values() if x.role == role]
-            before = self.tally.completed
+            before = self.outcome.completed
             await strike(hand)
             done.append({"worker": hand.name, "what": strike.__name__[1:]})
-            while self.tally.completed < before + 2:
+            while self.outcome.completed < before + 2:
                 await asyncio.sleep(0.05)
         self._over = True
         return done

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from disagg.bench.decode import MODELS, DecodeOptions, Decoding, run
 from disagg.codecs import codec_names
@@ -40,6 +41,15 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     assert (raw["codec"], raw["ratio"], raw["size"]) == ("raw:dtype=fp32", 1.0, "2x100")
     assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
     assert kivi["tokens_per_s"] == pytest.approx(2000 / kivi["step_ms"])
+    assert all(row["own"] < 1 for row in (raw, kivi))
+
+
+def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
+    decoding = Decoding(runner, "kivi", 3, 250, 20)
+    held = decoding._arena.clone()
+    decoding.pass_modules()
+    assert len(decoding.bare) == 1
+    assert torch.equal(decoding._arena, held)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What the benchmarks of hand-offs between workers say, at sizes that say nothing of speed."""
 
+import pytest
+
 from disagg.bench import handoff
 from disagg.bench.handoff import (
     LINK_MBPS,
@@ -7,10 +9,12 @@ from disagg.bench.handoff import (
     LatencyOptions,
     Times,
     draw_latency,
+    fit_cost,
     measure_latency,
     measure_load,
     measure_side,
     prompt_of,
+    sizes_of,
     summarise,
     waits_by_rule,
 )
@@ -59,10 +63,21 @@ def test_prompts_have_the_length_they_say_and_share_no_begin():
     assert first[0] != second[0]
 
 
+def by_tokens(tokens: int, pairs: int) -> float:
+    return tokens / 100
+
+
+def test_the_cost_of_a_step_is_found_from_steps():
+    sizes = [sizes_of(x) for x in ([(0, 512)], [(512, 512)], [(0, 40)], [(0, 30), (900, 200)])]
+    steps = [(0.01 + 1e-4 * tokens + 1e-7 * pairs, tokens, pairs) for tokens, pairs in sizes]
+    assert sizes[1] == (512, 512 * 512 + 512 * 513 // 2)
+    assert fit_cost(steps)(100, 5000) == pytest.approx(0.01 + 0.01 + 0.0005)
+
+
 def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_one():
-    assert waits_by_rule([(0.0, 400), (0.5, 100)], 100.0, 100) == [5.0, 1.5]
-    assert waits_by_rule([(0.0, 100), (0.5, 400)], 100.0, 100) == [1.0, 4.5]
-    assert waits_by_rule([(3.0, 50), (0.0, 50)], 100.0, 100) == [0.5, 0.5]
+    assert waits_by_rule([(0.0, 400), (0.5, 100)], by_tokens, 100) == [5.0, 1.5]
+    assert waits_by_rule([(0.0, 100), (0.5, 400)], by_tokens, 100) == [1.0, 4.5]
+    assert waits_by_rule([(3.0, 50), (0.0, 50)], by_tokens, 100) == [0.5, 0.5]
 
 
 def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
@@ -70,4 +85,4 @@ def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
     result = measure_load(1, 2)
     assert len(result["rows"]) == 3
     assert all(row["waited_s"] > 0 < row["rule_s"] for row in result["rows"])
-    assert result["tokens_per_s"] > 0
+    assert 0 < result["busy"] < 1

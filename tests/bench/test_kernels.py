@@ -9,10 +9,11 @@ import torch
 
 from disagg.bench import kernels
 from disagg.bench.compiled import NotCompiled
-from disagg.bench.kernels import SHAPES, SPECS, measure_encode
+from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
 from disagg.bench.layers import StepShape, make_layer
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
+from disagg.kernels.cpu import library
 
 CPU = torch.device("cpu")
 
@@ -54,13 +55,13 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     shape = StepShape(3, 4096, heads=2, per_head=1, head_dim=64)
     layer = make_layer(spec, shape, CPU)
     group = layer.group
-    held = group.inventory(shape.tokens + group.residual)
+    held = group.inventory(shape.tokens + group.sink + group.residual)
     tail = -(-held.tail_len // 16)
     expected = group.layer_bytes(group.page) * held.pages
     expected += group.layer_bytes(group.raw) * (held.raws - tail)
     if group.segment is not None:
         expected += group.layer_bytes(group.segment) * held.segments
-    if group.side is not None:
+    if group.side is not None and layer.table.sides is not None:  # else a step does not read it
         expected += group.layer_bytes(group.side)
     assert layer.nbytes == 3 * expected
 
@@ -72,6 +73,21 @@ def test_a_row_of_the_cpu_says_what_it_was_compared_with():
     assert row["codec"] == "int8"
     assert row["baseline"].startswith("sdpa")
     assert row["ratio"] == row["baseline_microseconds"] / row["microseconds"]
+
+
+def test_a_cpu_is_asked_about_other_heads_and_every_path_that_it_can_run():
+    cases = kernels.cases_of(kernels.KernelOptions(), CPU)
+    paths = set(library.paths()) or {library.TORCH}
+    assert {path for _, _, path in cases} == paths
+    sizes = {(shape.name, shape.per_head, shape.head_dim) for _, shape, _ in cases}
+    assert sizes == {(x, *y) for x in ("1x8192", "8x2048") for y in ((4, 128), *OTHER_HEADS)}
+    assert len(set(cases)) == len(cases)
+
+
+def test_a_dtype_that_ends_the_process_is_no_baseline(monkeypatch):
+    monkeypatch.setitem(kernels.DTYPES, "fp8", torch.float8_e4m3fn)
+    assert kernels.is_runnable("fp32")
+    assert not kernels.is_runnable("fp8")
 
 
 def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):

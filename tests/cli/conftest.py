@@ -13,14 +13,13 @@ import pytest
 import uvicorn
 
 from disagg.cli.client import RunningService, write_state
-from disagg.config import DEFAULT_CODEC
 from disagg.errors import UnknownNameError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
 from tests.server.conftest import KV, FakeRouter, Letters
 
-STATS = KV | {"codec": DEFAULT_CODEC, "tokens": 300}
+STATS = KV | {"codec": "kivi:bits=4", "tokens": 300}
 STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_bytes": 800}
 PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy host
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from disagg.cli.app import run
+from disagg.codecs import describe
 
 COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
 
@@ -30,6 +31,18 @@ def test_codecs_may_be_asked_for_by_spec(capsys):
     size = ["--head-dim", "128", "--tokens", "8192"]
     rows = look(capsys, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
+
+
+def test_codecs_tell_what_was_measured_of_them(capsys, monkeypatch):
+    spec = "kivi:bits=2,group=64,residual=128"
+    costs = {"model": "smollm2", "codecs": {spec: {"ppl_pct": 25.3, "kl": 0.2506}}}
+    monkeypatch.setattr(describe, "measured_costs", lambda: costs)
+    rows = look(capsys, "codecs", "kivi", "kivi:group=32")
+    assert [(row["ppl_pct"], row["kl"]) for row in rows] == [(25.3, 0.2506), (None, None)]
+    assert run(["codecs", "kivi"]) == 0
+    told = capsys.readouterr().out
+    assert "measured on smollm2" in told
+    assert {"+25.30", "0.2506"} <= set(told.split())
 
 
 def test_the_planes_of_a_page_lie_one_behind_the_other(capsys):

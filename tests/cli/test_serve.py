@@ -126,6 +126,13 @@ def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, ca
     assert [host in line and "without a key" in line for line in warnings] == [True] * warned
 
 
+def test_a_service_with_keys_is_not_open_to_all(state_file, capsys, monkeypatch):
+    monkeypatch.setattr("disagg.server.service.Service", Started)
+    keys = ["--set", "server.api_key=sk-1", "--host", "0.0.0.0"]
+    assert run(["serve", "--state-file", str(state_file), *keys]) == 0
+    assert "without a key" not in capsys.readouterr().err
+
+
 def test_a_terminal_gets_one_line_that_changes(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True

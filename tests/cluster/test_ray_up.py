@@ -180,7 +180,7 @@ def decode_pids(hosts: Hosts) -> set[int]:
 
 
 def healthy(host: Host) -> bool:
-    probe = "curl -s -o /dev/null -w %{http_code} http://127.0.0.1:8000/health || true"
+    probe = "curl -s -o /dev/null -w %{http_code} http://127.0.0.1:8000/ready || true"
     return host.run("sh", "-c", probe) == "200"
 
 

@@ -20,7 +20,7 @@ SPECS = [
     "kcvt:bits=2",
     "decoquant",
     "gear:bits=4",
-    "gear:bits=2,backbone=kivi,sparsity=0.05",
+    "gear:bits=2,backbone=kivi,sparsity=0.046875",
 ]
 
 

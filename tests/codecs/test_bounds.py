@@ -9,7 +9,10 @@ from torch import Tensor
 
 from disagg.codecs import get_codec
 from disagg.codecs.quantized import QuantizedCodec
+from disagg.errors import ConfigError
+from disagg.kernels.formats import Sparse
 from disagg.kernels.ops import decode, encode
+from disagg.kernels.reference.quantize import choose_outliers, column_means
 from tests.synthetic import realistic
 
 Bound = Callable[[Tensor], Tensor]  # exact [H, n, D] -> the largest error allowed, same shape
@@ -66,7 +69,10 @@ BOUNDS: dict[str, tuple[Bound, Bound]] = {
     "pertoken:bits=8,group=64": (asymmetric(8, CHANNELS, 64), asymmetric(8, CHANNELS, 64)),
     "kcvt:bits=4": (by_segment(4), asymmetric(4, CHANNELS, 0)),
     "kcvt:bits=8": (by_segment(8), asymmetric(8, CHANNELS, 0)),
-    "ott:residual=0,skip_layers=0": (asymmetric(2, TOKENS, 128), asymmetric(2, CHANNELS, 0)),
+    "ott:group=128,residual=0,skip_layers=0": (
+        asymmetric(2, TOKENS, 128),
+        asymmetric(2, CHANNELS, 0),
+    ),
     "alignedkv": (torch.zeros_like, torch.zeros_like),
     "int8": (int8, int8),
     "fp8": (fp8, fp8),
@@ -178,3 +184,20 @@ def test_decoded_tokens_keep_the_rotation_of_the_prompt() -> None:
     assert run.segments is not None
     assert torch.equal(run.segments, before)
     assert run.blocks.shape[0] == 7
+
+
+@pytest.mark.parametrize("sparsity", ["0.02", "0", "0.3", "0.01"])
+def test_a_sparsity_that_no_page_can_have_is_refused(sparsity: str) -> None:
+    with pytest.raises(ConfigError, match="1/64"):
+        get_codec(f"gear:sparsity={sparsity}")
+
+
+def test_outliers_are_those_of_all_the_tokens_that_share_a_scale() -> None:
+    """A page far off the mean of its segment keeps what is farthest from that, not from its own."""
+    x = torch.randn(4, 1, 64, 3, generator=torch.Generator().manual_seed(0))
+    x[2] += 100
+    x[2, 0, 7], x[2, 0, 9] = 90.0, 107.0
+    sparse = Sparse(1, 0, 0)
+    alone, shared = (choose_outliers(x, column_means(x, one), sparse)[2] for one in (False, True))
+    assert (alone == 7).all()
+    assert (shared == 9).all()

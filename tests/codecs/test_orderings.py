@@ -80,15 +80,18 @@ def test_gear_is_better_than_gear_l_and_that_than_its_backbone(bits: int) -> Non
 def test_ott_beats_kivi_on_sink_heads_once_it_keeps_the_sinks(kept: int, seed: int) -> None:
     kivi, ott = errors(
         made("sinks", seed, SINK, kept),
-        "ott:outliers=0,aux=0,residual=0",  # KIVI's quantisers with OTT's groups
-        f"ott:outliers={kept},aux=0,residual=0",
+        "ott:group=128,outliers=0,aux=0,residual=0",  # KIVI's quantisers with OTT's groups
+        f"ott:group=128,outliers={kept},aux=0,residual=0",
     )
     assert (ott.output or 0) < (0.6 if kept == 8 else 1.0) * (kivi.output or 0)
 
 
 def test_ott_gains_little_while_it_keeps_fewer_tokens_than_there_are_sinks() -> None:
     """Its table has the jump from 0 to 1 outlier on a model with one sink; here are eight."""
-    specs = ("ott:outliers=0,aux=0,residual=0", "ott:outliers=1,aux=0,residual=0")
+    specs = (
+        "ott:group=128,outliers=0,aux=0,residual=0",
+        "ott:group=128,outliers=1,aux=0,residual=0",
+    )
     kivi, few = errors(made("sinks", 0, SINK, 8), *specs)
     assert 0.9 * (kivi.output or 0) < (few.output or 0) < (kivi.output or 0)
 
@@ -135,7 +138,7 @@ def of_14b() -> dict[str, Errors]:
             "kivi:bits=2,group=64,residual=0",
         ),
         ("gear:bits=4,backbone=kcvt", "gear-l:bits=4,backbone=kcvt", "kcvt:bits=4"),
-        ("ott:outliers=1,aux=0,residual=0", "ott:outliers=0,aux=0,residual=0"),
+        ("ott:group=128,outliers=1,aux=0,residual=0", "ott:group=128,outliers=0,aux=0,residual=0"),
     ],
     ids=["gear-2", "gear-4", "ott"],
 )

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
+from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, UnknownNameError
 
 SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
@@ -60,3 +63,19 @@ def test_a_plan_that_cannot_be_says_why(spec: str, message: str) -> None:
 def test_a_codec_nobody_knows_is_named() -> None:
     with pytest.raises(UnknownNameError, match="unknown codec 'kiwi'"):
         parse_plan("0-:kiwi", SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "codec"),
+    [(64, "banded:bits=3"), (128, "banded:bits=3"), (192, "kivi:bits=4,group=64,residual=64")],
+)
+def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim: int, codec: str) -> None:
+    shape = replace(SHAPE, head_dim=head_dim)
+    assert parse_plan(DEFAULT_CODEC, shape).spec == codec
+    with pytest.raises(ConfigError, match="80"):
+        parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=80))
+
+
+def test_another_choice_hides_no_mistake_in_the_first() -> None:
+    with pytest.raises(ConfigError, match="bits is 7"):
+        parse_plan("banded:bits=7|kivi", SHAPE)

@@ -33,7 +33,7 @@ def test_every_state_can_end_and_the_end_is_final():
 def test_sizes_of_a_prompt_are_those_of_its_plan():
     shape = KVShape(num_layers=3, heads=2, head_dim=64, dtype="float32", windows=(None,) * 3)
     plan = parse_plan("0:raw;1-:kivi:bits=4,group=32,residual=32", shape)
-    stats = handoff_stats(plan, tokens=200, encode_ms=1.5)
+    stats = handoff_stats(plan, tokens=200, cached_tokens=16, encode_ms=1.5)
     assert stats.fp16_bytes == 2 * stats.fp8_bytes == 200 * 3 * 2 * 2 * 64 * 2
     assert stats.resident_bytes == plan.nbytes(200)
     assert (stats.codec, stats.tokens, stats.encode_ms) == (plan.spec, 200, 1.5)

@@ -21,7 +21,7 @@ def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny, row):
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o"])
+@pytest.mark.parametrize("codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o", "banded"])
 def test_greedy_tokens_are_those_that_an_engine_says(codec, runner, row):
     (expected,) = serve(make_engine(runner), [row[:PROMPT]], codec, 16, ignore_eos=True)
     kv = PagedKV(runner, codec, prefill(runner, row[:PROMPT]))
@@ -54,6 +54,7 @@ def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runne
     prompt = prefill(runner, row[:PROMPT])
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
     for layer, kv in enumerate(prompt):
-        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, kv.q)
-        expected = cache.attend(kv.q[:, -1])
+        q = kv.queries.last
+        cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, q)
+        expected = cache.attend(q[:, -1])
         assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)

@@ -8,10 +8,10 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
-from disagg.eval.summary import exact_perplexity, paired, summarize
+from disagg.eval.summary import costs, exact_perplexity, paired, summarize
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
-SHAPE = {"rows": 2, "prompt": 200, "score": 60}
+SHAPE = {"rows": 2, "prompt": 200, "score": 60, "free": 5}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def test_exact_kv_differs_from_itself_in_nothing(rows):
     for row in rows[:: len(SPECS)]:
         assert row["codec"] == EXACT
         assert row["delta"] == row["kl"] == 0
+        assert row["same"] == SHAPE["free"]
         assert row["top1"] == row["tokens"] == SHAPE["score"] - 1
         assert not any(row["errors"])
 
@@ -45,6 +46,17 @@ def test_rows_of_all_codecs_are_paired_with_the_same_exact_row(rows):
     for first in range(0, len(rows), len(SPECS)):
         assert len({row["nll"] for row in rows[first : first + len(SPECS)]}) == 1
     assert exact_perplexity(rows) == exact_perplexity(rows[:: len(SPECS)])
+
+
+def test_rows_are_known_by_all_options_of_their_codec(judge, rows):
+    lines = summarize(rows, judge.sizes)
+    spec = "kivi:bits=2,group=64,residual=64"
+    assert [line["codec"] for line in lines] == list(SPECS)
+    assert costs(lines)[spec] == {
+        name: lines[2][name] for name in ("bits", "ppl_pct", "ppl_se_pct", "kl")
+    }
+    other = [row | {"spec": "kivi:bits=2,group=32,residual=64"} for row in rows]
+    assert len(judge.cases(other)) == len(rows)
 
 
 def test_cases_that_are_known_are_not_measured_again(judge, rows):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disagg.kernels import ops
-from disagg.kernels.cpu import attend, library
+from disagg.kernels.cpu import attend, library, step
 from disagg.kernels.cpu.append import append
 from disagg.kernels.cpu.attend import is_served
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
@@ -88,7 +88,9 @@ def test_the_library_is_built_wherever_there_is_a_compiler():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("lengths", "run"), [((390, 70, 0), 3), ((130, 63), 1)])
 def test_pages_are_attended_as_the_spec_says(name, lengths, run, path):
-    check(known(name, lengths, run))
+    case = known(name, lengths, run)
+    check(case)
+    check(replace(case, q=case.q[:, :, :2].contiguous()))  # one query head for each KV head
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -148,12 +150,15 @@ def test_what_no_query_sees_may_be_no_number(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "raw"]
+    "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"]
 )
-def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, path):
+@pytest.mark.parametrize("width", [1, 3])
+def test_an_answer_depends_to_the_bit_on_nothing_but_its_query(name, width, path):
     """Not on the batch, the threads, or the queries that come together."""
-    case = known(name, (700, 90, 333), 3) if name != "raw" else None
-    case = case or make_case(raw_format("bfloat16", 64), [700, 90, 333], 2, 3)
+    case = known(name, (700, 90, 333), 3) if name in FORMATS else None
+    fmt = banded_format(2, 128) if name == "banded" else raw_format("bfloat16", 64)
+    case = case or make_case(fmt, [700, 90, 333], 2, 3)
+    case = replace(case, q=case.q[:, :, : 2 * width])
     hi = case.view.hi - torch.tensor([[8, 300, 0, 5, 80]])  # queries that see less, and windows
     lo = torch.tensor([[0, 0, 10, 65, 1]]).expand(3, 5).int().contiguous()
     q = torch.randn(3, 5, *case.q.shape[2:], generator=torch.Generator().manual_seed(5))
@@ -352,3 +357,44 @@ def test_threads_and_children_of_a_process_attend_alike():
         assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(dtype, path, monkeypatch):
+    """As by an append and an attention, in any layer page; what no number holds saturates."""
+    raw, heads = raw_format(dtype, 64), 2
+    kind, rank = getattr(torch, dtype), 1
+    fmt = quant_format(4, 64, 32, 32)
+    sealed = make_case(fmt, [130, 64], heads, 3).view
+    tail = make_case(raw, [40, 7], heads, 3).view
+    pages, slots = torch.stack([tail.pages[0, 2], tail.pages[1, 0]]), torch.tensor([8, 7]).int()
+    arena, shift = torch.cat([sealed.arena, tail.arena]), sealed.arena.numel() // 128
+    tail = replace(tail, arena=arena, pages=tail.pages + shift, hi=tail.hi + 1)
+    sealed, pages = replace(sealed, arena=arena), pages + shift
+    q = torch.randn(6, 2, 64).to(kind)
+    k, v = (torch.randn(heads, 2, 64).to(kind) for _ in "kv")
+    v[0, 0, :2], largest = torch.tensor([torch.inf, -torch.inf]), torch.finfo(kind).max
+    rows, views = NewRows(pages, slots, raw, BASE), [sealed, tail]
+    queries = q.transpose(0, 1).float().unsqueeze(1)
+    first = [replace(x, base=BASE - rank * heads * x.fmt.block_bytes) for x in (sealed, tail, rows)]
+    ready = ops.prepare(arena, first[2], first[:2], queries, 0.2)
+    calls = []
+    call = step.call
+    monkeypatch.setattr(step, "call", lambda *job: (calls.append(job[0]), call(*job)))
+    before = arena.clone()
+    found, written = ready.run(rank, q, k, v, False), arena.clone()
+    assert calls == ["disagg_step"]
+    assert found.dtype is kind
+    arena.copy_(before)
+    append(arena, *(x.clamp(-largest, largest).transpose(0, 1) for x in (k, v)), rows)
+    assert torch.equal(arena, written)
+    assert torch.equal(found, attend.attend(queries, views, 0.2)[0][:, 0].to(kind))
+    assert torch.equal(ready.run(rank, q, k.zero_(), v.zero_(), True), found)
+    assert torch.equal(arena, written)
+
+
+def test_a_step_that_other_code_has_to_serve_is_not_prepared():
+    raw = raw_format("float32", 64)
+    view = make_case(make_format(v_by="row"), [70, 9], 2, 3).view
+    rows = NewRows(view.pages[:, 0].clone(), torch.zeros(2).int(), raw, BASE)
+    assert ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64), 0.2) is None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from disagg.config import Config, RouterConfig
 from disagg.model.runner import Runner
@@ -89,11 +89,15 @@ class House:
 
 
 @asynccontextmanager
-async def house(config: Config | None = None, **router: float) -> AsyncIterator[House]:
-    """Nobody home yet; everybody leaves at the end."""
-    found = House(config or Config(), Router(RouterConfig(**router)))  # type: ignore[arg-type]
+async def house(
+    config: Config | None = None, min_tokens: int | None = 0, limit_s: float = 90, **router: float
+) -> AsyncIterator[House]:
+    """Nobody home yet; everybody leaves at the end. Short prompts are handed off too."""
+    config = config or Config()
+    transfer = replace(config.transfer, min_disagg_tokens=min_tokens)
+    found = House(replace(config, transfer=transfer), Router(RouterConfig(**router)))  # type: ignore[arg-type]
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(limit_s):
             yield found
     finally:
         await found.router.close()

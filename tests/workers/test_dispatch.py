@@ -25,7 +25,9 @@ ROOM = Load(1 << 30, 10)
 
 
 def job(rid: str = "r", tokens: int = 3, length: int = 4) -> Job:
-    return Job(rid, 0, (1,) * tokens, sampling={"max_tokens": length}, deadline_s=100.0)
+    """Its prompt begins as no other does."""
+    prompt = (sum(rid.encode()),) * tokens
+    return Job(rid, 0, prompt, sampling={"max_tokens": length}, deadline_s=100.0)
 
 
 def at(job: Job, attempt: int, *emitted: int, left_s: float = 100.0) -> Job:
@@ -247,7 +249,7 @@ def test_the_least_loaded_workers_are_chosen() -> None:
 
 def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
-    for rid, tokens in (("long", 500), ("a", 50), ("b", 60), ("c", 70), ("d", 20)):
+    for rid, tokens in (("long", 5000), ("a", 500), ("b", 600), ("c", 700), ("d", 200)):
         dispatch.submit(job(rid, tokens), 0.0)
     waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
     assert waiting == ["c"]  # a and b are before it; d is before all, long was alone
@@ -257,6 +259,104 @@ def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> No
     dispatch.granted("a", 1, GRANT)
     dispatch.token("p", "a", 1, 0, 7, 0.1)
     assert dispatch.entries["c"].phase is Phase.RESERVE
+
+
+def test_short_prompts_start_as_many_at_once_as_fill_a_step() -> None:
+    dispatch = house("p", "d")
+    for number in range(12):
+        dispatch.submit(job(f"{number}", 64), 0.0)
+    phases = [entry.phase for entry in dispatch.entries.values()]
+    assert phases == [Phase.RESERVE] * 8 + [Phase.QUEUED] * 4
+
+
+def question(rid: str, number: int, shared: int = 640, own: int = 64) -> Job:
+    """A prompt of a beginning that others have too, and of an end of its own."""
+    prompt = (1,) * shared + (100 + number,) * own
+    return Job(rid, 0, prompt, sampling={"max_tokens": 4}, deadline_s=100.0)
+
+
+def computed(dispatch: Rules, rid: str) -> None:
+    """The prompt is done, and its answer too."""
+    entry = dispatch.entries[rid]
+    assert entry.prefill
+    assert entry.decode
+    dispatch.granted(rid, entry.job.attempt, GRANT)
+    dispatch.token(entry.prefill, rid, entry.job.attempt, 0, 7, 0.1)
+    dispatch.finished(entry.decode, rid, entry.job.attempt, 1, "stop", 0.2)
+
+
+def test_a_prompt_goes_where_its_beginning_is_known() -> None:
+    dispatch = house("p", "p2", "d", "d2")
+    for number in range(6):
+        dispatch.submit(question(f"{number}", number), 0.0)
+        assert pairs(dispatch, f"{number}") == [("p", "d")]
+        computed(dispatch, f"{number}")
+    whys = ("prefill", "decode")
+    assert [dispatch.routed[why, "nobody_knows_it"] for why in whys] == [1, 1]
+    assert [dispatch.routed[why, "knows_most"] for why in whys] == [5, 5]
+
+
+def test_a_known_beginning_counts_as_the_tokens_that_it_saves() -> None:
+    dispatch = house("p", "p2", "d")
+    dispatch.submit(question("first", 0), 0.0)
+    computed(dispatch, "first")
+    dispatch.submit(question("second", 1), 0.0)  # 64 tokens are left for p
+    dispatch.submit(question("third", 2), 0.0)  # 64 more, or 704 at p2
+    dispatch.submit(question("other", 3, shared=0, own=600), 0.0)
+    assert pairs(dispatch, "second", "third", "other") == [("p", "d"), ("p", "d"), ("p2", "d")]
+    dispatch.submit(question("last", 4, own=1), 0.0)
+    assert pairs(dispatch, "last") == [("p", "d")]
+    computed(dispatch, "other")
+    dispatch.submit(job("long", 5000), 0.0)
+    assert pairs(dispatch, "long") == [("p2", "d")]
+    for name in ("second", "third", "last"):
+        computed(dispatch, name)
+    dispatch.submit(question("more work", 5, shared=0, own=900), 0.0)
+    assert pairs(dispatch, "more work") == [("p", "d")]
+    computed(dispatch, "long")
+    dispatch.submit(question("fourth", 6), 0.0)  # behind 900 tokens it would not pay
+    assert pairs(dispatch, "fourth") == [("p2", "d")]
+    assert dispatch.routed["prefill", "has_less_to_do"] == 1
+
+
+def test_pages_of_a_prompt_are_worth_some_sequences_and_no_more() -> None:
+    dispatch = house("p", "d", "d2")
+    for number in range(6):
+        dispatch.submit(question(f"{number}", number, shared=6400), 0.0)
+        dispatch.granted(f"{number}", 1, GRANT)
+        dispatch.token("p", f"{number}", 1, 0, 7, 0.1)
+    assert [where for _, where in pairs(dispatch, *map(str, range(6)))] == ["d"] * 4 + ["d2"] * 2
+    assert dispatch.routed["decode", "has_less_to_do"] == 1
+
+
+def test_what_a_worker_knew_dies_with_it() -> None:
+    dispatch = house("p", "d")
+    dispatch.submit(question("first", 0), 0.0)
+    computed(dispatch, "first")
+    dispatch.worker_down("p", 1.0)
+    join(dispatch, "p", 1.0)
+    dispatch.submit(question("second", 1), 1.0)
+    assert dispatch.routed["prefill", "nobody_knows_it"] == 2
+
+
+def test_short_prompts_stay_whole_where_they_decode() -> None:
+    dispatch = house("p")
+    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=100), 0.0)
+    short, long = job("short", 99), job("long", 100)
+    assert dispatch.submit(short, 0.0) == [Start("d", at(short, 1), Work.LOCAL)]
+    assert dispatch.submit(long, 0.0) == [Reserve("d", at(long, 1))]
+    single = job("single", 99, length=1)
+    assert dispatch.submit(single, 0.0) == [Start("d", at(single, 1), Work.LOCAL)]
+
+
+def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
+    dispatch = house("p", "d2")
+    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
+    for number in range(4):
+        dispatch.submit(job(f"{number}", 299), 0.0)
+    assert dispatch.entries["3"].phase is Phase.QUEUED
+    dispatch.submit(job("long", 2000), 0.0)
+    assert dispatch.entries["long"].phase is Phase.RESERVE
 
 
 def test_waiting_makes_up_for_work() -> None:

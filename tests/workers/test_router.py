@@ -13,6 +13,7 @@ from disagg.errors import (
     DisaggError,
     ModelError,
     PeerLostError,
+    QueueFullError,
     RequestError,
 )
 from disagg.transfer.messages import Job, Role, Work
@@ -362,3 +363,19 @@ def test_status_tells_who_answers_and_who_does_not() -> None:
         assert status["p"].gauges == {"jobs": 0}
 
     play(scene, silence_s=30.0)
+
+
+def test_no_more_requests_wait_than_may():
+    async def scene(router: Router, network: Network) -> None:
+        waiting = [asyncio.ensure_future(anext(ask(router))) for _ in range(2)]  # for workers
+        await until(lambda: router.waiting == 2)
+        with pytest.raises(QueueFullError, match="2 requests wait, 2 may"):
+            await anext(ask(router))
+        waiting[0].cancel()
+        await until(lambda: router.waiting == 1)
+        waiting.append(asyncio.ensure_future(anext(ask(router))))
+        await until(lambda: router.waiting == 2)
+        for task in waiting:
+            task.cancel()
+
+    play(scene, max_queue=2)

@@ -10,7 +10,7 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.page import ARENA_UNIT
+from disagg.page import ARENA_UNIT, RAW_TOKENS
 from disagg.transfer.records import Checklist, units_of
 from disagg.workers.worker import Worker
 from tests.workers.pairs import GREEDY, Prompt, house
@@ -130,5 +130,27 @@ def test_sharing_can_be_turned_off(runners: list[Runner], story: Prompt) -> None
                 _, last = await home.complete(story, KIVI)
                 assert last.kv["cached_bytes"] == 0
             assert (await home.gauges())["d"]["cached_pages"] == 0
+
+    asyncio.run(scene())
+
+
+def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            _, one = await home.complete(story, KIVI)
+            _, two = await home.complete(story, KIVI)
+            known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
+            assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
+            status = await home.router.status()
+            prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
+            assert prefill["computed_tokens"] == 2 * len(story) - known
+            assert prefill["cached_tokens"] == known
+            shared = decode["shared_tokens"]
+            assert 0 < shared < len(story)
+            assert decode["received_tokens"] == 2 * len(story) - shared
+            await home.empty()
 
     asyncio.run(scene())

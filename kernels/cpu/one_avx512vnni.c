@@ -1,0 +1,2 @@
+#define TILE 1
+#include "path_avx512vnni.c"

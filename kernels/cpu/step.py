@@ -1,0 +1,55 @@
+"""A decode step on a CPU: what all layers of a group have in common is filled in once.
+
+A layer is one call of the C library then, which says where its tensors are: it copies the new
+tokens to their raw pages and attends. Knows no codec; pages that are sealed are somebody else's.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.attend import fill
+from disagg.kernels.cpu.library import AppendC, AttentionC, StepC, address, call, format_of
+from disagg.kernels.sealing import NewRows
+from disagg.kernels.view import View
+
+
+class LayerCalls:
+    """A step of N sequences that append a token each.
+
+    rows, views: those of the group's first layer page; the library serves all of them
+    """
+
+    def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View], scale: float) -> None:
+        self._dtype = getattr(torch, rows.fmt.dtype)
+        self._rows, heads, dim = rows.pages.shape[0], views[0].heads, rows.fmt.head_dim
+        self._tables, *self._held = *fill(views), arena, rows
+        fmt = ctypes.addressof(format_of(rows.fmt))
+        places = (address(rows.pages), address(rows.slots))
+        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, fmt, rows.base, 0)
+        sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0)
+        attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes, scale)
+        self._job = StepC(append, attention)
+
+    def run(self, rank: int, q: Tensor, k: Tensor, v: Tensor, written: bool) -> Tensor:
+        """Append and attend in the layer page of a rank: [N, Hq, D] of q's dtype.
+
+        q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
+        """
+        queries, k, v = (
+            x if x.dtype is dtype and x.stride(2) == 1 else x.to(dtype).contiguous()
+            for x, dtype in ((q, torch.float32), (k, self._dtype), (v, self._dtype))
+        )
+        o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=torch.float32)
+        append, attention = self._job.append, self._job.attention
+        append.rows = 0 if written else self._rows
+        append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
+        append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
+        attention.q, attention.o = queries.data_ptr(), o.data_ptr()
+        attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)
+        attention.width = q.shape[0] // k.shape[0]
+        append.layer = attention.layer = rank
+        call("disagg_step", self._job)
+        return o.to(q.dtype)
