@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from disagg.cli import options
+from disagg.cli import bench_serve, options
 from disagg.cli.output import print_json
 from disagg.errors import ConfigError
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.command()(bench_serve.serve)
 
 Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")]
