@@ -5,6 +5,7 @@ HTTP and server-sent events with the standard library alone.
 
 import json
 import os
+import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from disagg.errors import CancelledError, ConfigError, PeerLostError, error_from
+from disagg.errors import CancelledError, ConfigError, PeerLostError, TransferError, error_from
 
 CONNECT_S = 5.0
+RESUME_S, RETRY_S = 60.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,48 @@ def complete(
     return answer
 
 
+def persist(
+    service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
+) -> Answer:
+    """`complete`, once more where the service is lost in the middle and comes back.
+
+    The same seed makes the same answer, which is shown from where it broke off. TransferError if it
+    comes out otherwise, PeerLostError if nobody answers for RESUME_S.
+    """
+    body, shown = {"seed": secrets.randbits(31), **body}, ""
+    while True:
+        said = ""
+
+        def tell(piece: str) -> None:
+            nonlocal said, shown
+            said += piece
+            if not (said.startswith(shown) or shown.startswith(said)):
+                raise TransferError("the answer broke off, and comes out otherwise now")
+            if new := said[len(shown) :]:
+                shown = said
+                show(new)
+
+        try:
+            return complete(service.url, body, tell, service.token, service.certificate)
+        except PeerLostError:
+            if not shown or not _comes_back(service):
+                raise
+
+
+def _comes_back(service: RunningService) -> bool:
+    """Whether a service is gone, and there again soon."""
+    gone, until = False, time.monotonic() + RESUME_S
+    while time.monotonic() < until:
+        try:
+            get(service.url, "/health", certificate=service.certificate)
+        except PeerLostError:
+            gone = True
+            time.sleep(RETRY_S)
+        else:
+            return gone
+    return False
+
+
 def _show(text: str, show: Callable[[str], None]) -> None:
     try:
         show(text)
@@ -162,9 +206,15 @@ def get(url: str, path: str, token: str = "", certificate: str | None = None) ->
     return _ask(url, "GET", path, None, token, certificate)
 
 
-def post(url: str, path: str, token: str, certificate: str | None = None) -> dict[str, Any]:
+def post(
+    url: str,
+    path: str,
+    token: str,
+    certificate: str | None = None,
+    body: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(url, "POST", path, {}, token, certificate)
+    return _ask(url, "POST", path, body or {}, token, certificate)
 
 
 def _ask(

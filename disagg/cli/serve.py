@@ -1,4 +1,4 @@
-"""`disagg serve`, `disagg status`, `disagg stop`: a service that stays, and how it is.
+"""`disagg serve`, `disagg stop`: a service that stays, and its end.
 
 Also the service that `disagg submit` starts for one prompt, and what is checked before anything
 heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
@@ -20,7 +20,7 @@ import typer
 
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
-from disagg.cli.output import print_json, print_table, stages
+from disagg.cli.output import print_json, stages
 from disagg.config import DEFAULT_CODEC, Config
 from disagg.errors import CancelledError, DeadlineError, PeerLostError
 
@@ -43,7 +43,6 @@ MinTokens = Annotated[
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
-Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
 DEFAULT_GROUP = 64  # channels: the default serves any multiple
@@ -80,23 +79,6 @@ def serve(
         options.print_config(settled, as_json)
     else:
         run_service(settled, as_json)
-
-
-def status(
-    url: Url = None, state_file: options.StateFile = None, as_json: options.Json = False
-) -> None:
-    """Say what the running service is and what its workers hold."""
-    if url is None:
-        state = running(state_file)
-        found = client.get(state.url, "/status", state.token, state.certificate)
-    else:
-        found = client.get(url, "/status")
-    if as_json:
-        print_json(found)
-        return
-    rows = [_worker_row(worker) for worker in found["workers"]]
-    title = f"{found['model']} · {found['codec']} · {found['requests']} requests"
-    print_table(title, ["worker", "role", "address", "holds"], rows)
 
 
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
@@ -235,11 +217,3 @@ def _open_to_all(config: Config) -> list[str]:
     except ValueError:
         here = host == "localhost"
     return [] if here else [f"warning: whoever reaches {host} may use this service, without a key"]
-
-
-def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:
-    stays = ("arena_bytes", "cached_bytes", "cached_pages")
-    gauges = {k: v for k, v in worker.get("gauges", {}).items() if v and k not in stays}
-    holds = ", ".join(f"{name} {value:.0f}" for name, value in sorted(gauges.items()))
-    told = worker.get("error") or holds or "nothing"
-    return worker["name"], worker["role"], worker["address"], told

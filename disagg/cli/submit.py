@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import RunningService, complete
+from disagg.cli.client import RunningService, persist
 from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service, ready
 from disagg.errors import CancelledError, RequestError
@@ -63,8 +63,7 @@ def submit(
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
     there = RunningService(url, 0, api_key or "") if url else None
     with somewhere(there, config, sets, flags, body) as found, cancelled_by_ctrl_c():
-        shown = (lambda piece: None) if as_json else show
-        answer = complete(found.url, body, shown, found.token, found.certificate)
+        answer = persist(found, body, (lambda piece: None) if as_json else show)
     if as_json:
         print_json(asdict(answer))
     else:

@@ -203,7 +203,7 @@ class Completions:
                 said = {"epoch": answer.epoch, "gauges": dict(answer.gauges), **answer.info}
                 workers.append(worker | said)
         served = {"model": self.served.name, "codec": self.served.codec}
-        return served | {"requests": self.router.running, "workers": workers}
+        return served | self.router.summary() | {"workers": workers}
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -21,17 +22,8 @@ from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
-from disagg.workers.dispatch import (
-    Acknowledge,
-    Action,
-    Deliver,
-    Dispatch,
-    Forget,
-    Phase,
-    Reserve,
-    Start,
-    Started,
-)
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.dispatch import Dispatch, Phase, Started
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -114,6 +106,7 @@ class Router:
         self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
 
     # -- for clients
@@ -177,6 +170,13 @@ class Router:
             watch.task.cancel()
             del self.peers[name]
             self._act(self.dispatch.worker_down(name, self._clock()))
+
+    def summary(self) -> dict[str, int]:
+        """Requests, those that wait for a worker, what became of others, and bytes handed over."""
+        entries, rules = self.dispatch.entries.values(), self.dispatch
+        queued = sum(entry.phase is Phase.QUEUED for entry in entries)
+        told = {"requests": len(entries), "queued": queued}
+        return told | {"moved": rules.moves, "retried": rules.retries} | dict(self._bytes)
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
@@ -247,6 +247,9 @@ class Router:
         if not watch.up:
             watch.up = True
             self._act(self.dispatch.worker_up(self.peers[name].started, now))
+        peer = self.peers[name]
+        if (role := step.load.role) not in (None, peer.started.role):
+            self.peers[name] = replace(peer, started=replace(peer.started, role=role))
         unheard, watch.unheard = watch.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
@@ -254,6 +257,7 @@ class Router:
             if client is not None:
                 client.logprobs = event.logprobs
                 if event.stats is not None:
+                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                     client.kv = event.stats
                     client.receipt.set()
             self._act(self.dispatch.hear(name, event, now))
@@ -332,11 +336,12 @@ class Router:
         self._calls[worker, job.rid] = self._spawn(run())
 
     async def _reserve(self, peer: Peer, job: Job) -> None:
-        grant = await peer.client.reserve(job, peer.started.epoch)
+        grant = await peer.client.reserve(job, peer.started.epoch, self.id)
         self._act(self.dispatch.granted(job.rid, job.attempt, grant))
 
     def _submit(self, start: Start) -> Submit:
-        submit = Submit(start.job, start.work, self.peers[start.worker].started.epoch)
+        epoch = self.peers[start.worker].started.epoch
+        submit = Submit(start.job, start.work, epoch, router=self.id)
         if start.decode is None or start.grant is None:
             return submit
         address, grant = self.peers[start.decode].started.address, start.grant

@@ -117,6 +117,9 @@ class FakeRouter:
         finally:
             self.running -= 1
 
+    def summary(self) -> dict[str, int]:
+        return {"requests": self.running, "queued": 0}
+
     async def status(self) -> dict[str, Any]:
         return self.says
 

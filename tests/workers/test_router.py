@@ -16,8 +16,7 @@ from disagg.errors import (
     QueueFullError,
     RequestError,
 )
-from disagg.transfer.messages import Job, Work
-from disagg.workers.dispatch import Role
+from disagg.transfer.messages import Job, Role, Work
 from disagg.workers.router import TICK_S, Output, Router
 from tests.workers.fakes import STATS, FakeWorker, Network, answer, until
 
