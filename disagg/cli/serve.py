@@ -188,7 +188,7 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     info = describe_model(config.model.name, config.model.dtype)
     tokenizer = Tokenizer.load(config.model.name)
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-    check_text(len(text), info.context_length, tokenizer.longest_token)
+    check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
     check_codec(config.codec, info)
 

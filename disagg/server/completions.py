@@ -101,16 +101,17 @@ class Completions:
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
         """
         try:
-            request = await self.read(form, body)
+            request, field = await self.read(form, body), "prompt"
             if isinstance(request, ChatRequest):
+                field = "messages"
                 prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
             else:
                 assert isinstance(request, CompletionRequest)
                 prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
             limits.check_choices(len(prompts) * request.n)
             for prompt in prompts:
-                limits.check_prompt(len(prompt.tokens), self.served.context_length)
-                limits.check_ids(prompt.tokens, self.served.vocab_size, "prompt")
+                limits.check_prompt(len(prompt.tokens), self.served.context_length, field)
+                limits.check_ids(prompt.tokens, self.served.vocab_size, field)
                 limits.check_scores(len(prompt.tokens), request.sampling(1))
             limits.check_ids(request.stop_token_ids, self.served.vocab_size, "stop_token_ids")
             limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
@@ -141,6 +142,8 @@ class Completions:
                     if output.token is not None:
                         first = len(times) == 2
                         self.counts.computed(len(prompt.tokens) if first else 0, 1)
+                        if first:
+                            self.counts.queued(output.waited_s)
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
@@ -165,10 +168,13 @@ class Completions:
         limits.check_ids(tokens, self.served.vocab_size, "tokens")
         return await asyncio.to_thread(self._tokenizer.decode, tokens, True)
 
-    async def tokens_of(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text. special: with the special tokens that the model wants around it."""
+    async def tokens_of(self, text: str, special: bool, field: str = "prompt") -> list[int]:
+        """Token ids of the text of a field.
+
+        special: with the special tokens that the model wants around it
+        """
         served, encode = self.served, self._tokenizer.encode
-        limits.check_text(len(text), served.context_length, served.longest_token)
+        limits.check_text(len(text), served.context_length, served.longest_token, field)
         async with self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext():
             return await asyncio.to_thread(encode, text, special) if text else []
 
@@ -181,7 +187,7 @@ class Completions:
             raise RequestError("messages: at least one is wanted", "messages")
         options = conversation.template_options
         text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
-        return await self.tokens_of(text, bool(conversation.add_special_tokens))
+        return await self.tokens_of(text, bool(conversation.add_special_tokens), "messages")
 
     async def status(self) -> dict[str, Any]:
         """What is served, and what every worker says of itself."""
@@ -201,7 +207,8 @@ class Completions:
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        return self.counts.scrape((await self.status())["workers"], self.router.waiting)
+        workers, router = (await self.status())["workers"], self.router
+        return self.counts.scrape(workers, router.waiting, router.dispatch.routed)
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""

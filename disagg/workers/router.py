@@ -37,12 +37,14 @@ class Output:
 
     kv:       figures of the hand-off, once known
     logprobs: of the token, where they are wanted; before them, with the first, those of the prompt
+    waited_s: until a worker began with what said the first token
     """
 
     token: int | None = None
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
     logprobs: Sequence[Any] = ()
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ class Peer:
 class Client:
     """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
 
-    logprobs: of the token that was heard of last
+    logprobs: of the token that was heard of last · asked, waited_s: when, and how long in the queue
     """
 
+    asked: float
+    waited_s: float = 0.0
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
@@ -119,7 +123,7 @@ class Router:
         if self.waiting >= (most := self.config.max_queue):
             raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        client = self._clients[rid] = Client()
+        client = self._clients[rid] = Client(self._clock())
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
@@ -296,13 +300,16 @@ class Router:
                     self._call(worker, job, self._reserve(self.peers[worker], job))
                 case Start(worker, job):
                     peer, submit = self.peers[worker], self._submit(action)
+                    if not job.emitted and (client := self._clients.get(job.rid)):
+                        client.waited_s = self._clock() - client.asked
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
                 case Deliver(rid, int() as token) if client := self._clients.get(rid):
-                    client.inbox.put_nowait(Output(token, None, client.kv, client.logprobs))
+                    told = client.kv, client.logprobs, client.waited_s
+                    client.inbox.put_nowait(Output(token, None, *told))
                 case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 

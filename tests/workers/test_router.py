@@ -81,6 +81,20 @@ def test_a_request_waits_for_workers_that_come_later() -> None:
     play(scene)
 
 
+def test_a_token_says_how_long_its_request_was_in_the_queue() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        asked = time.monotonic()
+        asking = asyncio.create_task(anext(ask(router)))
+        await until(lambda: router.waiting == 1)
+        seen = time.monotonic()
+        await until(lambda: time.monotonic() > seen)
+        waited_s = time.monotonic() - seen
+        join(router, *network.pair())
+        assert waited_s <= (await asking).waited_s <= time.monotonic() - asked
+
+    play(scene)
+
+
 def test_leaving_an_answer_aborts_both_sides() -> None:
     async def scene(router: Router, network: Network) -> None:
         prefill, decode = network.pair()
