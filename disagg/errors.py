@@ -3,6 +3,7 @@
 DisaggError
 ├── ConfigError                 an option, spec or file that cannot be used
 │   ├── UnknownNameError        a codec, option or key nobody knows; lists the known ones
+│   ├── AuthError               a key that is missing or wrong
 │   └── ModelError              a model that is missing or that we cannot serve
 ├── RequestError                a request that can never succeed as written
 │   ├── TooLargeError           a body of more bytes than are read
@@ -57,6 +58,11 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str]):
         super().__init__(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+
+
+class AuthError(ConfigError):
+    reason = "auth"
+    http_status = 401
 
 
 class ModelError(ConfigError):

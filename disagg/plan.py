@@ -63,7 +63,7 @@ class LayerGroup:
     residual: R, the least number of exact tokens in the tail
     sink:     first tokens that stay exact, a multiple of 16; 0 where there is a window
     lead:     first tokens of a prompt that all its pages depend on, besides those they hold
-    flush_page, flush_segment: of pages sealed while decoding; the first alone: all is in the page
+    flush_page: of pages sealed while decoding, with all that belongs to them; None: as prompts have
     kept, kept_limit: exact tokens that a seal, and that all of them, set aside in raw pages
     """
 
@@ -79,7 +79,6 @@ class LayerGroup:
     segment: Layout | None = None
     side: Layout | None = None
     flush_page: Layout | None = None
-    flush_segment: Layout | None = None
     kept: int = 0
     kept_limit: int = 0
     sink: int = 0
@@ -98,7 +97,7 @@ class LayerGroup:
     def layouts(self) -> Iterator[Layout]:
         """The layouts in use, pages first."""
         prompt = (self.page, self.raw, self.segment, self.side)
-        yield from (x for x in (*prompt, self.flush_page, self.flush_segment) if x is not None)
+        yield from (x for x in (*prompt, self.flush_page) if x is not None)
 
     def layout(self, kind: Kind) -> Layout:
         """The layout of a prompt's records of `kind`; LayoutError where the codec has none."""

@@ -250,16 +250,6 @@ class Pool:
         """The keys of what is kept, in the order of keeping."""
         return list(self._kept)
 
-    # -- bytes
-
-    def read(self, page: int, offset: int, nbytes: int) -> memoryview:
-        """The bytes of a page from `offset`; a view where the arena is on the host."""
-        return self.arena.read(page * ARENA_UNIT + offset, nbytes)
-
-    def write(self, page: int, offset: int, data: memoryview | bytes) -> None:
-        """Copy bytes into a page."""
-        self.arena.write([(page * ARENA_UNIT + offset, data)])
-
     # -- what is left
 
     @atomic

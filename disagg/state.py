@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from disagg.errors import DisaggError, LayoutError
+from disagg.errors import DisaggError
 from disagg.page import RAW_TOKENS, Kind, Layout
 from disagg.plan import LayerGroup, RecordShape
 
@@ -90,17 +90,3 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
     raws, split = ids.get(Kind.RAW, []), -(-inventory.tail_len // RAW_TOKENS)
     return GroupState(runs, raws[:split], side, raws[split:], 1 if pages else 0)
-
-
-def record_id(state: GroupState, kind: Kind, index: int) -> int:
-    """The page id of one record of a prompt; LayoutError where the state has no such record."""
-    if kind is Kind.PAGE:
-        found = state.page_ids()
-    elif kind is Kind.RAW:
-        found = state.tail + state.kept
-    else:
-        ids = {Kind.SEGMENT: [run.segment for run in state.runs]}.get(kind, [state.side])
-        found = [page for page in ids if page is not None]
-    if not 0 <= index < len(found):
-        raise LayoutError(f"no {kind} record {index}; the sequence has {len(found)}")
-    return found[index]

@@ -48,11 +48,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class LowRank:
-    """`a`: fp16 [tokens][rank] in the page; `b`: fp16 [head_dim][rank] in the segment."""
+    """`a`: fp16 [tokens][rank] in the page; `b`: fp16 [head_dim][rank] in the segment, or in the
+    page where it is not shared."""
 
     rank: int
     a: int
     b: int
+    shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Side:
     description, and one piece of code, serves both:
 
         x[r, c] = scale * (code[r, c] + zero)        codes, with one of three kinds of scale
-                + sum_i A B^T                        low rank: A in the page, B in the segment
+                + sum_i A B^T                        low rank: A in the page, B mostly not
                 + delta where index[c, slot] == r    sparse slots of a column
         a rotated side is that times T_S, a matrix of the segment, block by block of channels
 
@@ -193,6 +195,11 @@ class PageFormat:
         return self.k, *self.bands
 
     @property
+    def has_own_basis(self) -> bool:
+        """Whether a page has all that belongs to its low-rank product, as if it were a segment."""
+        return any(x is not None and not x.shared for x in (self.k.low_rank, self.v.low_rank))
+
+    @property
     def written_bytes(self) -> int:
         """Bytes of the planes of a block: where they are fewer than its own, planes leave gaps."""
         total = 0 if self.valid is None else self.tokens // 8
@@ -201,14 +208,15 @@ class PageFormat:
             if not side.scale.shared:
                 scales = side.scale_shape[0] * side.scale_shape[1]
                 total += scales * (16 if side.floating else 2 if side.scale.zero is None else 4)
-            total += 2 * self.tokens * side.low_rank.rank if side.low_rank else 0
+            if low := side.low_rank:
+                total += 2 * low.rank * (self.tokens + (0 if low.shared else self.head_dim))
             total += 3 * side.columns * side.sparse.slots if side.sparse else 0
         return total
 
     @property
     def is_encodable(self) -> bool:
         """Whether kernels seal such pages; the reference seals any."""
-        if self.turn or (self.k.scale.shared and self.k.sparse):
+        if self.k.scale.shared and self.k.sparse:
             return False
         k, v = self.k.low_rank, self.v.low_rank
         if (k or v or self.valid is not None) and self.tokens & (self.tokens - 1):
@@ -219,10 +227,11 @@ class PageFormat:
 
     @property
     def is_sealable(self) -> bool:
-        """Whether an append can seal such a page: by itself, in one tile of registers."""
+        """Whether an append can seal such a page: in one tile of registers, from no more than its
+        own tokens and an order of channels."""
         whole = self.valid is None and self.written_bytes == self.block_bytes
-        turned = self.turn or self.k.rotation or self.v.rotation
-        return whole and not turned and self.is_encodable
+        alone = not self.segment_bytes or self.turn is not None
+        return whole and alone and self.is_encodable
 
 
 @dataclass(frozen=True)

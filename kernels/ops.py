@@ -26,17 +26,16 @@ from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
 from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
-from disagg.kernels.view import Partial, View
+from disagg.kernels.view import Partial, Units, View
 
 
-def attend(
-    q: Tensor, views: Sequence[View], scale: float, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The answer of all views, over disjoint tokens: [B, M, Hq, D].
+def attend(q: Tensor, views: Sequence[View], scale: float, units: Units | None = None) -> Tensor:
+    """The answer of all views, over disjoint tokens: [B, M, Hq, D] of the dtype of q.
 
-    q:     [B, M, Hq, D] fp32, or fp64 on a CPU - query head i reads KV head i // (Hq / heads)
-    scale: multiplies q.k
-    dtype: of the answer; that of q unless given. A query that sees nothing gets 0
+    q:     [B, M, Hq, D] of any float dtype - query head i reads KV head i // (Hq / heads); what has
+           fewer bits than fp32 is computed in that, and fp64 only on a CPU
+    scale: multiplies q.k. A query that sees nothing gets 0
+    units: how a GPU attends to these views; None: it finds out, and asks the host for lengths
     error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
            and on a GPU, where q and p are rounded to 16 bits; against attention on what `decode`
            gives
@@ -45,9 +44,12 @@ def attend(
         raise ValueError("no views; at least one is wanted")
     for view in views:
         _check_view(q, view)
-    dtype = dtype or q.dtype
-    if on_gpu(q):
-        return _gpu("reduce").merge([_attend_on_gpu(q, view, scale) for view in views], dtype)
+    dtype = q.dtype
+    if on_gpu(q) and all(serves_gpu(view.fmt) for view in views):
+        found = _gpu("attend").attend(q, views, scale, units)
+        answer: Tensor = _gpu("reduce").merge(found, dtype)[0]
+        return answer
+    q = q if q.dtype == torch.float64 else q.float()
     served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
     rest = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
     partials = [_attend_by_reference(q, view, scale) for view in rest]
@@ -76,8 +78,12 @@ def prepare(
 def bits_read(q: Tensor, view: View, scale: float) -> Bits:
     """How many bits of K and V every query head reads of bit planes, on the mean."""
     _check_view(q, view)
-    run = _gpu("aligned").attend if on_gpu(q) else aligned.attend
-    return run(q, view, scale)[1]
+    if not on_gpu(q):
+        return aligned.attend(q, view, scale)[1]
+    units = _gpu("plan").units_of([view], q.device)
+    o = q.new_empty(units.table.shape[0], q.shape[1] * q.shape[2], q.shape[3], dtype=torch.float32)
+    found: Bits = _gpu("aligned").attend(q, view, scale, 0, units, o, torch.empty_like(o[..., 0]))
+    return found
 
 
 def serves_gpu(fmt: Format) -> bool:
@@ -136,7 +142,7 @@ def append(
     arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
 ) -> None:
     """Write one token per row, k and v [N, H, D], into raw pages, and the pages that they complete;
-    one launch on a GPU. See reference/encode.py."""
+    one launch on a GPU. What the raw dtype cannot hold saturates. See reference/encode.py."""
     _check_rows(arena, rows, k.shape[0])
     if sealing is not None:
         fmt, tables = sealing.fmt, sealing.rows
@@ -145,15 +151,23 @@ def append(
         _check_ids(tables.tails, (k.shape[0], fmt.tokens // rows.fmt.tokens), "tails", arena)
         for name in ("pages", "segments", "stretches"):
             _check_ids(getattr(tables, name), (k.shape[0],), name, arena)
-    dtype = getattr(torch, rows.fmt.dtype)
-    if k.dtype != dtype or v.dtype != dtype:
-        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; the raw pages hold {dtype}")
+    if not k.is_floating_point() or k.dtype != v.dtype:
+        raise TypeError(f"k and v are {k.dtype} and {v.dtype}; one float dtype is wanted")
     if k.shape != v.shape or k.dim() != 3 or k.shape[2] != rows.fmt.head_dim:
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}; [N, H, {rows.fmt.head_dim}] is wanted"
         )
-    run = _gpu("append").append if on_gpu(arena) else cpu_append.append
-    run(arena, k, v, rows, sealing)
+    if on_gpu(arena):
+        _gpu("append").append(arena, k, v, rows, sealing)
+    else:
+        cpu_append.append(arena, rounded(k, rows.fmt), rounded(v, rows.fmt), rows, sealing)
+
+
+def rounded(x: Tensor, fmt: ExactFormat) -> Tensor:
+    """K or V as raw pages hold it; what their dtype cannot hold saturates."""
+    dtype = getattr(torch, fmt.dtype)
+    limits = torch.finfo(dtype)
+    return x.to(dtype).clamp(limits.min, limits.max)
 
 
 def keep_outliers(slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
@@ -187,7 +201,7 @@ def load_blocks(arena: Tensor, ids: Tensor, base: int, heads: int, block_bytes: 
     return pages.load_blocks(arena, ids, base, heads, block_bytes)
 
 
-def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> Tensor:
     """One page by itself, as an append seals it: k, v [H, T, D]. See reference/encode.py."""
     return encoders.seal_page(k, v, fmt, seed)
 
@@ -209,22 +223,10 @@ def _attend_by_reference(q: Tensor, view: View, scale: float) -> Partial:
     return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(q, view, scale)
 
 
-def _attend_on_gpu(q: Tensor, view: View, scale: float) -> object:
-    """What gpu/reduce.py merges."""
-    if isinstance(view.fmt, AlignedFormat):
-        return _gpu("aligned").attend(q, view, scale)[0]
-    if isinstance(view.fmt, ExactFormat):
-        return _gpu("exact").attend(q, view, scale)
-    if _gpu("plan").is_supported(view.fmt):
-        return _gpu("codes").attend(q, view, scale)
-    return codes.attend(q, view, scale)
-
-
 def _check_view(q: Tensor, view: View) -> None:
     fmt, ids = view.fmt, view.pages
-    exact_type = q.dtype == torch.float64 and not q.is_cuda  # the kernels compute in fp32
-    if q.dtype != torch.float32 and not exact_type:
-        raise TypeError(f"q is {q.dtype}; torch.float32 is wanted, or float64 on a CPU")
+    if not q.is_floating_point() or (q.dtype == torch.float64 and q.is_cuda):
+        raise TypeError(f"q is {q.dtype}; floats of 32 bits at most are wanted, or 64 on a CPU")
     if q.dim() != 4 or q.shape[3] != fmt.head_dim or q.shape[2] % view.heads:
         raise ValueError(
             f"q is {tuple(q.shape)}; [B, M, a multiple of {view.heads}, {fmt.head_dim}] is wanted"

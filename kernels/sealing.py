@@ -3,7 +3,7 @@
     row of the step     0     1    2    3
     pages              -1    96   -1   -1   row 1 fills a tail, whose first T tokens become page 96
     tails               ·   8 ids  ·    ·   the raw pages that they are in now
-    segments            ·   112    ·    ·   its segment, where the format has segments
+    segments            ·   112    ·    ·   the segment that it joins, where the format has segments
     stretches           ·    40    ·    ·   first position / 16: where power iterations start
 
 There is a row for every new token, so that the shapes stay the same from step to step and a CUDA
@@ -102,7 +102,7 @@ class Sealing:
     """How the pages of `rows` are written in one layer.
 
     base, segment_base: offsets of the layer page inside a page, and inside a segment
-    seed:               added to a stretch, it is the seed of a segment
+    seed:               added to a stretch, it is the seed of a power iteration
     """
 
     rows: SealRows

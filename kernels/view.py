@@ -9,7 +9,8 @@ A tail is all of a sequence's raw pages: where the first tokens stay exact in fr
 
 A codec says which views its sequences have, over disjoint tokens; `ops.attend` makes one answer of
 all of them. What happens between is the business of whoever computes: the reference makes one
-(o, log-sum-exp) of each view, the C library answers all in one call, a GPU cuts them into units.
+(o, log-sum-exp) of each view, the C library answers all in one call, a GPU cuts all of them into
+units of work, which one launch takes.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] and lse [B, M, Hq], the natur
 
 @dataclass(frozen=True)
 class Units:
-    """How attention over a view is cut into units of work, one for each program of a GPU.
+    """How attention over views is cut into units of work, one for each program of a GPU.
 
-    table:  [U, 4] int32 - the sequence, first and end tile, and the segment's page id of each unit;
+    table:  [U, 5] int32 - number of the view, sequence, first and end tile, page id of the segment;
             units of a sequence lie side by side, a unit without work begins and ends at 0
     starts: [B + 1] int32 - where the units of each sequence begin
     """
@@ -46,7 +47,6 @@ class View:
     segments: [B, S] int32 - page ids of the segments of each sequence; owner: [B, P] int32 - which
               of them each page belongs to; segment_base: as base, in a segment. None: no segments
     sides:    [B] int32 - side records, where the format has one; side_base: as base, in such
-    units:    as a GPU does it; None: it finds out
     """
 
     arena: Tensor
@@ -61,4 +61,3 @@ class View:
     segment_base: int = 0
     sides: Tensor | None = None
     side_base: int = 0
-    units: Units | None = None

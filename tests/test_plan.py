@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.errors import CapacityError, LayoutError
+from disagg.errors import CapacityError
 from disagg.page import FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import LayerGroup, Plan, RecordShape
-from disagg.state import GroupState, allocate_group, record_id
+from disagg.state import allocate_group
 
 PAGE = make_layout("x", Kind.PAGE, 64, [("codes", "uint8", (64, 10))])
 SEGMENT = make_layout("x", Kind.SEGMENT, 2048, [("scale", "float16", (10,))])
@@ -89,16 +89,6 @@ def test_an_allocation_that_fails_takes_nothing():
     with pytest.raises(CapacityError):
         allocate_group(group(0, SEGMENT), 2048, counter)
     assert not counter.owned
-
-
-def test_a_record_is_found_by_kind_and_index_or_refused():
-    state = allocate_group(group(), 300, Counter())
-    assert record_id(state, Kind.PAGE, 2) == state.page_ids()[2]
-    assert record_id(state, Kind.RAW, 0) == state.tail[0]
-    for kind, index in [(Kind.PAGE, 3), (Kind.RAW, -1), (Kind.SIDE, 0), (Kind.SEGMENT, 0)]:
-        with pytest.raises(LayoutError, match=r"no .* record"):
-            record_id(state, kind, index)
-    assert record_id(GroupState(side=9), Kind.SIDE, 0) == 9
 
 
 def test_plan_fingerprint_and_size_follow_its_groups():

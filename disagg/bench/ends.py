@@ -28,7 +28,7 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.link import Pace
-from disagg.transfer.messages import Attach, Job, parse
+from disagg.transfer.messages import Attach, Job, Role, parse
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Terms
@@ -36,7 +36,7 @@ from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, Ticket
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 
 MODEL, EPOCH = "synthetic", 1
 DEADLINE_S = 3600.0
@@ -127,7 +127,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRecords:
     """A prompt's records in an arena of its own."""
 
     checklist: Checklist
@@ -158,7 +158,7 @@ class SendingEnd(End):
 
     def __init__(self) -> None:
         self._channels: dict[Way, Channel] = {}
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, PromptRecords] = {}
         self._numbers = itertools.count()
 
     async def generate(self, heads: int, tokens: int, head_dim: int, threads: int = 1) -> None:
@@ -173,7 +173,7 @@ class SendingEnd(End):
         pool, tensor = make_pool(slabs_for(plan, tokens) * SLAB_BYTES, SLAB_BYTES, CPU)
         tensor.fill_(7)
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
-        self._prompts[spec] = Prompt(Checklist(plan, tokens), pool.arena, tensor, states)
+        self._prompts[spec] = PromptRecords(Checklist(plan, tokens), pool.arena, tensor, states)
 
     async def encode(self, spec: str, plan: Plan, tokens: int) -> None:
         """Make a prompt of all layers, encoded."""
@@ -185,7 +185,7 @@ class SendingEnd(End):
         prompt, channel = self._prompts[spec], self._channel(way)
         plan, tokens = prompt.checklist.plan, prompt.checklist.tokens
         job = self._job(spec, tokens)
-        grant = await WorkerClient(channel.link).reserve(job, way.target.epoch)
+        grant = await WorkerClient(channel.link).reserve(job, way.target.epoch, "")
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         attach = Attach(ticket, way.target.model, plan.fingerprint, tokens)
         source = ArenaSource(prompt.arena, prompt.checklist, prompt.states)
@@ -236,7 +236,7 @@ class SendingEnd(End):
         prompt = (number % 100, number // 100 % 100, number // 10000, *[1] * tokens)[:tokens]
         return Job(str(number), 0, prompt, sampling={"max_tokens": 1}, codec=spec)
 
-    def _encode(self, prompt: Prompt, ready: Callable[[Sequence[Item]], object]) -> None:
+    def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
         checklist, arena, (k, v) = prompt.checklist, prompt.tensor, self._layer
         for layer, index in enumerate(checklist.plan.group_of):
             group, state = checklist.plan.groups[index], prompt.states[index]

@@ -41,9 +41,9 @@ from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.messages import Job, Submit, Work
+from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.rpc import connect
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 

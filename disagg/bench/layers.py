@@ -5,7 +5,7 @@ that reading is as scattered as in a service and encoding costs nothing. What a 
 its side record and the tokens kept exact, it has once here too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, Prompt, Queries
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.layer import attend_tables
-from disagg.codecs.tables import PageTable, plan_units
+from disagg.codecs.tables import PageTable, plan_units, upload
 from disagg.kernels.formats import FREE
 from disagg.kernels.ops import serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Target
+from disagg.kernels.view import Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup
 
@@ -60,7 +61,8 @@ class PagedLayer:
     group: LayerGroup
     shape: StepShape
     arena: Tensor
-    table: PageTable
+    tables: tuple[PageTable, ...]
+    units: Units | None
     q: Tensor
     k: Tensor
     v: Tensor
@@ -69,9 +71,8 @@ class PagedLayer:
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        tables = self.table, None
-        codec, scale = self.codec, self.shape.scale
-        return attend_tables(codec, self.group, LAYER, self.arena, self.q, *tables, scale)
+        given = self.arena, self.q, self.tables, self.shape.scale, self.units
+        return attend_tables(self.codec, self.group, LAYER, *given)
 
     def error(self) -> float:
         """Of `attend`, relative, against `exact`."""
@@ -81,7 +82,7 @@ class PagedLayer:
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
-        views = self.codec.views(self.arena, self.table, self.group, LAYER)
+        views = self.codec.views(self.arena, self.tables[0], self.group, LAYER)
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:
@@ -104,12 +105,14 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     encoded = codec.encode(made.k, made.v, 0, LAYER, prompt)
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
-    arena, table, nbytes = _store(encoded, group, shape, device)
+    arena, tables, nbytes = _store(encoded, group, shape, device)
+    units = plan_units(group, tables, device)
+    tables, units = upload((tables, units), device)
     source = torch.Generator().manual_seed(1)
     rows = shape.heads * shape.per_head
     q = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source)
     q, k, v, counts = (x.to(device) for x in (q, k, v, counts))
-    return PagedLayer(codec, group, shape, arena, table, q, k, v, counts, nbytes)
+    return PagedLayer(codec, group, shape, arena, tables, units, q, k, v, counts, nbytes)
 
 
 def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int) -> Tensor:
@@ -128,8 +131,8 @@ def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int
 
 def _store(
     encoded: Encoded, group: LayerGroup, shape: StepShape, device: torch.device
-) -> tuple[Tensor, PageTable, int]:
-    """An arena with all sequences, the table of who sees all of their tokens, and the bytes."""
+) -> tuple[Tensor, tuple[PageTable, ...], int]:
+    """An arena with all sequences, tables on the host of all that they see, and the bytes."""
     repeats = shape.tokens // (encoded.blocks.shape[0] * group.page.tokens)
     side = None if encoded.side is None else encoded.side.unsqueeze(0)
     kinds = {  # and how often a sequence has it
@@ -148,20 +151,22 @@ def _store(
         stride = -(-group.layer_bytes(layout) // ARENA_UNIT)
         count = shape.batch * copies * blocks.shape[0]
         places = torch.randperm(count, generator=source) * stride + end
-        found[name] = places.int().view(shape.batch, -1).to(device)
-        stored.append((blocks.to(device), found[name]))
+        found[name] = places.int().view(shape.batch, -1)
+        stored.append((blocks.to(device), found[name].to(device)))
         end += count * stride
         nbytes += count * group.layer_bytes(layout)
     arena = torch.zeros(end * ARENA_UNIT, dtype=torch.uint8, device=device)
     for there, ids in stored:
         for row in ids.view(-1, there.shape[0]):
             store_blocks(Target(arena, row), there)
-    if "sides" in found:
-        found["sides"] = found["sides"].view(-1)
+    lo = torch.zeros(shape.batch, 1, dtype=torch.int32)
+    seen = lo, lo + shape.tokens
+    tables = [PageTable(found["pages"], *seen, group.page)]
     if "segments" in found:
-        pages = torch.arange(found["pages"].shape[1], device=device)
-        own = pages // (group.segment_tokens // group.page.tokens)
-        found["owner"] = own.int().expand(shape.batch, -1).contiguous()
-    lo = torch.zeros(shape.batch, 1, dtype=torch.int32, device=device)
-    table = PageTable(lo=lo, hi=lo + shape.tokens, layout=group.page, **found)
-    return arena, plan_units(table, group.heads), nbytes
+        own = torch.arange(found["pages"].shape[1]) // (group.segment_tokens // group.page.tokens)
+        owner = own.int().expand(shape.batch, -1).contiguous()
+        tables = [replace(tables[0], segments=found["segments"], owner=owner)]
+    if "kept" in found:
+        kept = PageTable(found["kept"], *seen, group.raw, sides=found["sides"].view(-1))
+        tables.append(kept)
+    return arena, tuple(tables), nbytes

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,19 +30,18 @@ from triton.compiler import ASTSource, CompiledKernel
 from disagg.codecs import get_codec
 from disagg.codecs.alignedkv import AlignedKV, aligned_format
 from disagg.codecs.exact import exact_format
-from disagg.codecs.quantized import QuantizedCodec, prompt_format
+from disagg.codecs.quantized import QuantizedCodec, flush_format, prompt_format
 from disagg.kernels.formats import AlignedFormat, ExactFormat, PageFormat
 from disagg.kernels.gpu import aligned, plan
 from disagg.kernels.gpu.append import append_kernel, append_warps
+from disagg.kernels.gpu.attend import Chip, attend_kernel, loops_of
 from disagg.kernels.gpu.bits import PLAIN, PTX
-from disagg.kernels.gpu.codes import attend_codes_kernel
 from disagg.kernels.gpu.encode import (
     CHANNELS,
     encode_side_kernel,
     encode_warps,
     segment_scales_kernel,
 )
-from disagg.kernels.gpu.exact import attend_exact_kernel
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.gpu.lowrank import low_rank_kernel
 from disagg.kernels.gpu.reduce import COLUMNS, FEW, MANY, merge_kernel
@@ -61,6 +60,10 @@ SPECS = {
     "gear-l-4": "gear-l:bits=4,backbone=kivi",
     "gear-2": "gear:bits=2,backbone=kivi",
     "gear-4": "gear:bits=4",
+    "gear": "gear",
+    "gear-2-5%": "gear:bits=2,backbone=kivi,sparsity=0.05",
+    "banded-2": "banded:bits=2",
+    "banded-3": "banded:bits=3",
     "kcvt-4": "kcvt:bits=4",
     "ott": "ott",
     "int8": "int8",
@@ -111,18 +114,18 @@ class CompiledSource:
     constants: dict[str, Any]
     num_warps: int = 1
     options: dict[str, int | bool] = field(default_factory=dict)
-    types: dict[str, str] = field(default_factory=dict)
+    types: dict[str, Any] = field(default_factory=dict)
 
     def compile(self, chip: GPUTarget) -> CompiledKernel:
         """For a chip, as it is launched."""
         names = self.kernel.arg_names
         types = {x: _type_of(x) for x in names if x not in self.constants} | self.types
-        aligned_16 = {x for x, kind in types.items() if kind[0] == "*" or x.endswith("base")}
+        paths = _paths(tuple(types.get(x, "constexpr") for x in names), names)
         source = ASTSource(
             fn=self.kernel,
             signature={x: types.get(x, "constexpr") for x in names},
             constexprs={(names.index(x),): value for x, value in self.constants.items()},
-            attrs={(names.index(x),): [["tt.divisibility", 16]] for x in aligned_16},
+            attrs={path: [["tt.divisibility", 16]] for path in paths},
         )
         options = {"num_warps": self.num_warps, "enable_fp_fusion": False} | self.options
         return triton.compile(source, target=chip, options=options)
@@ -130,15 +133,24 @@ class CompiledSource:
 
 # types of arguments by name; of others, those that end in _ptr are int32 and the rest whole numbers
 TYPES: dict[str, Any] = {
-    **{f"{name}_ptr": "*fp32" for name in ("q", "o", "lse", "scores", "p")},
+    **{f"{name}_ptr": "*fp32" for name in ("q", "o", "lse", "scores", "p", "total")},
+    **{f"part_{name}_ptr": "*fp32" for name in ("o", "lse")},
     **{f"{name}_ptr": "*fp16" for name in ("x", "missing", "k", "v")},
     **{f"{name}_ptr": "*u8" for name in ("bytes", "segments", "absent", "arena")},
     "words_ptr": "*i16",
     "levels_ptr": "*i8",
     "scale": "fp32",
     "seed": "i64",
-    "views": (("*fp32", "*fp32", "*i32"),) * 3,
 }
+
+
+def _paths(kinds: Any, names: Sequence[str], at: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Where arguments are that are multiples of 16: pointers, and bases."""
+    for i, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from _paths(kind, [names[i]] * len(kind), (*at, i))
+        elif kind[0] == "*" or names[i].endswith(("base", "bases")):
+            yield (*at, i)
 
 
 def _type_of(name: str) -> Any:
@@ -154,23 +166,39 @@ def page_format(spec: str) -> PageFormat | ExactFormat:
     return exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").page)
 
 
-def attention(fmt: PageFormat | ExactFormat, group: int, chip: GPUTarget) -> CompiledSource:
-    """Attention on such pages for so many query heads of a KV head, as it is launched."""
+def served_formats(spec: str) -> list[PageFormat | ExactFormat]:
+    """All that a decode step of a codec attends to in one launch, pages of prompts first."""
+    codec = get_codec(spec)
+    group = codec.layer_group((0,), 8, HEAD_DIM, "float16")
+    found = [page_format(spec)]
+    if group.flush_page is not None:
+        page = group.flush_page
+        quantized = isinstance(codec, QuantizedCodec)
+        found.append(flush_format(codec, HEAD_DIM) if quantized else exact_format(page))
+    if group.kept_limit:
+        found.append(exact_format(group.raw, group.side))
+    return found if group.page == group.raw else [*found, exact_format(group.raw)]
+
+
+def attention(
+    formats: Sequence[PageFormat | ExactFormat], group: int, chip: GPUTarget
+) -> CompiledSource:
+    """Attention on pages of all formats for so many query heads of a KV head, as it is launched."""
     nvidia = chip.backend == "cuda"
-    columns = plan.NVIDIA_COLUMNS if nvidia else plan.AMD_COLUMNS
-    constants: dict[str, Any] = {"SHAPE": plan.shape_of(fmt, 1, group, columns), "FMT": fmt}
-    constants["STAGES"] = plan.pipeline_stages(fmt, nvidia)
-    options = plan.compile_options(fmt, nvidia)
-    if isinstance(fmt, PageFormat):
-        can_read = not fmt.k.floating or chip.arch != 80  # as gpu/codes.py chooses
-        constants["SPELLING"] = PTX if nvidia and can_read else PLAIN
-        return CompiledSource(attend_codes_kernel, constants, 1, options)
-    half = fmt.dtype == "float16"
-    constants["OPERAND"] = tl.float16 if half else tl.bfloat16
-    constants["PRECISION"] = "tf32x3" if nvidia else "ieee"
-    constants["units_ptr" if fmt.side else "sides_ptr"] = None
-    types = {"arena_ptr": "*fp16" if half else "*bf16"}
-    return CompiledSource(attend_exact_kernel, constants, 1, options, types)
+    float8 = PTX if nvidia and chip.arch != 80 else PLAIN  # as gpu/attend.py chooses
+    told = Chip(nvidia, PTX if nvidia else PLAIN, float8)
+    loops = loops_of(formats, range(len(formats)), 1, group, told)
+    count = len(loops)
+    sides = (isinstance(fmt, ExactFormat) and fmt.side is not None for fmt in formats)
+    types = {
+        "q_ptr": "*fp16",
+        "arenas": ("*u8",) * count,
+        "tables": tuple((*("*i32",) * 3, "*i32" if side else "constexpr") for side in sides),
+        "bases": (("i32", "i32"),) * count,
+        "widths": ("i32",) * count,
+    }
+    constants = {"LOOPS": loops, "COUNT": count}
+    return CompiledSource(attend_kernel, constants, 1, plan.compile_options(nvidia), types)
 
 
 def measure_loop(kernel: str, target: str) -> Row:
@@ -179,7 +207,8 @@ def measure_loop(kernel: str, target: str) -> Row:
     chip = TARGETS[target]
     name, _, width = kernel.rpartition("-")
     fmt = page_format(SPECS[name])
-    compiled = attention(fmt, int(width.removesuffix("heads")), chip).compile(chip)
+    formats = served_formats(SPECS[name])
+    compiled = attention(formats, int(width.removesuffix("heads")), chip).compile(chip)
     slots = fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
     if chip.backend == "cuda":
         code, registers, spilled = read_cubin(compiled.asm["cubin"])
@@ -223,7 +252,7 @@ def _check(kernel: str, kernels: tuple[str, ...], target: str) -> None:
 def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
     fmt = page_format(SPECS[name])
     assert isinstance(fmt, PageFormat)
-    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v}
+    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v, "BAND": 0}
     if fmt.valid is None:
         constants["absent_ptr"] = None
     along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
@@ -247,18 +276,15 @@ def _append(name: str | None, chip: GPUTarget) -> CompiledSource:
     codec = get_codec(SPECS[name] if name else "raw:dtype=fp16")
     raw = exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").raw)
     fmt = codec.seal_format(HEAD_DIM)
-    types = {"segments_ptr": "*i32"}
-    constants = {"RAW": raw, "FMT": fmt, "CODES": isinstance(fmt, PageFormat)}
+    codes = isinstance(fmt, PageFormat)
+    constants = {"RAW": raw, "DTYPE": tl.float16, "FMT": fmt, "CODES": codes}
+    constants["BANDS"] = len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0
+    types = {"segments_ptr": "*i32", "k_ptr": "*fp16", "v_ptr": "*fp16"}
     return CompiledSource(append_kernel, constants, append_warps(fmt), types=types)
 
 
-def _kept(chip: GPUTarget) -> CompiledSource:
-    group = get_codec("ott").layer_group((0,), 8, HEAD_DIM, "float16")
-    return attention(exact_format(group.raw, group.side), 4, chip)
-
-
 def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
-    constants = {"VIEWS": 3, "D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS}
+    constants = {"D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS}
     return CompiledSource(merge_kernel, constants, num_warps)
 
 
@@ -269,7 +295,10 @@ def _planes(kernel: str, chip: GPUTarget) -> CompiledSource:
     return CompiledSource(getattr(aligned, kernel), constants, 4)
 
 
-ENCODED = ("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8")
+ENCODED = (
+    *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
+    *("banded-2", "banded-3"),
+)
 OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
     **{
         f"encode-{name}-{side}": partial(_encode, name, side == "v")
@@ -281,7 +310,6 @@ OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
     "segment-scales": partial(_scales, "kcvt-4"),
     "segment-scales-sparse": partial(_scales, "gear-4"),
     "low-rank": _low_rank,
-    "attend-kept": _kept,
     "merge-few": partial(_merge, FEW, 1),
     "merge-many": partial(_merge, MANY, 4),
     "plane-scores": partial(_planes, "plane_scores_kernel"),

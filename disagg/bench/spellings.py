@@ -9,13 +9,14 @@ from disagg.codecs.cache import GrowingArena
 from disagg.codecs.kivi import Kivi
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.seals import Growth
-from disagg.codecs.tables import build_tables
-from disagg.kernels.gpu import codes as gpu_codes
+from disagg.codecs.tables import build_tables, upload
+from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
 from disagg.state import allocate_group
 
+CPU = torch.device("cpu")
 HEAD_DIM = 128
 TOKENS, HEADS = 320, 2
 
@@ -51,16 +52,16 @@ def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
     k, v = (torch.randn(HEADS, TOKENS, HEAD_DIM, generator=source) for _ in range(2))
     q = torch.randn(1, 1, 4 * HEADS, HEAD_DIM, generator=source)
     answers: list[Tensor] = []
-    for where in (torch.device("cpu"), device):
+    for where in (CPU, device):
         arena = GrowingArena(where)
         state = allocate_group(group, TOKENS, arena)
         write_prompt(codec, group, state, 0, arena.bytes, k.to(where), v.to(where), 0, TOKENS)
         now = Growth(state, TOKENS - 1, 1, 0)
-        table, _ = build_tables(replace(group, window=TOKENS - 5), [now], 1, where)
-        assert table is not None
-        (view,) = codec.views(arena.bytes, table, group, 0)
+        table, *_ = build_tables(replace(group, window=TOKENS - 5), [now], 1, CPU)
+        (view,) = codec.views(arena.bytes, upload((table,), where)[0], group, 0)
         if answers:
-            answers.append(merge([gpu_codes.attend(q.to(device), view, 0.1, spelling)]))
+            found = gpu.attend(q.to(device), [view], 0.1, spelling=spelling)
+            answers.append(merge(found)[0])
         else:
             answers.append(codes.attend(q, view, 0.1)[0])
     expected, o = answers

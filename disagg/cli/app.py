@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, eval, fetch, look, serve, submit
+from disagg.cli import bench, eval, fetch, look, serve, submit, workers
 from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
@@ -20,8 +20,10 @@ app = typer.Typer(
 )
 app.command()(submit.submit)
 app.command("serve")(serve.serve)
-app.command()(serve.status)
 app.command()(serve.stop)
+app.command()(workers.status)
+app.command()(workers.scale)
+app.command()(workers.drain)
 app.command()(look.codecs)
 app.command()(look.page)
 app.command("fetch")(fetch.fetch)

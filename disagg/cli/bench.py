@@ -74,6 +74,34 @@ def latency(
 
 
 @app.command()
+def chaos(
+    seed: int = 1,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
+    codec: str | None = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """40 streams while workers are killed, frozen, drained and cut off."""
+    from disagg.bench.chaos import ChaosOptions, draw_chaos, measure_chaos
+
+    asked = ChaosOptions(seed, minutes, **_set({"codec": codec}))
+    _show(draw_chaos, measure_chaos(asked), out, as_json)
+
+
+@app.command()
+def moves(
+    runs: Annotated[int, typer.Option(min=1, help="Medians are of this many.")] = 20,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """What an answer notices when it goes on at another decode worker."""
+    from disagg.bench.moves import measure_moves
+    from disagg.bench.result import draw_rows
+
+    _show(draw_rows, measure_moves(runs), out, as_json)
+
+
+@app.command()
 def kernels(
     machine_code: bool = False,
     device: str = "cpu",

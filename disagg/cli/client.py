@@ -5,6 +5,8 @@ HTTP and server-sent events with the standard library alone.
 
 import json
 import os
+import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +16,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from disagg.errors import CancelledError, ConfigError, PeerLostError, error_from
+from disagg.errors import CancelledError, ConfigError, PeerLostError, TransferError, error_from
 
 CONNECT_S = 5.0
+RESUME_S, RETRY_S = 60.0, 0.2
 
 
 @dataclass(frozen=True)
 class RunningService:
-    """A running service. `token`: what POST /stop asks for; `ready`: its workers serve."""
+    """A running service. `ready`: its workers serve.
+
+    token:       what POST /stop asks for, and as good as an API key
+    certificate: of its HTTPS; a file
+    """
 
     url: str
     pid: int
     token: str
+    certificate: str | None = None
     ready: bool = False
 
     @property
@@ -107,14 +115,23 @@ class Answer:
     kv: Mapping[str, Any] = field(default_factory=dict)
 
 
-def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
-    """Stream a completion; `show` gets every piece of text. Closing early cancels it there.
+def complete(
+    url: str,
+    body: Mapping[str, Any],
+    show: Callable[[str], None],
+    token: str = "",
+    certificate: str | None = None,
+) -> Answer:
+    """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
 
+    Closing early cancels it there. `token`: an API key · `certificate`: the one to be trusted.
     Raises the error that the service named, or PeerLostError where there is none.
     """
     wanted = {"stream": True, "stream_options": {"include_usage": True}, "kv": True}
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
-    with _exchange(url, "POST", "/v1/completions", dict(body) | wanted, timeout_s=None) as response:
+    sent = dict(body) | wanted
+    with _exchange(url, "POST", path, sent, None, token, certificate) as response:
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -123,15 +140,58 @@ def complete(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> 
                 answer.completion_tokens = usage["completion_tokens"]
             for choice in event["choices"]:
                 times.append(time.monotonic())
-                answer.text += choice["text"]
+                text = choice.get("text") or choice.get("delta", {}).get("content", "")
+                answer.text += text
                 answer.finish_reason = choice["finish_reason"] or ""
-                _show(choice["text"], show)
+                _show(text, show)
                 answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])
     answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
     return answer
+
+
+def persist(
+    service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
+) -> Answer:
+    """`complete`, once more where the service is lost in the middle and comes back.
+
+    The same seed makes the same answer, which is shown from where it broke off. TransferError if it
+    comes out otherwise, PeerLostError if nobody answers for RESUME_S.
+    """
+    body, shown = {"seed": secrets.randbits(31), **body}, ""
+    while True:
+        said = ""
+
+        def tell(piece: str) -> None:
+            nonlocal said, shown
+            said += piece
+            if not (said.startswith(shown) or shown.startswith(said)):
+                raise TransferError("the answer broke off, and comes out otherwise now")
+            if new := said[len(shown) :]:
+                shown = said
+                show(new)
+
+        try:
+            return complete(service.url, body, tell, service.token, service.certificate)
+        except PeerLostError:
+            if not shown or not _comes_back(service):
+                raise
+
+
+def _comes_back(service: RunningService) -> bool:
+    """Whether a service is gone, and there again soon."""
+    gone, until = False, time.monotonic() + RESUME_S
+    while time.monotonic() < until:
+        try:
+            get(service.url, "/health", certificate=service.certificate)
+        except PeerLostError:
+            gone = True
+            time.sleep(RETRY_S)
+        else:
+            return gone
+    return False
 
 
 def _show(text: str, show: Callable[[str], None]) -> None:
@@ -141,20 +201,31 @@ def _show(text: str, show: Callable[[str], None]) -> None:
         raise CancelledError("nobody reads the answer any more") from error
 
 
-def get(url: str, path: str) -> dict[str, Any]:
+def get(url: str, path: str, token: str = "", certificate: str | None = None) -> dict[str, Any]:
     """The JSON object at a path."""
-    return _ask(url, "GET", path, None)
+    return _ask(url, "GET", path, None, token, certificate)
 
 
-def post(url: str, path: str, token: str) -> dict[str, Any]:
+def post(
+    url: str,
+    path: str,
+    token: str,
+    certificate: str | None = None,
+    body: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(url, "POST", path, {}, token)
+    return _ask(url, "POST", path, body or {}, token, certificate)
 
 
 def _ask(
-    url: str, method: str, path: str, body: Mapping[str, Any] | None, token: str = ""
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    token: str,
+    certificate: str | None,
 ) -> dict[str, Any]:
-    with _exchange(url, method, path, body, CONNECT_S, token) as response:
+    with _exchange(url, method, path, body, CONNECT_S, token, certificate) as response:
         no_json = f"{url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
 
@@ -166,12 +237,15 @@ def _exchange(
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
-    token: str = "",
+    token: str,
+    certificate: str | None,
 ) -> Iterator[HTTPResponse]:
     """A response with a good status; the connection is closed on every way out."""
     parts, host, port = _address(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(host, port, timeout=CONNECT_S)
+    connection = HTTPConnection(host, port, timeout=CONNECT_S)
+    if parts.scheme == "https":
+        trust = _trust(certificate)
+        connection = HTTPSConnection(host, port, timeout=CONNECT_S, context=trust)
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -189,6 +263,15 @@ def _exchange(
         raise PeerLostError(f"no service answers at {url}: {error}") from error
     finally:
         connection.close()
+
+
+def _trust(certificate: str | None) -> ssl.SSLContext:
+    """Trust in what this host trusts; or in one certificate, whatever name it has."""
+    trust = ssl.create_default_context(cafile=certificate)
+    if certificate is not None:
+        trust.check_hostname = False
+        trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return trust
 
 
 def _address(url: str) -> tuple[SplitResult, str, int | None]:

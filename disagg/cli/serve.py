@@ -1,4 +1,4 @@
-"""`disagg serve`, `disagg status`, `disagg stop`: a service that stays, and how it is.
+"""`disagg serve`, `disagg stop`: a service that stays, and its end.
 
 Also the service that `disagg submit` starts for one prompt, and what is checked before anything
 heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
@@ -20,7 +20,7 @@ import typer
 
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
-from disagg.cli.output import print_json, print_table, stages
+from disagg.cli.output import print_json, stages
 from disagg.config import DEFAULT_CODEC, Config
 from disagg.errors import CancelledError, DeadlineError, PeerLostError
 
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="DISAGG_API_KEY", help="What clients have to show.")
+]
+ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
+Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
+Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
 Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
 MinTokens = Annotated[
     int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
@@ -37,10 +43,9 @@ MinTokens = Annotated[
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
-Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
 STOP_S = 15.0
 POLL_S = 0.05
-DEFAULT_GROUP = 64  # channels: the default serves any multiple
+DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
 
 def serve(
@@ -49,6 +54,10 @@ def serve(
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    ssl_certfile: Certificate = None,
+    ssl_keyfile: Key = None,
     colocated: Colocated = None,
     min_disagg_tokens: MinTokens = None,
     name: OwnName = None,
@@ -61,6 +70,8 @@ def serve(
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
+    flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
+    flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})
@@ -70,24 +81,11 @@ def serve(
         run_service(settled, as_json)
 
 
-def status(
-    url: Url = None, state_file: options.StateFile = None, as_json: options.Json = False
-) -> None:
-    """Say what the running service is and what its workers hold."""
-    found = client.get(url or running(state_file).url, "/status")
-    if as_json:
-        print_json(found)
-        return
-    rows = [_worker_row(worker) for worker in found["workers"]]
-    title = f"{found['model']} · {found['codec']} · {found['requests']} requests"
-    print_table(title, ["worker", "role", "address", "holds"], rows)
-
-
 def stop(state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
     if state.ready:
-        client.post(state.url, "/stop", state.token)
+        client.post(state.url, "/stop", state.token, state.certificate)
     else:
         os.kill(state.pid, signal.SIGTERM)
     until = time.monotonic() + STOP_S
@@ -124,7 +122,8 @@ def run_service(config: Config, as_json: bool) -> None:
         with ExitStack() as stack:
             with stages() as say:
                 service = Service(config, say)
-                state = RunningService(service.url, os.getpid(), service.secret)
+                tls = config.server.tls_certificate
+                state = RunningService(service.url, os.getpid(), service.secret, tls)
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
             is_ready()
@@ -163,7 +162,9 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     body: the request it is for; what is wrong with it is found out first
     """
     check(config, body)
-    config = replace(config, server=replace(config.server, host="127.0.0.1", port=0))
+    alone = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_file": None}
+    alone |= {"tls_certificate": None, "tls_key": None}
+    config = replace(config, server=replace(config.server, **alone))  # type: ignore[arg-type]
     from disagg.server.service import Service
 
     try:
@@ -186,8 +187,9 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
     info = describe_model(config.model.name, config.model.dtype)
     tokenizer = Tokenizer.load(config.model.name)
-    check_text(len(body["prompt"]), info.context_length, tokenizer.longest_token)
-    check_prompt(len(tokenizer.encode(body["prompt"])), info.context_length)
+    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
+    check_prompt(len(tokenizer.encode(text)), info.context_length)
     check_codec(config.codec, info)
 
 
@@ -195,9 +197,9 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     """ConfigError unless a spec makes a plan for a model.
 
     Codecs need torch, which takes a second to import: the default is known to be good for heads
-    of 64, 128 and so on, so that who asks for nothing special waits for nothing.
+    of whole 16 channels, so that who asks for nothing special waits for nothing.
     """
-    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_GROUP == 0:
+    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_DIM == 0:
         return
     from disagg.codecs.planning import KVShape, parse_plan
 
@@ -215,11 +217,3 @@ def _open_to_all(config: Config) -> list[str]:
     except ValueError:
         here = host == "localhost"
     return [] if here else [f"warning: whoever reaches {host} may use this service, without a key"]
-
-
-def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:
-    stays = ("arena_bytes", "cached_bytes", "cached_pages")
-    gauges = {k: v for k, v in worker.get("gauges", {}).items() if v and k not in stays}
-    holds = ", ".join(f"{name} {value:.0f}" for name, value in sorted(gauges.items()))
-    told = worker.get("error") or holds or "nothing"
-    return worker["name"], worker["role"], worker["address"], told

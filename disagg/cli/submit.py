@@ -1,5 +1,6 @@
 """`disagg submit`: one prompt, its continuation, and what the hand-off saved."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import complete
+from disagg.cli.client import RunningService, persist
 from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service, ready
 from disagg.errors import CancelledError, RequestError
@@ -23,6 +24,10 @@ TopP = Annotated[float, typer.Option(help="Choose among the tokens that make up 
 TopK = Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Say it to a chat model, by its template.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="DISAGG_API_KEY", help="What --url asks of its clients.")
+]
 IgnoreEos = Annotated[bool, typer.Option(help="Go on behind the end of the text.")]
 
 
@@ -38,6 +43,8 @@ def submit(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    chat: Chat = False,
+    api_key: ApiKey = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
     state_file: options.StateFile = None,
@@ -50,10 +57,13 @@ def submit(
         "top_p": top_p,
     }
     sampling |= {"top_k": top_k, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
-    body = {"prompt": read_prompt(text), "model": model, "codec": codec, **sampling}
+    prompt = read_prompt(text)
+    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    body = {**asked, "model": model, "codec": codec, **sampling}
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
-    with somewhere(url, config, sets, flags, body) as found, cancelled_by_ctrl_c():
-        answer = complete(found, body, (lambda piece: None) if as_json else show)
+    there = RunningService(url, 0, api_key or "") if url else None
+    with somewhere(there, config, sets, flags, body) as found, cancelled_by_ctrl_c():
+        answer = persist(found, body, (lambda piece: None) if as_json else show)
     if as_json:
         print_json(asdict(answer))
     else:
@@ -77,24 +87,24 @@ def read_prompt(text: str) -> str:
 
 @contextmanager
 def somewhere(
-    url: str | None,
+    given: RunningService | None,
     path: Path | None,
     sets: list[str] | None,
     flags: dict[str, Any],
     body: dict[str, Any],
-) -> Iterator[str]:
-    """The URL of a service: the given one, the running one, or a private one for this prompt."""
-    if url is not None:
-        yield url
+) -> Iterator[RunningService]:
+    """A service: the given one, the running one, or a private one for this prompt."""
+    if given is not None:
+        yield given
         return
     config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})
     if path is None and not sets:
         running = ready(options.state_path(config.server.state_file))
         if running is not None:
-            yield running.url
+            yield running
             return
-    with private_service(config, body) as found:
-        yield found
+    with private_service(config, body) as url:
+        yield RunningService(url, os.getpid(), "")
 
 
 @contextmanager

@@ -17,11 +17,19 @@ from disagg.codecs.layer import (
     write_step,
 )
 from disagg.codecs.seals import Growth, segment_layout
-from disagg.codecs.tables import PageTable, block_size, build_tables, plan_step
+from disagg.codecs.tables import (
+    PageTable,
+    block_size,
+    build_tables,
+    plan_step,
+    plan_units,
+    upload,
+)
 from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.ops import bits_read
 from disagg.kernels.reference.aligned import Bits
+from disagg.kernels.view import Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, RecordShape
 from disagg.state import GroupState, allocate_group
@@ -100,7 +108,8 @@ class CompressedKV:
         while done < k.shape[1]:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
             growth = Growth(self._state, self.num_tokens, m, 0)
-            step = plan_step(self.group, [growth], self._arena, k.device)
+            planned = plan_step(self.group, [growth], self._arena, k.device)
+            step = upload(planned, k.device)
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
             write_step(self.codec, step, self.layer, self._arena.bytes, new_k, new_v)
@@ -115,20 +124,20 @@ class CompressedKV:
                The result is fp32, or fp64 for q of fp64 on a CPU
         scale: of the scores; D**-0.5 unless given
         """
-        rows, sealed, tail = self._view(q)
+        rows, tables, units = self._view(q)
         codec, group, arena = self.codec, self.group, self._arena.bytes
         scale = group.head_dim**-0.5 if scale is None else scale
-        return attend_tables(codec, group, self.layer, arena, rows, sealed, tail, scale)[0, 0]
+        return attend_tables(codec, group, self.layer, arena, rows, tables, scale, units)[0, 0]
 
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
         """Bits of K and V that each query head reads of the pages: see AlignedKV.
 
         RequestError where the codec always reads all that it stores.
         """
-        rows, sealed, _ = self._view(q)
+        rows, tables, _ = self._view(q)
         arena, group = self._arena.bytes, self.group
-        views = self.codec.views(arena, sealed, group, self.layer) if sealed else []
-        if not views or not isinstance(views[0].fmt, AlignedFormat):
+        views = self.codec.views(arena, tables[0], group, self.layer)
+        if not isinstance(views[0].fmt, AlignedFormat):
             raise RequestError(f"{self.codec.name} reads all that its pages store")
         return bits_read(rows, views[0], group.head_dim**-0.5 if scale is None else scale)
 
@@ -142,8 +151,8 @@ class CompressedKV:
         k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
         return k, v
 
-    def _view(self, q: Tensor) -> tuple[Tensor, PageTable | None, PageTable | None]:
-        """The query as a batch of one, and the page tables that it sees."""
+    def _view(self, q: Tensor) -> tuple[Tensor, tuple[PageTable, ...], Units | None]:
+        """The query as a batch of one, the page tables that it sees, and its units of work."""
         if q.ndim != 2 or q.shape[1] != self.group.head_dim or q.shape[0] % self.group.heads:
             raise RequestError(
                 f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}] with Hq a multiple of "
@@ -154,7 +163,10 @@ class CompressedKV:
         now = Growth(self._state, self.num_tokens - 1, 1, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
         rows = (q if exact else q.float()).contiguous()
-        return rows[None, None], *build_tables(self.group, [now], 1, q.device)
+        tables = build_tables(self.group, [now], 1, q.device)
+        return rows[None, None], *upload(
+            (tables, plan_units(self.group, tables, q.device)), q.device
+        )
 
     @property
     def layer(self) -> int:

@@ -161,12 +161,8 @@ class LayerCodec(ABC):
         return None
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        """The planes of a page sealed while decoding; None: as any other page."""
-        return None
-
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        """The segment of each page sealed while decoding. None: it joins the first one, or, with
-        a layout of its own, has all that it needs."""
+        """The planes of a page sealed while decoding, with all that belongs to it. None: it is as
+        any other page, and joins the first segment where there are any."""
         return None
 
     def layer_group(
@@ -191,7 +187,6 @@ class LayerCodec(ABC):
             segment=self.segment_layout(head_dim),
             side=self.side_layout(head_dim),
             flush_page=self.flush_page_layout(head_dim),
-            flush_segment=self.flush_segment_layout(head_dim),
             sink=self.sink_tokens if window is None else 0,
             lead=self.lead,
         )
@@ -233,7 +228,7 @@ class LayerCodec(ABC):
         """
         fmt = self.seal_format(k.shape[2])
         assert fmt is not None, f"{self.name} says neither how an append seals nor how it does"
-        return Encoded(*seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
+        return Encoded(seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
 
     @abstractmethod
     def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:

@@ -15,8 +15,8 @@ KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
 class GearL(SinkCodec):
     """GEAR-L: the backbone plus A B^T, fitted to its residual for each segment and KV head.
 
-    A lies in the pages, B in the segment. A page sealed while decoding is a segment of its own,
-    with a smaller rank.
+    A lies in the pages, B in the segment. A page sealed while decoding has both in it, of a smaller
+    rank: however many there are, attention is one run.
 
     bits:        2, 4 or 8; by default 3.03, 5.03, 9.03 a number at head dim 128, half a bit more
                  at 64
@@ -43,7 +43,7 @@ class GearL(SinkCodec):
         require(self.bits in (2, 4, 8), f"{name}:bits is {self.bits}; 2, 4 and 8 are known")
         known = ", ".join(BACKBONES)
         require(self.backbone in BACKBONES, f"{name}:backbone is {self.backbone!r}; known: {known}")
-        require(self.group in (32, 64), f"{name}:group is {self.group}; 32 and 64 are known")
+        require(self.group in (16, 32, 64), f"{name}:group is {self.group}; 16, 32, 64 are known")
         for option, rank in (("rank", self.rank), ("decode_rank", self.decode_rank)):
             require(1 <= rank <= 16, f"{name}:{option} is {rank}; 1 to 16 is wanted")
 
@@ -58,16 +58,9 @@ class GearL(SinkCodec):
         return self._segment(head_dim, self.rank)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        if self.decode_rank == self.rank:
-            return None
-        planes = self._page(head_dim, self.decode_rank)
+        rank = self.decode_rank
+        planes = self._page(head_dim, rank) + self._segment(head_dim, rank)
         return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
-
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        if self.decode_rank == self.rank:
-            return self.segment_layout(head_dim)
-        planes = self._segment(head_dim, self.decode_rank)
-        return make_layout(self.spec, Kind.SEGMENT, self.page_tokens, planes)
 
     def outlier_planes(self, head_dim: int) -> Planes:
         """The sparse slots of a page; GEAR-L has none."""

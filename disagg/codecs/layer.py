@@ -15,9 +15,17 @@ from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.ops import append, attend, gather_raw, load_blocks, prepare, store_blocks
+from disagg.kernels.ops import (
+    append,
+    attend,
+    gather_raw,
+    load_blocks,
+    prepare,
+    rounded,
+    store_blocks,
+)
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import View
+from disagg.kernels.view import Units, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
@@ -63,7 +71,7 @@ def write_prompt(
     total:   tokens of the whole prompt; at done == total the raw pages are written too
     queries: of the tokens so far, for codecs that choose by them
     """
-    done, sink = k.shape[1], group.sink
+    done, sink, raw = k.shape[1], group.sink, exact_format(group.raw)
     prompt = Prompt(total, k, queries)
     written: list[Written] = []
     start, end = encodable(group, before, total), encodable(group, done, total)
@@ -72,7 +80,7 @@ def write_prompt(
         first, count = start // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
         target = _target(group, group.page, layer, arena, pages)
-        new_k, new_v = _rounded(k[:, some], group), _rounded(v[:, some], group)
+        new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
         encoded = codec.encode(new_k, new_v, some.start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
             index = start // group.segment_tokens
@@ -90,7 +98,7 @@ def write_prompt(
             _store_kept(group, layer, arena, early, state)
         if state.tail:
             ends = [torch.cat([x[:, :sink], x[:, sink + end :]], 1) for x in (k, v)]
-            blocks = raw_blocks(*(_rounded(x, group) for x in ends))
+            blocks = raw_blocks(*(rounded(x, raw) for x in ends))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
             written.append(Written(Kind.RAW, 0, raws))
@@ -106,7 +114,7 @@ def write_step(
     """
     group = step.group
     rows, sealing = _new_rows(step, layer), _sealing(codec, step, layer)
-    append(arena, _rounded(k, group), _rounded(v, group), rows, sealing)
+    append(arena, k, v, rows, sealing)
     for seal in step.seals if sealing is None else ():
         ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
         tail_k, tail_v = gather_raw(arena, ids, rows.fmt, rows.base, group.heads)
@@ -114,7 +122,7 @@ def write_step(
         encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
         _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
-            layout = group.flush_segment or group.layout(Kind.SEGMENT)
+            layout = group.layout(Kind.SEGMENT)
             _store(group, layout, layer, arena, encoded.segments, [seal.segment])
         _store_kept(group, layer, arena, encoded, seal.state)
 
@@ -137,8 +145,10 @@ class StepLayers:
         new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
         if self._alone and self._calls is None:
             first = step.group.layers[0]
-            rows = _new_rows(step, first)
-            views = _views(codec, step.group, first, arena, step.sealed, step.tail)
+            rows, views = (
+                _new_rows(step, first),
+                _views(codec, step.group, first, arena, step.tables),
+            )
             self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1), scale)
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
@@ -157,10 +167,9 @@ def attend_step(
     q: [N, Hq, D] - one row for each row of `step.rows`
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
-    rows = q.float().unsqueeze(1).contiguous() if alone else q.float()[step.queries]
-    sealed, tail = step.sealed, step.tail
-    o = attend_tables(codec, step.group, layer, arena, rows, sealed, tail, scale, q.dtype)
-    return o[:, 0] if alone else o[step.valid]
+    rows = q.unsqueeze(1) if alone else q[step.queries]
+    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, scale, step.units)
+    return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
 def attend_tables(
@@ -169,29 +178,24 @@ def attend_tables(
     layer: int,
     arena: Tensor,
     q: Tensor,
-    sealed: PageTable | None,
-    tail: PageTable | None,
+    tables: Sequence[PageTable],
     scale: float,
-    dtype: torch.dtype | None = None,
+    units: Units | None = None,
 ) -> Tensor:
-    """Attention over pages and over the tail: [B, M, Hq, D] of dtype, or of q's."""
-    return attend(q, _views(codec, group, layer, arena, sealed, tail), scale, dtype)
+    """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
+    return attend(q, _views(codec, group, layer, arena, tables), scale, units)
 
 
 def _views(
-    codec: LayerCodec,
-    group: LayerGroup,
-    layer: int,
-    arena: Tensor,
-    sealed: PageTable | None,
-    tail: PageTable | None,
+    codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
     views: list[View] = []
-    while sealed is not None:
-        views += codec.views(arena, sealed, group, layer)
-        sealed = sealed.following
-    if tail is not None:
-        views.append(tail.view(arena, group, layer, exact_format(group.raw)))
+    for table in tables:
+        if table.layout == group.raw:
+            fmt = exact_format(group.raw, group.side if table.sides is not None else None)
+            views.append(table.view(arena, group, layer, fmt))
+        else:
+            views += codec.views(arena, table, group, layer)
     return views
 
 
@@ -220,18 +224,11 @@ def read_blocks(
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
 
 
-def _rounded(x: Tensor, group: LayerGroup) -> Tensor:
-    """K or V in the dtype of the tail; what that cannot hold saturates, as it does in pages."""
-    dtype = getattr(torch, group.raw.plane("k").dtype)
-    limits = torch.finfo(dtype)
-    return x.to(dtype).clamp(limits.min, limits.max)
-
-
 def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
     fmt = None if rows is None else codec.seal_format(group.head_dim)
-    if rows is None or fmt is None:
+    if rows is None or fmt is None or any(seal.fresh for seal in step.seals):
         return None
     page = flush_layout(group)
     segment = segment_layout(group, page)

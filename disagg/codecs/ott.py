@@ -15,12 +15,10 @@ from disagg.codecs.quantized import (
     flush_format,
     prompt_format,
 )
-from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.formats import FREE
 from disagg.kernels.reference.kept import raw_of, view_kept
 from disagg.kernels.sealing import Segmentation, Target
-from disagg.kernels.view import View
 from disagg.page import (
     RAW_TOKENS,
     SEGMENT_TOKENS,
@@ -43,7 +41,7 @@ class Ott(QuantizedCodec):
     a head whose slots do not suffice for the winners of a page lets none of them in.
 
     bits:        2, 4 or 8; by default 2.5, 4.5, 8.5 a number, without the tokens kept
-    group:       32, 64 or 128 - tokens that share a scale of K; channels that share one of V
+    group:       16, 32, 64 or 128 - tokens that share a scale of K; channels that share one of V
     residual:    R, exact tokens always kept; the tail holds R .. R+127
     skip_layers: the first layers, which are quantised without outliers
     rank:        of a low-rank matrix for what the codes miss, as in GEAR; 0: none
@@ -67,8 +65,8 @@ class Ott(QuantizedCodec):
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 4, 8), f"ott:bits is {self.bits}; 2, 4 and 8 are known")
-        known = self.group in (32, 64, 128)
-        require(known, f"ott:group is {self.group}; 32, 64 and 128 are known")
+        known = self.group in (16, 32, 64, 128)
+        require(known, f"ott:group is {self.group}; 16, 32, 64 and 128 are known")
         whole = self.residual >= 0 and self.residual % RAW_TOKENS == 0
         require(whole, f"ott:residual is {self.residual}; a multiple of 16 tokens is wanted")
         for option in ("outliers", "aux", "skip_layers"):
@@ -104,8 +102,9 @@ class Ott(QuantizedCodec):
         shape = (head_dim, self.rank)
         return [(f"{x}_basis", "float16", shape) for x in "kv"] if self.rank else []
 
-    def flush_segment_layout(self, head_dim: int) -> Layout | None:
-        return self.segment_layout(head_dim)
+    def flush_page_layout(self, head_dim: int) -> Layout | None:
+        planes = self.page_planes(head_dim) + self.segment_planes(head_dim)
+        return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes) if self.rank else None
 
     def side_layout(self, head_dim: int) -> Layout | None:
         if not self.slots:
@@ -170,23 +169,6 @@ class Ott(QuantizedCodec):
         empty = torch.zeros(k.shape[0], layout.block_bytes, dtype=torch.uint8, device=k.device)
         raws = -(-min(self.outliers, self.slots) // RAW_TOKENS)
         return empty, empty.new_zeros(raws, k.shape[0], _raw_of_dtype(k).block_bytes)
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        codes = super().views(arena, table, group, layer)
-        if table.kept is None or table.sides is None or group.side is None:
-            return codes
-        kept = View(
-            arena=arena,
-            pages=table.kept,
-            lo=table.lo,
-            hi=table.hi,
-            fmt=exact_format(group.raw, group.side),
-            base=group.layer_offset(group.raw, layer),
-            heads=group.heads,
-            sides=table.sides,
-            side_base=group.layer_offset(group.side, layer),
-        )
-        return [*codes, kept]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

@@ -6,7 +6,7 @@ numbers that kernels read:
     page      {k,v}_codes   {k,v}_scale {k,v}_zero   {k,v}_low   {k,v}_index {k,v}_delta   valid
     segment   k_scale k_zero (instead of the page's)   {k,v}_basis   {k,v}_rotation
 
-A scale without a zero belongs to symmetric codes.
+A scale without a zero belongs to symmetric codes. A page sealed while decoding may have all of it.
 """
 
 from abc import abstractmethod
@@ -131,11 +131,8 @@ def prompt_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
 @lru_cache
 def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
     """The format of a page sealed while decoding."""
-    page, segment = codec.flush_page_layout(head_dim), codec.flush_segment_layout(head_dim)
-    if page is None:
-        page = codec.page_layout(head_dim)
-        segment = segment or codec.segment_layout(head_dim)
-    return codec.format_of(page, segment, head_dim)
+    page = codec.flush_page_layout(head_dim)
+    return prompt_format(codec, head_dim) if page is None else codec.format_of(page, None, head_dim)
 
 
 def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
@@ -177,8 +174,10 @@ def _side(
     there = in_segment if "scale" in in_segment else in_page
     scale, zero = there["scale"], there.get("zero")
     low, index = in_page.get("low"), in_page.get("index")
-    low_rank = LowRank(low.shape[1], low.offset, in_segment["basis"].offset) if low else None
-    sparse = None
+    low_rank = sparse = None
+    if low:
+        basis = in_page.get("basis") or in_segment["basis"]
+        low_rank = LowRank(low.shape[1], low.offset, basis.offset, "basis" in in_segment)
     if index:
         sparse = Sparse(index.shape[1], index.offset, in_page["delta"].offset, name == "v")
     return Side(

@@ -5,10 +5,9 @@
 
 A sink is in front of both, and stays.
 
-Pages sealed while decoding have the layouts `flush_page` and `flush_segment` where the group has
-them. A page has a segment of its own if `flush_segment` is set, and needs none if only `flush_page`
-is: all that belongs to it is in it. Else, in a group with segments, it joins the first one of the
-sequence, and only the first page of all begins one.
+Pages sealed while decoding have the layout `flush_page` where the group has one: all that belongs
+to such a page is in it. Else, in a group with segments, a page joins the first one of the sequence,
+and only the first page of all begins one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,31 +75,28 @@ def flush_layout(group: LayerGroup) -> Layout:
 
 def segment_layout(group: LayerGroup, page: Layout) -> Layout | None:
     """The layout of the segments that pages of a layout belong to."""
-    return group.flush_segment if page == group.flush_page else group.segment
+    return None if page == group.flush_page else group.segment
 
 
-def begun_segment(group: LayerGroup, state: GroupState) -> Layout | None:
-    """The layout of the segment that the next page sealed while decoding begins; None: it joins."""
-    if group.flush_page is not None or group.flush_segment is not None:
-        return group.flush_segment
-    return None if state.runs else group.segment
+def begins_segment(group: LayerGroup, state: GroupState) -> bool:
+    """Whether the next page sealed while decoding begins a segment."""
+    return segment_layout(group, flush_layout(group)) is not None and not state.runs
 
 
 def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Allocator) -> Fresh:
     """Records for a whole step, before any state changes; CapacityError and nothing taken."""
     raws = pages = segments = 0
-    segment = group.flush_segment or group.segment
     for growth in growths:
         sealed = growth.state.num_pages * group.page.tokens
         raws += -(-(growth.n + growth.m - sealed) // RAW_TOKENS) - len(growth.state.tail)
         if group.page != group.raw and group.sealed(growth.n + growth.m) > sealed:
             pages += 1
-            segments += begun_segment(group, growth.state) is not None
+            segments += begins_segment(group, growth.state)
             raws += _more_kept(group, growth.state)
     wanted: list[tuple[RecordShape | None, int]] = [
         (group.record(group.raw), raws),
         (group.record(flush_layout(group)), pages),
-        (group.record(segment) if segment else None, segments),
+        (group.record(group.segment) if group.segment else None, segments),
     ]
     taken: list[list[int]] = []
     try:
@@ -158,7 +154,7 @@ def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Se
 def _seal_one(
     group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: Fresh
 ) -> Seal:
-    begins = begun_segment(group, state) is not None
+    begins = begins_segment(group, state)
     segment = next(fresh.segments) if begins else None
     if segment is None and segment_layout(group, flush_layout(group)) is not None:
         segment = state.runs[0].segment
@@ -169,21 +165,16 @@ def _seal_one(
     return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
 
 
-def seal_rows(
-    group: LayerGroup, seals: Sequence[Seal], count: int, device: torch.device
-) -> SealRows:
-    """What an append of `count` rows is told of the pages that they complete."""
+def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
+    """What an append of `count` rows is told of the pages that they complete; on the host."""
     pages, segments, stretches = [NO_PAGE] * count, [0] * count, [0] * count
     tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
     for seal in seals:
         pages[seal.index], tails[seal.index] = seal.page, list(seal.tail)
         segments[seal.index] = seal.segment or 0
         stretches[seal.index] = seal.first // STRETCH_TOKENS
-    found = [
-        torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (pages, tails, segments, stretches)
-    ]
-    return SealRows(*found)
+    found = pages, tails, segments, stretches
+    return SealRows(*(torch.tensor(x, dtype=torch.int32) for x in found))
 
 
 def _extend(state: GroupState, layout: Layout, segment: int | None, first: int, page: int) -> None:

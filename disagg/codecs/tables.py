@@ -11,19 +11,28 @@ the last layer is done. Layers only follow it; no bookkeeping happens between th
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.codecs.exact import exact_format
-from disagg.codecs.seals import Growth, Seal, append_tokens, seal_rows, seal_tails, take_records
+from disagg.codecs.exact import exact_format, slots_format
+from disagg.codecs.seals import (
+    Growth,
+    Seal,
+    append_tokens,
+    seal_rows,
+    seal_tails,
+    segment_layout,
+    take_records,
+)
 from disagg.kernels.formats import Format
-from disagg.kernels.gpu.plan import Tile, Tiling, tile_of, tiling_of
+from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans
 from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Units, View
 from disagg.page import Layout
@@ -37,14 +46,13 @@ Ints = NDArray[np.signedinteger]
 class PageTable:
     """Pages of one layout of B sequences, and the tokens that each of M queries sees of them.
 
-    pages:     [B, P] int32 - page ids in token order, short rows padded with pages they do not see
-    lo, hi:    [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]
-    segments:  [B, S] int32 - the segments of each sequence, in order; None: the layout has none
-    owner:     [B, P] int32 - the index in `segments` of each page's
-    following: the pages of the same sequences in another layout, sealed while decoding
-    kept:      [B, K] int32 - raw pages of tokens kept exact beside their page; None: there are none
-    sides:     [B] int32 - the side records, which say what `kept` holds
-    units:     how a GPU cuts its work; None on a CPU
+    pages:    [B, P] int32 - page ids in token order, short rows padded with pages they do not see
+    lo, hi:   [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0], or
+              from the first of the sequence where there are sides
+    segments: [B, S] int32 - the segments of each sequence, in order; None: the layout has none
+    owner:    [B, P] int32 - the index in `segments` of each page's
+    sides:    [B] int32 - side records, which say what tokens these raw pages keep; None: they are
+              tokens in order
     """
 
     pages: Tensor
@@ -53,10 +61,7 @@ class PageTable:
     layout: Layout
     segments: Tensor | None = None
     owner: Tensor | None = None
-    following: "PageTable | None" = None
-    kept: Tensor | None = None
     sides: Tensor | None = None
-    units: Units | None = None
 
     def view(
         self,
@@ -67,6 +72,7 @@ class PageTable:
         segment: Layout | None = None,
     ) -> View:
         """These pages in one layer, of a format; segment: the layout of their segments."""
+        side = group.side if self.sides is not None else None
         return View(
             arena=arena,
             pages=self.pages,
@@ -78,21 +84,23 @@ class PageTable:
             segments=self.segments if segment else None,
             owner=self.owner if segment else None,
             segment_base=group.layer_offset(segment, layer) if segment else 0,
-            units=self.units,
+            sides=self.sides,
+            side_base=group.layer_offset(side, layer) if side else 0,
         )
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """What one layer group does in a step.
+    """What one layer group does in a step; all tensors are int32.
 
-    rows:        [N] int64 - the step's rows (new tokens) that belong to this group, in order
-    pages, slots: [N] int32 - the raw page and the slot in it that each row is written to
-    seals:       pages that rows complete; completed: the same as the append reads it, None: no page
-    queries:     [B, M] int64 - index into `rows` of each query; padding repeats a row of the batch
-    valid:       [B, M] bool - False for padding
-    sealed, tail: page tables after the seals; None where no sequence has such pages
-    freed:       raw pages that nobody needs after the last layer
+    rows:    [N] - the step's rows (new tokens) that belong to this group, in order
+    pages, slots: [N] - the raw page and the slot in it that each row is written to
+    seals:   pages that rows complete; completed: the same as the append reads it, None: no page
+    queries: [B, M] - index into `rows` of each query; padding repeats a row of the batch
+    answers: [N] - index into the queries, sequence by sequence, of each row
+    tables:  page tables after the seals: of pages, those sealed while decoding, kept tokens, tails
+    units:   how a GPU attends to all tables; None on a CPU
+    freed:   raw pages that nobody needs after the last layer
     """
 
     group: LayerGroup
@@ -102,9 +110,9 @@ class GroupStep:
     seals: tuple[Seal, ...]
     completed: SealRows | None
     queries: Tensor
-    valid: Tensor
-    sealed: PageTable | None
-    tail: PageTable | None
+    answers: Tensor
+    tables: tuple[PageTable, ...]
+    units: Units | None
     freed: tuple[int, ...]
 
 
@@ -124,7 +132,10 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
 def plan_step(
     group: LayerGroup, growths: Sequence[Growth], allocator: Allocator, device: torch.device
 ) -> GroupStep:
-    """Grow every sequence by its m tokens; CapacityError and nothing changed if no room."""
+    """Grow every sequence by its m tokens; CapacityError and nothing changed if no room.
+
+    The plan is for a device, and still on the host: see `upload`.
+    """
     assert all(growth.m == block_size(group, growth.n, growth.m) for growth in growths)
     longest = max(growth.m for growth in growths)
     fresh = take_records(group, growths, allocator)
@@ -135,63 +146,70 @@ def plan_step(
         [end - max(growth.m - j, 1) for j in range(longest)]
         for end, growth in zip(ends, growths, strict=True)
     ]
-    sealed, tail = build_tables(group, growths, longest, device)
+    tables = build_tables(group, growths, longest, device)
     return GroupStep(
         group=group,
-        rows=torch.tensor([g.row + j for g in growths for j in range(g.m)], device=device),
-        pages=torch.tensor(pages, dtype=torch.int32, device=device),
-        slots=torch.tensor(slots, dtype=torch.int32, device=device),
+        rows=_numbers([g.row + j for g in growths for j in range(g.m)]),
+        pages=_numbers(pages),
+        slots=_numbers(slots),
         seals=tuple(done.seals),
-        completed=seal_rows(group, done.seals, len(pages), device) if done.seals else None,
-        queries=torch.tensor(queries, device=device),
-        valid=torch.tensor([[j < g.m for j in range(longest)] for g in growths], device=device),
-        sealed=sealed,
-        tail=tail,
+        completed=seal_rows(group, done.seals, len(pages)) if done.seals else None,
+        queries=_numbers(queries),
+        answers=_numbers([b * longest + j for b, g in enumerate(growths) for j in range(g.m)]),
+        tables=tables,
+        units=plan_units(group, tables, device),
         freed=tuple(done.freed),
     )
 
 
 def build_tables(
     group: LayerGroup, growths: Sequence[Growth], longest: int, device: torch.device
-) -> tuple[PageTable | None, PageTable | None]:
-    """(sealed, tail): the page tables of sequences that now have n + m tokens each.
+) -> tuple[PageTable, ...]:
+    """The page tables of sequences that now have n + m tokens each, as in `GroupStep`.
 
-    The raw codec's pages and tail are the same kind, so they form one table, the tail's.
+    The raw codec's pages and tail are the same kind, so they form one table. A GPU gets all tables
+    that the group can have, also those in which nobody has a page: one program serves every step.
     """
-    seen = _Seen(group, growths, longest, device)
+    seen = _Seen(group, growths, longest, every=device.type == "cuda")
     tails = [[_tail_run(group, growth.state)] for growth in growths]
     if group.page == group.raw:
         runs = [[*g.state.runs, *tail] for g, tail in zip(growths, tails, strict=True)]
-        return None, seen.table(group.raw, runs)
-    tail = seen.table(group.raw, tails)
-    sealed = None
-    for layout in (group.flush_page, group.page):  # the last one built comes first
-        if layout is None:
-            continue
-        runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
-        sealed = seen.table(layout, runs, sealed) or sealed
-    if sealed is not None and any(growth.state.kept for growth in growths):
-        kept = _rectangle([[array("i", growth.state.kept)] for growth in growths])
-        sides = np.array([growth.state.side or 0 for growth in growths], dtype=np.int32)
-        sealed = replace(sealed, kept=_on_device(kept, device), sides=_on_device(sides, device))
-    return sealed, tail
+        return tuple(seen.table(group.raw, runs))
+    found = []
+    for layout in (group.page, group.flush_page):
+        if layout is not None:
+            runs = [[r for r in g.state.runs if r.layout == layout] for g in growths]
+            found += seen.table(layout, runs)
+    if group.kept_limit:
+        kept = [[Run(group.raw, None, 0, array("i", growth.state.kept))] for growth in growths]
+        sides = _numbers([growth.state.side or 0 for growth in growths])
+        found += [replace(table, sides=sides) for table in seen.table(group.raw, kept, False)]
+    return (*found, *seen.table(group.raw, tails))
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The sequences of a step, and what each of `longest` queries of each sees."""
+    """The sequences of a step, and what each of `longest` queries of each sees.
+
+    every: whether there are tables in which nobody has a page
+    """
 
     group: LayerGroup
     growths: Sequence[Growth]
     longest: int
-    device: torch.device
+    every: bool
 
-    def table(
-        self, layout: Layout, runs: list[list[Run]], following: PageTable | None = None
-    ) -> PageTable | None:
-        """The table of consecutive runs of each sequence; None where nobody has a page."""
-        if not any(run.pages for row in runs for run in row):
-            return None
+    def table(self, layout: Layout, runs: list[list[Run]], counted: bool = True) -> list[PageTable]:
+        """The table of consecutive runs of each sequence; none where nobody has a page.
+
+        counted: whether the pages have tokens in order, from the first of each row on
+        """
+        nobody = not any(run.pages for row in runs for run in row)
+        if nobody:
+            if not self.every:
+                return []
+            segment = None if segment_layout(self.group, layout) is None else 0
+            runs = [[Run(layout, segment, 0, array("i", [0]))] for _ in runs]
         pages = _rectangle([[run.pages for run in row] for row in runs])
         segments, owner = _segments(runs, pages.shape[1])
         first = np.array([row[0].first if row else 0 for row in runs])[:, None]
@@ -200,56 +218,104 @@ class _Seen:
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end = np.minimum(first + count * layout.tokens, positions + 1)
         start = positions + 1 - self.group.window if self.group.window else first
-        seen = np.maximum(start - first, 0), np.maximum(end - first, 0)
-        ids, lo, hi = (_on_device(x, self.device) for x in (pages, *seen))
-        units = None
-        if self.device.type == "cuda":
-            tiling = _tiling(layout, self.group.heads, self.device)
-            spans = np.broadcast_to(seen[0], seen[1].shape).min(1), seen[1].max(1)
-            table, starts = tiling.units(*spans, owner, segments)
-            units = Units(_on_device(table, self.device), _on_device(starts, self.device))
-        return PageTable(
-            pages=ids,
-            lo=lo.expand(hi.shape).contiguous(),
-            hi=hi,
-            layout=layout,
-            segments=None if segments is None else _on_device(segments, self.device),
-            owner=None if owner is None else _on_device(owner, self.device),
-            following=following,
-            units=units,
-        )
+        if not counted:
+            end = positions + 1
+        if nobody:
+            end = np.zeros_like(positions)
+        lo, hi = np.broadcast_arrays(np.maximum(start - first, 0), np.maximum(end - first, 0))
+        ids, *rest = (None if x is None else _numbers(x) for x in (pages, segments, owner))
+        assert ids is not None
+        return [PageTable(ids, _numbers(lo), _numbers(hi), layout, *rest)]
 
 
-def plan_units(table: PageTable, heads: int) -> PageTable:
-    """A table that somebody else made, with its units; the host asks for its lengths."""
-    device = table.pages.device
-    if device.type != "cuda":
-        return table
-    given = (table.lo.amin(1), table.hi.amax(1), table.owner, table.segments)
-    found = [None if x is None else x.cpu().numpy().astype(np.int64) for x in given]
-    lo, hi, owner, segments = found
-    assert lo is not None
-    assert hi is not None
-    made = _tiling(table.layout, heads, device).units(lo, hi, owner, segments)
-    return replace(table, units=Units(*(_on_device(x, device) for x in made)))
-
-
-def room_for_units(table: PageTable, heads: int) -> Units | None:
-    """Zeros for the units of any table that has no more rows and columns; None on a CPU."""
-    batch, width = table.pages.shape
-    device = table.pages.device
+def plan_units(
+    group: LayerGroup, tables: Sequence[PageTable], device: torch.device
+) -> Units | None:
+    """How a GPU attends to tables on the host; None for a CPU."""
     if device.type != "cuda":
         return None
-    segments = 0 if table.segments is None else table.segments.shape[1]
-    tiling = _tiling(table.layout, heads, device)
-    most = tiling.most_units(batch, width * table.layout.tokens, segments)
-    return Units(table.pages.new_zeros(most, 4), table.pages.new_zeros(batch + 1))
+    made = units_of_spans([_span(group, table) for table in tables], group.heads, device)
+    return Units(*map(torch.from_numpy, made))
 
 
-def _tiling(layout: Layout, heads: int, device: torch.device) -> Tiling:
+def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch.device) -> int:
+    """Units of tables at most, that have no more rows and columns than these."""
+    return most_units([_span(group, table) for table in tables], group.heads, device)
+
+
+def _span(group: LayerGroup, table: PageTable) -> Span:
+    """What the sequences of a table show, in plain numbers."""
+    layout, width = table.layout, table.pages.shape[1]
     exact = any(plane.name == "k" for plane in layout.planes)
     tile = tile_of(exact_format(layout)) if exact else Tile(layout.tokens, layout.block_bytes)
-    return tiling_of(tile, heads, device)
+    lo, hi = table.lo.amin(1).numpy(), table.hi.amax(1).numpy()
+    if table.sides is not None and group.side is not None:
+        slots = min(width * layout.tokens, slots_format(group.side).slots)
+        tile, lo, hi = replace(tile, counted=False), np.zeros_like(lo), np.where(hi > lo, slots, 0)
+    owner, segments = (None if x is None else x.numpy() for x in (table.owner, table.segments))
+    return Span(tile, lo, hi, width * layout.tokens, owner, segments)
+
+
+T = TypeVar("T")
+PARTS = (tuple, GroupStep, PageTable, SealRows, Units)  # where tensors of a step are
+
+
+class Upload(Generic[T]):
+    """int32 tensors of a tree on a device, side by side in one buffer, so that one copy fills all.
+
+    tree: as that on the host, with tensors of the device
+    """
+
+    def __init__(self, tree: T, device: torch.device):
+        packed = _packed(tree)
+        self._buffer = torch.empty_like(packed, device=device)
+        self._buffer.copy_(packed)
+        parts = self._buffer.split([_room(x) for x in _tensors(tree)])
+        shaped = (
+            part[: x.numel()].view(x.shape) for x, part in zip(_tensors(tree), parts, strict=True)
+        )
+        self.tree: T = _rebuilt(tree, shaped)
+
+    def fill(self, tree: T) -> None:
+        """Take the numbers of another tree of the same shapes."""
+        self._buffer.copy_(_packed(tree))
+
+
+def upload(tree: T, device: torch.device) -> T:
+    """A tree of the host on a device, in one copy; on a CPU it is there already."""
+    return tree if device.type == "cpu" else Upload(tree, device).tree
+
+
+def _room(x: Tensor) -> int:
+    """Items of a tensor, up to where the next one begins: on 16 bytes, as kernels want it."""
+    return -(-x.numel() // 4) * 4
+
+
+def _packed(tree: Any) -> Tensor:
+    found = list(_tensors(tree))
+    packed = torch.zeros(sum(map(_room, found)), dtype=torch.int32)
+    for x, part in zip(found, packed.split([_room(x) for x in found]), strict=True):
+        part[: x.numel()] = x.flatten()
+    return packed
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, PARTS):
+        for part in tree if isinstance(tree, tuple) else vars(tree).values():
+            yield from _tensors(part)
+
+
+def _rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if isinstance(tree, tuple):
+        return tuple(_rebuilt(part, tensors) for part in tree)
+    if not isinstance(tree, PARTS):
+        return tree
+    parts: dict[str, Any] = {name: _rebuilt(part, tensors) for name, part in vars(tree).items()}
+    return type(tree)(**parts)
 
 
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:
@@ -290,6 +356,6 @@ def _rectangle(rows: list[list["array[int]"]]) -> Ints:
     return filled
 
 
-def _on_device(values: Ints, device: torch.device) -> Tensor:
-    """As int32 on a device."""
-    return torch.from_numpy(values.astype(np.int32, copy=False)).to(device)
+def _numbers(values: object) -> Tensor:
+    """As int32 on the host."""
+    return torch.from_numpy(np.asarray(values, dtype=np.int32))

@@ -29,6 +29,8 @@ from disagg.engine.messages import (
     EngineLoad,
     Failed,
     Message,
+    Move,
+    Moved,
     Prefill,
     Prefilled,
     Release,
@@ -47,6 +49,7 @@ from disagg.errors import (
     PeerLostError,
     PromptTooLongError,
     RequestError,
+    TransferError,
 )
 from disagg.model.attention import Chunk
 from disagg.model.runner import Runner
@@ -84,7 +87,7 @@ class Engine:
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
-        self._events: list[Token | Prefilled | Failed] = []
+        self._events: list[Token | Prefilled | Moved | Failed] = []
         self._preempted: list[str] = []
 
     def submit(self, message: Message) -> None:
@@ -148,6 +151,9 @@ class Engine:
                     for state in message.groups if isinstance(message, Admit) else ():
                         self.pool.release(list(state.ids()))
                     self._events.append(Failed(message.request.rid, named(error)))
+            case Move(rid):
+                if (sequence := self._scheduler.find(rid)) is not None:
+                    self._prepare_to_move(sequence, message)
             case _:
                 self._draining = True
 
@@ -161,7 +167,7 @@ class Engine:
             sequence.handoff = message.handoff
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
-            sequence.groups, sequence.n = message.groups, sequence.prompt_len
+            sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
             sequence.life.enter(Status.DECODE, self._clock())
             self._scheduler.activate(sequence)
         else:
@@ -226,7 +232,9 @@ class Engine:
                 return shares, take_stash(shares, self.pool)
             except CapacityError:
                 victim = self._scheduler.preempt()
-                assert victim is not None, "decoding sequences can always be preempted"
+                if victim is None:  # all that decode here are about to leave
+                    self._fail(shares[-1].sequence, CapacityError("no room to grow; it moves"))
+                    continue
                 victim.life.enter(Status.QUEUED, self._clock())
                 self._preempted.append(victim.rid)
                 self._refused = victim
@@ -398,6 +406,37 @@ class Engine:
                 sequence.emitted.append(sampled.token)
                 sequence.scores += [sampled.logprobs] if sampled.logprobs else []
                 self._say(sequence, sequence.finish_reason(self._runner.info))
+        for sequence in ready:
+            if sequence.n == sequence.hold_at and sequence.life.status is Status.DECODE:
+                self._hold(sequence)
+
+    # -- who goes on elsewhere
+
+    def _prepare_to_move(self, sequence: Sequence, move: Move) -> None:
+        """Offer what is sealed; the rest follows when the sequence stops."""
+        late = sequence.life.status is not Status.DECODE or sequence.length > move.tokens
+        try:
+            if late or sequence.handoff is not None:
+                raise TransferError(
+                    f"it has {sequence.length} tokens and is {sequence.life.status}; a sequence "
+                    f"that decodes and has at most {move.tokens} can move"
+                )
+            sequence.handoff, sequence.hold_at = move.handoff, move.tokens
+            move.handoff.begin(sequence.plan, sequence.groups)
+        except Exception as error:
+            self._fail(sequence, named(error))
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Decode no longer; offer what is left of the records."""
+        assert sequence.handoff is not None, "whoever stops here goes on elsewhere"
+        try:
+            sequence.handoff.begin(sequence.plan, sequence.groups)
+        except Exception as error:
+            self._fail(sequence, named(error))
+        else:
+            sequence.life.enter(Status.HELD, self._clock())
+            self._scheduler.hold(sequence)
+            self._events.append(Moved(sequence.rid, tuple(sequence.emitted)))
 
     # -- what the world hears
 
@@ -432,6 +471,7 @@ class Engine:
         return StepOutput(
             tokens=tuple(x for x in events if isinstance(x, Token)),
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
+            moved=tuple(x for x in events if isinstance(x, Moved)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
             preempted=tuple(preempted),
             load=EngineLoad(

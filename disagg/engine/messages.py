@@ -21,13 +21,27 @@ class Admit:
     """Decode a prompt whose KV is in this pool already; the records become the engine's.
 
     emitted:  tokens known so far, the first one from prefill; more are fed before new ones come
+    moved:    tokens in the records of a sequence that decoded elsewhere; 0: those of the prompt
     logprobs: of the last one, where they are wanted
     """
 
     request: Request
     groups: tuple[GroupState, ...]
     emitted: tuple[int, ...]
+    moved: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Decode on until the records hold so many tokens; then hold them, until Release or Abort.
+
+    `handoff.begin` is called now and then again: what is sealed is final, then everything.
+    """
+
+    rid: str
+    tokens: int
+    handoff: Handoff
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Drain:
     """Finish what is here; `Engine.run` returns when nothing is left."""
 
 
-Message = Prefill | Admit | Replay | Release | Abort | Drain
+Message = Prefill | Admit | Move | Replay | Release | Abort | Drain
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,14 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A sequence decodes no longer: its records are final and held. `emitted`: its whole answer."""
+
+    rid: str
+    emitted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Failed:
     """A request that ends without its answer; everything of it is freed."""
 
@@ -129,6 +151,7 @@ class StepOutput:
 
     tokens: tuple[Token, ...] = ()
     prefilled: tuple[Prefilled, ...] = ()
+    moved: tuple[Moved, ...] = ()
     failed: tuple[Failed, ...] = ()
     preempted: tuple[str, ...] = ()
     load: EngineLoad = EngineLoad()
@@ -136,4 +159,5 @@ class StepOutput:
     @property
     def empty(self) -> bool:
         """Whether nothing happened that anyone waits for."""
-        return not (self.tokens or self.prefilled or self.failed or self.preempted)
+        some = self.tokens or self.prefilled or self.moved or self.failed or self.preempted
+        return not some

@@ -14,7 +14,7 @@ engine, where every state can end in DONE:
       │ │ another worker      │ prefilled for itself
       │ ▼                     ▼
       │ └─────────────────► DECODE ──────────────────► DONE
-      └──────────────────────┘    end of text, length, abort
+      └──────────────────────┘    end of text, length, abort; or HELD: it goes on elsewhere
         preempted: its records are freed; it prefills and replays when there is room
 """
 
@@ -56,7 +56,7 @@ ARROWS: Mapping[Status, tuple[Status, ...]] = {
     Status.QUEUED: (Status.PREFILL, Status.DECODE, Status.DONE),
     Status.PREFILL: (Status.HELD, Status.DECODE, Status.QUEUED, Status.DONE),
     Status.HELD: (Status.DONE,),
-    Status.DECODE: (Status.QUEUED, Status.DONE),
+    Status.DECODE: (Status.QUEUED, Status.HELD, Status.DONE),
     Status.DONE: (),
 }
 
@@ -203,6 +203,7 @@ class Sequence:
     cached:    leading tokens of the prompt that were not computed here
     keys:      of the units of its exact KV · kept_units: those of them that were kept
     order:     who came first keeps its place
+    hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
     scores:    log-probabilities that nobody has heard: of the prompt from its second token on,
@@ -220,6 +221,7 @@ class Sequence:
     keys: Seq[bytes] = ()
     kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
+    hold_at: int | None = None
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
     error: DisaggError | None = None

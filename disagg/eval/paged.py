@@ -16,7 +16,7 @@ from disagg.codecs.contract import Queries
 from disagg.codecs.layer import attend_tables, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
-from disagg.codecs.tables import block_size, build_tables, plan_step
+from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT
@@ -81,11 +81,14 @@ class PagedKV:
         for group, state in self._groups:
             width = prompt[0].queries.last.shape[1]
             growth = Growth(state, self.num_tokens - width, width, 0)
-            tables = build_tables(group, [growth], width, self._runner.device)
+            device = self._runner.device
+            tables = build_tables(group, [growth], width, device)
+            tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
                 q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
                 scale, arena = group.head_dim**-0.5, self._arena.bytes
-                out = attend_tables(codec_of(group), group, layer, arena, q, *tables, scale)
+                given = layer, arena, q, tables, scale, units
+                out = attend_tables(codec_of(group), group, *given)
                 found[layer] = out[0]
         return [found[layer] for layer in sorted(found)]
 

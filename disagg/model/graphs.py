@@ -92,8 +92,7 @@ class DecodeGraphs:
         self._found.move_to_end(key)
         static.fill(batch)
         recording.replay()
-        outputs = torch.tensor(batch.outputs, dtype=torch.int64, device=batch.arena.device)
-        return recording.output[outputs].float()
+        return recording.output[static.outputs[: len(batch.outputs)]].float()
 
     def _record(self, key: Key, batch: Batch) -> None:
         static = StaticStep(batch)

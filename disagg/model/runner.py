@@ -6,6 +6,7 @@ decoding tokens, blocks of a replay. Any model that calls transformers' Attentio
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from xxhash import xxh3_128
 
 from disagg.codecs.planning import KVShape
+from disagg.codecs.tables import upload
 from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import PassThrough, Workspace
@@ -84,11 +86,19 @@ class Runner:
         """
         if self._graphs is not None and self._graphs.accepts(batch):
             return self._graphs.run(batch)
-        outputs = torch.tensor(batch.outputs, dtype=torch.int64, device=self.device)
-        selection = {"logits_to_keep": outputs} if self._selects else {}
+        given = (
+            torch.tensor([batch.tokens], dtype=torch.int32),
+            torch.tensor([batch.positions], dtype=torch.int32),
+            torch.tensor(batch.outputs, dtype=torch.int32),
+            tuple(decode.step for decode in batch.decodes),
+        )
+        tokens, positions, outputs, steps = upload(given, self.device)
+        pairs = zip(batch.decodes, steps, strict=True)
+        batch = replace(batch, decodes=tuple(replace(decode, step=step) for decode, step in pairs))
+        selection = {"logits_to_keep": outputs.long()} if self._selects else {}
         logits = self._model(
-            input_ids=torch.tensor([batch.tokens], device=self.device),
-            position_ids=torch.tensor([batch.positions], device=self.device),
+            input_ids=tokens.long(),
+            position_ids=positions.long(),
             past_key_values=PassThrough(),
             use_cache=True,
             disagg=BatchAttention(batch, self.info.windows),
@@ -99,8 +109,8 @@ class Runner:
     def _static_step(self, static: StaticStep) -> Tensor:
         """Logits [bucket, V] of every row of a step in its buffers; asks the host for nothing."""
         return self._model(
-            input_ids=static.tokens,
-            position_ids=static.positions,
+            input_ids=static.tokens.long(),
+            position_ids=static.positions.long(),
             past_key_values=PassThrough(),
             use_cache=True,
             disagg=BatchAttention(static.batch, self.info.windows),

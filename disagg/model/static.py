@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.seals import seal_rows
-from disagg.codecs.tables import GroupStep, PageTable, room_for_units
+from disagg.codecs.tables import GroupStep, PageTable, Upload, room_for_units
 from disagg.kernels.sealing import NO_PAGE, SealRows
+from disagg.kernels.view import Units
 from disagg.model.attention import Batch, Decode
 
 SMALL_BUCKETS = (1, 2, 4)
@@ -55,8 +56,7 @@ def key_of(batch: Batch) -> Key:
             decode.step.group.fingerprint,
             decode.whole,
             bucket_of(len(decode.step.rows)),
-            _shapes_of(decode.step.sealed),
-            _shapes_of(decode.step.tail),
+            *map(_shape_of, decode.step.tables),
         )
         for decode in _in_order(batch)
     ]
@@ -64,29 +64,40 @@ def key_of(batch: Batch) -> Key:
 
 
 class StaticStep:
-    """The buffers of one shape of step.
+    """The buffers of one shape of step: all in one, which one copy fills.
 
-    tokens, positions: [1, bucket] int64 · batch: what attention is to follow, over the buffers
+    tokens, positions: [1, bucket] int32 · outputs: [bucket] int32 · batch: what attention is to
+    follow, over the buffers
     """
 
     def __init__(self, like: Batch):
-        bucket, device = bucket_of(len(like.tokens)), like.arena.device
-        self.tokens = torch.zeros(1, bucket, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.tokens)
-        decodes = [replace(x, step=_static_step(x)) for x in _in_order(like)]
-        self.batch = Batch((), (), (), like.arena, decodes=tuple(decodes))
+        self._inputs = Upload(_padded(like), like.arena.device)
+        self.tokens, self.positions, self.outputs, steps = self._inputs.tree
+        decodes = zip(_in_order(like), steps, strict=True)
+        on_device = tuple(replace(decode, step=step) for decode, step in decodes)
+        self.batch = Batch((), (), (), like.arena, decodes=on_device)
 
     def fill(self, batch: Batch) -> None:
         """Take the inputs of a batch with the same key."""
-        for buffer, values in ((self.tokens, batch.tokens), (self.positions, batch.positions)):
-            buffer.zero_()
-            buffer[0, : len(values)] = torch.tensor(values, dtype=torch.int64)
-        for static, given in zip(self.batch.decodes, _in_order(batch), strict=True):
-            _fill_step(static.step, given.step)
+        self._inputs.fill(_padded(batch))
+
+
+def _padded(batch: Batch) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
+    """Tokens, positions, outputs and steps of a batch on the host, as large as those of its key."""
+    bucket, device = bucket_of(len(batch.tokens)), batch.arena.device
+    tokens, positions, outputs = (
+        _extended(torch.tensor(x, dtype=torch.int32), bucket, 0)
+        for x in (batch.tokens, batch.positions, batch.outputs)
+    )
+    steps = tuple(_padded_step(decode, device) for decode in _in_order(batch))
+    return tokens[None], positions[None], outputs, steps
 
 
 def _seals(decode: Decode) -> bool:
-    """Whether the append of a step seals the pages that it completes."""
+    """Whether the append of a step seals the pages that it completes; the first of a sequence may
+    begin a segment, which it cannot."""
+    if any(seal.fresh for seal in decode.step.seals):
+        return False
     return decode.codec.seal_format(decode.step.group.head_dim) is not None
 
 
@@ -95,111 +106,68 @@ def _in_order(batch: Batch) -> list[Decode]:
     return sorted(batch.decodes, key=lambda decode: decode.step.group.fingerprint)
 
 
-def _tables_of(step: GroupStep) -> list[PageTable]:
-    return _chain(step.sealed) + _chain(step.tail)
+def _shape_of(table: PageTable) -> Key:
+    """The layout of a table, and how wide its columns are."""
+    widths = (0 if x is None else width_of(x.shape[1]) for x in (table.pages, table.segments))
+    return (table.layout.fingerprint, table.sides is None, *widths)
 
 
-def _chain(table: PageTable | None) -> list[PageTable]:
-    found = []
-    while table is not None:
-        found.append(table)
-        table = table.following
-    return found
-
-
-def _shapes_of(table: PageTable | None) -> Key:
-    """The layouts of a chain of tables, and how wide their columns are."""
-    return tuple(
-        (
-            part.layout.fingerprint,
-            *(0 if x is None else width_of(x.shape[1]) for x in (part.pages, part.segments)),
-            0 if part.kept is None else width_of(part.kept.shape[1]),
-        )
-        for part in _chain(table)
-    )
-
-
-def _static_step(decode: Decode) -> GroupStep:
-    """Buffers for steps like this one."""
+def _padded_step(decode: Decode, device: torch.device) -> GroupStep:
     step = decode.step
     rows = bucket_of(len(step.rows))
-    device = step.rows.device
+    tables = tuple(_padded_table(table, rows) for table in step.tables)
+    units = step.units
+    if units is not None:
+        room = room_for_units(step.group, tables, device)
+        units = Units(
+            _extended(units.table, room, 0), _extended(units.starts, rows + 1, units.starts[-1])
+        )
     return replace(
         step,
-        rows=torch.zeros(rows, dtype=step.rows.dtype, device=device),
-        pages=torch.zeros(rows, dtype=torch.int32, device=device),
-        slots=torch.zeros(rows, dtype=torch.int32, device=device),
+        rows=_extended(step.rows, rows, step.rows[0]),
+        pages=_extended(step.pages, rows, NO_PAGE),
+        slots=_extended(step.slots, rows, step.slots[0]),
         seals=(),
-        completed=seal_rows(step.group, (), rows, device) if _seals(decode) else None,
-        queries=torch.arange(rows, device=device).unsqueeze(1),
-        valid=torch.ones(rows, 1, dtype=torch.bool, device=device),
-        sealed=_static_table(step.sealed, rows, step.group.heads),
-        tail=_static_table(step.tail, rows, step.group.heads),
+        completed=_padded_rows(step, rows) if _seals(decode) else None,
+        queries=torch.arange(rows, dtype=torch.int32).unsqueeze(1),
+        answers=torch.arange(rows, dtype=torch.int32),
+        tables=tables,
+        units=units,
         freed=(),
     )
 
 
-def _static_table(table: PageTable | None, rows: int, heads: int) -> PageTable | None:
-    if table is None:
-        return None
+def _padded_rows(step: GroupStep, rows: int) -> SealRows:
+    """What rows complete; those added complete nothing."""
+    given = step.completed or seal_rows(step.group, (), len(step.rows))
+    padded = {x.name: _extended(getattr(given, x.name), rows, NO_PAGE) for x in fields(SealRows)}
+    return SealRows(**padded)
 
-    def buffer(x: Tensor | None) -> Tensor | None:
+
+def _padded_table(table: PageTable, rows: int) -> PageTable:
+    """A table with more rows and columns, which see nothing and point to what is there."""
+
+    def wider(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        return x.new_zeros(rows, width_of(x.shape[1]))
+        wide = x[:1, :1].repeat(rows, width_of(x.shape[1]))
+        wide[: x.shape[0], : x.shape[1]] = x
+        return wide
 
-    static = PageTable(
-        pages=table.pages.new_zeros(rows, width_of(table.pages.shape[1])),
-        lo=table.lo.new_zeros(rows, 1),
-        hi=table.hi.new_zeros(rows, 1),
+    pages = wider(table.pages)
+    assert pages is not None
+    return PageTable(
+        pages=pages,
+        lo=_extended(table.lo, rows, 0),
+        hi=_extended(table.hi, rows, 0),
         layout=table.layout,
-        segments=buffer(table.segments),
-        owner=buffer(table.owner),
-        following=_static_table(table.following, rows, heads),
-        kept=buffer(table.kept),
-        sides=None if table.sides is None else table.sides.new_zeros(rows),
+        segments=wider(table.segments),
+        owner=wider(table.owner),
+        sides=None if table.sides is None else _extended(table.sides, rows, table.sides[0]),
     )
-    return replace(static, units=room_for_units(static, heads))
 
 
-def _fill_step(static: GroupStep, given: GroupStep) -> None:
-    for name in ("rows", "slots"):
-        _repeat_first(getattr(static, name), getattr(given, name))
-    static.pages.fill_(NO_PAGE)
-    static.pages[: len(given.pages)] = given.pages
-    if static.completed is not None:
-        _fill_completed(static.completed, given.completed)
-    for into, table in zip(_tables_of(static), _tables_of(given), strict=True):
-        _fill_table(into, table)
-
-
-def _fill_completed(static: SealRows, given: SealRows | None) -> None:
-    """Copy what rows complete; all other rows complete nothing."""
-    static.pages.fill_(NO_PAGE)
-    if given is None:
-        return
-    for field in fields(SealRows):
-        values = getattr(given, field.name)
-        getattr(static, field.name)[: len(values)] = values
-
-
-def _fill_table(static: PageTable, given: PageTable) -> None:
-    """Copy a table; what is added sees nothing and points to what is there."""
-    for name in ("lo", "hi"):
-        buffer, values = getattr(static, name), getattr(given, name)
-        buffer.zero_()
-        buffer[: len(values)] = values
-    for name in ("pages", "segments", "owner", "kept", "sides"):
-        if getattr(given, name) is not None:
-            _repeat_first(getattr(static, name), getattr(given, name))
-    if static.units is not None and given.units is not None:
-        static.units.table.zero_()
-        static.units.table[: len(given.units.table)] = given.units.table
-        static.units.starts.copy_(given.units.starts[-1].expand_as(static.units.starts))
-        static.units.starts[: len(given.units.starts)] = given.units.starts
-
-
-def _repeat_first(buffer: Tensor, values: Tensor) -> None:
-    """Copy values into a buffer that is at least as large; elsewhere stands the first of them."""
-    buffer.copy_(values[(slice(0, 1),) * values.ndim].expand_as(buffer))
-    buffer[tuple(slice(0, size) for size in values.shape)] = values
+def _extended(x: Tensor, rows: int, value: Tensor | int) -> Tensor:
+    """x with as many rows, those added all of one value."""
+    added = torch.as_tensor(value, dtype=x.dtype).expand(rows - len(x), *x.shape[1:])
+    return torch.cat([x, added])

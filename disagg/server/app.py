@@ -16,9 +16,10 @@ from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
 from disagg.server.access import Access, bears
+from disagg.server.admin import Staff, admin_routes
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
-from disagg.server.reply import Answer, Reply
+from disagg.server.reply import Answers, Reply
 from disagg.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from disagg.server.views import add_tokens, add_views
 
@@ -31,18 +32,22 @@ def create_app(
     token: str | None = None,
     on_stop: Callable[[], None] = lambda: None,
     keys: Collection[str] = (),
+    staff: Staff | None = None,
 ) -> ASGIApp:
     """The application.
 
     token: the secret of its owner: POST /stop wants it, or there is no such route
+    staff: who has the workers: POST /scale and others want the secret too
     keys:  of clients; the owner's secret is as good as one. None: everybody is served
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     add_views(app, completions)
     add_tokens(app, completions)
+    if staff is not None and token is not None:
+        app.include_router(admin_routes(staff, token))
 
-    async def answer(http: Request, form: type[GenerationRequest], answer: Answer) -> Response:
+    async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
         request, prompts = await completions.prepare(form, http.stream())  # of any content type
         reply = Reply(completions, request, prompts, answer)
         if request.stream:

@@ -52,7 +52,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedPrompt:
     """Token ids, and the text that they stand for where it is to be echoed."""
 
     tokens: tuple[int, ...]
@@ -95,22 +95,23 @@ class Completions:
 
     async def prepare(
         self, form: type[Asked], body: AsyncIterable[bytes]
-    ) -> tuple[Asked, list[Prompt]]:
+    ) -> tuple[Asked, list[TokenizedPrompt]]:
         """A request and its prompts as token ids, from the pieces of a body.
 
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
         """
         try:
-            request = await self.read(form, body)
+            request, field = await self.read(form, body), "prompt"
             if isinstance(request, ChatRequest):
-                prompts = [Prompt(tuple(await self.chat_tokens(request)))]
+                field = "messages"
+                prompts = [TokenizedPrompt(tuple(await self.chat_tokens(request)))]
             else:
                 assert isinstance(request, CompletionRequest)
                 prompts = [await self._prompt(request, prompt) for prompt in request.prompt]
             limits.check_choices(len(prompts) * request.n)
             for prompt in prompts:
-                limits.check_prompt(len(prompt.tokens), self.served.context_length)
-                limits.check_ids(prompt.tokens, self.served.vocab_size, "prompt")
+                limits.check_prompt(len(prompt.tokens), self.served.context_length, field)
+                limits.check_ids(prompt.tokens, self.served.vocab_size, field)
                 limits.check_scores(len(prompt.tokens), request.sampling(1))
             limits.check_ids(request.stop_token_ids, self.served.vocab_size, "stop_token_ids")
             limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
@@ -120,7 +121,7 @@ class Completions:
             raise
 
     async def stream(
-        self, request: GenerationRequest, prompt: Prompt, sibling: int = 0
+        self, request: GenerationRequest, prompt: TokenizedPrompt, sibling: int = 0
     ) -> AsyncGenerator[Piece]:
         """An answer, piece by piece. Leaving the iteration cancels the request on every worker.
 
@@ -138,6 +139,11 @@ class Completions:
             async with aclosing(outputs):
                 async for output in outputs:
                     piece = _shown(request, prompt, output, self._piece(text, output, times))
+                    if output.token is not None:
+                        first = len(times) == 2
+                        self.counts.computed(len(prompt.tokens) if first else 0, 1)
+                        if first:
+                            self.counts.queued(output.waited_s)
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec
@@ -162,10 +168,13 @@ class Completions:
         limits.check_ids(tokens, self.served.vocab_size, "tokens")
         return await asyncio.to_thread(self._tokenizer.decode, tokens, True)
 
-    async def tokens_of(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text. special: with the special tokens that the model wants around it."""
+    async def tokens_of(self, text: str, special: bool, field: str = "prompt") -> list[int]:
+        """Token ids of the text of a field.
+
+        special: with the special tokens that the model wants around it
+        """
         served, encode = self.served, self._tokenizer.encode
-        limits.check_text(len(text), served.context_length, served.longest_token)
+        limits.check_text(len(text), served.context_length, served.longest_token, field)
         async with self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext():
             return await asyncio.to_thread(encode, text, special) if text else []
 
@@ -178,7 +187,7 @@ class Completions:
             raise RequestError("messages: at least one is wanted", "messages")
         options = conversation.template_options
         text = await asyncio.to_thread(self._chat.render, conversation.turns, **options)
-        return await self.tokens_of(text, bool(conversation.add_special_tokens))
+        return await self.tokens_of(text, bool(conversation.add_special_tokens), "messages")
 
     async def status(self) -> dict[str, Any]:
         """What is served, and what every worker says of itself."""
@@ -194,20 +203,21 @@ class Completions:
                 said = {"epoch": answer.epoch, "gauges": dict(answer.gauges), **answer.info}
                 workers.append(worker | said)
         served = {"model": self.served.name, "codec": self.served.codec}
-        return served | {"requests": self.router.running, "workers": workers}
+        return served | self.router.summary() | {"workers": workers}
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        return self.counts.scrape((await self.status())["workers"], self.router.waiting)
+        workers, router = (await self.status())["workers"], self.router
+        return self.counts.scrape(workers, router.waiting, router.dispatch.routed)
 
-    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> Prompt:
+    async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
-            return Prompt(tuple(tokens), prompt)
+            return TokenizedPrompt(tuple(tokens), prompt)
         limits.check_prompt(len(prompt), self.served.context_length)
         text = await self.text_of(prompt) if request.echo else ""
-        return Prompt(tuple(prompt), text)
+        return TokenizedPrompt(tuple(prompt), text)
 
     def _params(self, request: GenerationRequest, tokens: int, sibling: int) -> dict[str, Any]:
         """What the engine is told. Siblings differ by their seeds."""
@@ -234,7 +244,9 @@ class Completions:
                 log.warning("field %r of a completion request is unknown and ignored", shown)
 
 
-def _shown(request: GenerationRequest, prompt: Prompt, output: Output, piece: Piece) -> Piece:
+def _shown(
+    request: GenerationRequest, prompt: TokenizedPrompt, output: Output, piece: Piece
+) -> Piece:
     """A piece as `echo` wants it: before the first comes the prompt; 0 tokens are no answer."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return piece

@@ -6,6 +6,7 @@ Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,6 +19,7 @@ GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "aren
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
+EMPTY: Mapping[tuple[str, str], int] = MappingProxyType({})
 # what a worker counts of prompts, as vLLM names where it came from
 SOURCES = {
     "computed_tokens": "local_compute",
@@ -55,6 +57,8 @@ class Counts:
             gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
         )
         self._queued = gauge("disagg_queue_requests", "Requests that no worker has")
+        chosen = "Times that a worker of a role was chosen, by why it was this one"
+        self._routed = counter("disagg_routed", chosen, "reason")
         by_source = "Tokens of prompts, by where a worker has their KV from"
         self._sources = counter("vllm:prompt_tokens_by_source", by_source, "source")
         asked = "Tokens of prompts that were looked for in the prefix cache"
@@ -63,6 +67,7 @@ class Counts:
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
+        self._waited = histogram("vllm:request_queue_time_seconds", "Time until a worker begins")
         mean = "Mean time between tokens of a request"
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", mean)
         self._itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens")
@@ -90,6 +95,15 @@ class Counts:
         """A request that has no answer, or half of one."""
         self._failures.labels(self._model, reason).inc()
 
+    def queued(self, waited_s: float) -> None:
+        """A request began to compute after so long."""
+        self._of(self._waited).observe(waited_s)
+
+    def computed(self, prompt: int, answer: int) -> None:
+        """So many more tokens: the prompt once its first token is there, answers as they come."""
+        self._of(self._prompt_tokens).inc(prompt)
+        self._of(self._generation_tokens).inc(answer)
+
     def finished(
         self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
     ) -> None:
@@ -108,8 +122,6 @@ class Counts:
         self._of(self._prompt_size).observe(prompt_tokens)
         self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()
-        self._of(self._prompt_tokens).inc(prompt_tokens)
-        self._of(self._generation_tokens).inc(last.num_tokens)
         if not (kv := last.kv):
             return
         codec = family(kv["codec"]) if own else kv["codec"]
@@ -121,9 +133,17 @@ class Counts:
 
     # -- workers
 
-    def scrape(self, workers: Sequence[Mapping[str, Any]], queued: int = 0) -> bytes:
-        """What Prometheus reads. `workers`: as in `Completions.status`."""
+    def scrape(
+        self,
+        workers: Sequence[Mapping[str, Any]],
+        queued: int = 0,
+        routed: Mapping[tuple[str, str], int] = EMPTY,
+    ) -> bytes:
+        """What Prometheus reads. `workers`: as in `Completions.status`; `routed`: of `Dispatch`."""
         self._of(self._queued).set(queued)
+        for (role, reason), count in routed.items():
+            rise = self._rise({"name": ROUTER}, f"{role}: {reason}", count)
+            self._of(self._routed, role, reason=reason).inc(rise)
         self._workers.clear()
         self._load(workers)
         for worker in workers:

@@ -33,26 +33,26 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
     return body
 
 
-def check_text(chars: int, context_length: int, longest_token: int) -> None:
-    """PromptTooLongError for a text that cannot fit, whatever its tokens are."""
+def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
+    """PromptTooLongError for a text of a field that cannot fit, whatever its tokens are."""
     most = context_length * longest_token
     if chars > most:
         raise PromptTooLongError(
             f"the prompt has {chars:,} characters; the model's context of {context_length} tokens "
             f"holds at most {most:,}",
-            "prompt",
+            field,
         )
 
 
-def check_prompt(tokens: int, context_length: int) -> None:
+def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> None:
     """RequestError for an empty prompt, PromptTooLongError for one with no room behind it."""
     if tokens == 0:
-        raise RequestError("the prompt is empty; at least one token is wanted", "prompt")
+        raise RequestError("the prompt is empty; at least one token is wanted", field)
     if tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt has {tokens} tokens; the model's context of {context_length} holds at "
             f"most {context_length - 1} and an answer",
-            "prompt",
+            field,
         )
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from disagg.errors import DisaggError
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body, usage_of
-from disagg.server.completions import Completions, Prompt
+from disagg.server.completions import Completions, TokenizedPrompt
 from disagg.server.schema import GenerationRequest
 from disagg.server.text import Piece
 
 DONE = "data: [DONE]\n\n"
 
-Answer = type[CompletionAnswer] | type[ChatAnswer]
+Answers = type[CompletionAnswer] | type[ChatAnswer]
 
 
 class Reply:
@@ -27,8 +27,8 @@ class Reply:
         self,
         completions: Completions,
         request: GenerationRequest,
-        prompts: Sequence[Prompt],
-        answer: Answer,
+        prompts: Sequence[TokenizedPrompt],
+        answer: Answers,
     ):
         self._prompts = prompts
         self._request = request

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
-from disagg.errors import ConfigError, DisaggError
+from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
@@ -31,6 +31,8 @@ from disagg.workers.session import SILENT, Session
 
 if TYPE_CHECKING:
     import uvicorn
+
+    from disagg.workers.launch import Cluster
 
 LOCAL = "local"
 EVERYWHERE = "0.0.0.0"
@@ -60,6 +62,7 @@ class Service:
         self.secret = secrets.token_hex(16)
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
+        self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
         self.links: list[str] = []  # what the workers measured between them, in words
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
@@ -88,6 +91,7 @@ class Service:
                 self._up(started)
             self.links = workers.links
             workers.watch(self._up, self._down, self._lost)
+            self._workers = workers
             stack.callback(self._drain)  # first of all: answers on their way need their workers
             self._stack = stack.pop_all()
         return self
@@ -101,6 +105,21 @@ class Service:
         self._stack.close()
         if self._failure is not None and error is None:
             raise self._failure
+
+    # -- for whoever owns it
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """So many workers of each role, soon; None: as many as now."""
+        self._staffed().scale(prefill, decode)
+
+    def drain(self, name: str) -> None:
+        """A worker leaves when another one has taken its place; no request is lost by it."""
+        self._staffed().drain(name)
+
+    def _staffed(self) -> "Cluster":
+        if self._workers is None:
+            raise PeerLostError("the service is still starting its workers")
+        return self._workers
 
     # -- on the http thread
 
@@ -133,7 +152,7 @@ class Service:
         )
         self._router = Router(config.router)
         completions = Completions(served, tokenizer, self._router, chat)
-        app = create_app(completions, self.secret, self.stopped.set, self._keys)
+        app = create_app(completions, self.secret, self.stopped.set, self._keys, self)
         options = uvicorn.Config(
             app,
             log_level="warning",

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -332,8 +332,10 @@ class Peers:
             channel = self.get(address)
             with channel.used():
                 try:
-                    self.reports[address] = await measure(channel.link)
-                    log.info("%s", self.reports[address])
+                    report = self.reports[address] = await measure(channel.link)
+                    size = report.frame_bytes(self.options.frame_bytes)
+                    channel.options = replace(self.options, frame_bytes=size)
+                    log.info("%s", report)
                 except DisaggError as error:
                     log.warning("the link to %s cannot be measured: %s", address, error)
         return [str(self.reports[address]) for address in addresses if address in self.reports]

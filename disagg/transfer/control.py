@@ -40,7 +40,7 @@ PUSH, PROBE = f"/{KV_SERVICE}/Push", f"/{KV_SERVICE}/Probe"
 class WorkerHandler(Protocol):
     """What a worker can be told. Refusals are errors of disagg.errors."""
 
-    async def reserve(self, job: Job, epoch: int) -> Grant:
+    async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
         """Room for a job, at once; CapacityError where there is none."""
 
     async def submit(self, submit: Submit) -> None:
@@ -97,8 +97,9 @@ class WorkerClient(WorkerHandler):
         self._link = link
         self._timeout_s = timeout_s
 
-    async def reserve(self, job: Job, epoch: int) -> Grant:
-        return Grant.from_message(await self._ask(fill(pb.ReserveRequest, job=job, epoch=epoch)))
+    async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
+        request = fill(pb.ReserveRequest, job=job, epoch=epoch, router=router)
+        return Grant.from_message(await self._ask(request))
 
     async def submit(self, submit: Submit) -> None:
         await self._ask(submit.to_message())

@@ -22,6 +22,7 @@ TRIPS = 5
 FIRST_BYTES = 64 << 10
 LONG_S = 0.02  # a slow link is not kept busy for longer than a few times this
 CALL_S = 5.0
+FRAME_S, LEAST_FRAME_BYTES = 2.0, 4096  # a frame crosses in so long, or is as small as this
 BURST_BYTES = 64 << 10
 
 
@@ -36,6 +37,10 @@ class LinkReport:
     transport: str
     round_trip_ms: float
     gbytes_per_s: float
+
+    def frame_bytes(self, most: int) -> int:
+        """How large a frame may be that is not mistaken for a broken stream; at most so large."""
+        return int(min(most, max(LEAST_FRAME_BYTES, 1e9 * self.gbytes_per_s * FRAME_S)))
 
     def __str__(self) -> str:
         return (

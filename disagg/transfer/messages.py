@@ -61,11 +61,32 @@ class Work(StrEnum):
 
     PREFILL = "prefill"  # compute the prompt and hand it to a decode worker
     LOCAL = "local"  # everything on this worker
+    MOVE = "move"  # hand what decodes here to another decode worker
+
+
+class Role(StrEnum):
+    """What a worker admits: `prefills` prompts for others, `decodes` those of others."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    NONE = "none"
+
+    @property
+    def prefills(self) -> bool:
+        return self in (Role.PREFILL, Role.BOTH)
+
+    @property
+    def decodes(self) -> bool:
+        return self in (Role.DECODE, Role.BOTH)
 
 
 @dataclass(frozen=True)
 class Job(Told, form=pb.Job):
-    """One attempt of a request, as its workers know it. `sampling`: by the names of the engine."""
+    """One attempt of a request, as its workers know it. `sampling`: by the names of the engine.
+
+    moved: tokens in the records of a sequence that moves while it decodes; 0: those of the prompt
+    """
 
     rid: str
     attempt: int
@@ -74,6 +95,12 @@ class Job(Told, form=pb.Job):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     codec: str = ""
     deadline_s: float = 300.0
+    moved: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its records hold when they are handed over."""
+        return self.moved or len(self.prompt)
 
     @property
     def name(self) -> str:
@@ -88,7 +115,6 @@ class Grant(Told, form=pb.ReserveResponse):
     nonce: int
     epoch: int
     lease_s: float
-    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,16 +127,21 @@ class Submit(Told, form=pb.SubmitRequest):
     decode_address: str = ""
     decode_epoch: int = 0
     nonce: int = 0
+    router: str = ""
 
 
 @dataclass(frozen=True)
 class Load(Told, form=pb.Load):
-    """What a worker could take now: bytes and sequences; and those that run or wait for room."""
+    """What a worker could take now: bytes and sequences; and those that run or wait for room.
+
+    role: what it admits; None: as when it started
+    """
 
     free_bytes: int = 0
     slots: int = 0
     running: int = 0
     waiting: int = 0
+    role: Role | None = None
 
 
 @dataclass(frozen=True)
@@ -297,7 +328,7 @@ def _words(prefix: str, enum: EnumTypeWrapper, words: Iterable[StrEnum]) -> Form
             return known[number]
         raise RequestError(f"unknown {prefix} {number}; known: {', '.join(known.values())}")
 
-    return numbers.__getitem__, back
+    return numbers.get, back
 
 
 def _part(kind: type[Told]) -> Form:
@@ -363,6 +394,7 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "ticket": _TICKET,
     "tickets": _several(_TICKET),
     "work": _words("WORK", pb.Work, Work),
+    "role": _words("ROLE", pb.Role, Role),
     "state": _words(
         "HANDOFF_STATE", kv.HandoffState, (State.ATTACHED, State.ADMITTED, State.EXPIRED)
     ),

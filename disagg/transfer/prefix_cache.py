@@ -19,6 +19,7 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import LayerGroup, Plan, RecordShape
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
+from disagg.transfer.messages import Job
 from disagg.transfer.records import (
     Addresses,
     Checklist,
@@ -137,13 +138,15 @@ class PrefixCache:
                 f"a pool of {self._pool.num_slabs} slabs of {size} bytes cannot hold them"
             )
 
-    def hold(self, model: str, plan: Plan, prompt: Sequence[int], spare_bytes: int) -> Holding:
+    def hold(self, model: str, plan: Plan, job: Job, spare_bytes: int) -> Holding:
         """Records for a prompt, shared where that is possible; CapacityError and nothing taken.
 
+        Those of a sequence that moves are its own: what is sealed while decoding is no prompt's.
         spare_bytes: what stays free, unless nobody holds anything
         """
-        checklist, none = Checklist(plan, len(prompt)), ((),) * len(plan.groups)
-        keys = content_keys(model, plan, prompt) if self._share else none
+        checklist, none = Checklist(plan, job.tokens), ((),) * len(plan.groups)
+        shares = self._share and not job.moved
+        keys = content_keys(model, plan, job.prompt) if shares else none
         if self._pool.referenced_pages:
             return self._hold(checklist, keys, keys, spare_bytes)
         try:
@@ -160,8 +163,8 @@ class PrefixCache:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
         plan, tokens = holding.checklist.plan, holding.checklist.tokens
         checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
-        units, found = units_of(plan, tokens) if self._share else (), set[int]()
-        for some, keys, state in zip(units, holding.keys, holding.groups, strict=self._share):
+        units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
+        for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
             ids = ids_by_kind(state)
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = tuple(unit.ids(ids))

@@ -198,10 +198,6 @@ class Receiver:
         with self._event() as now:
             self.reservations.fence(epoch, now)
 
-    def drain(self) -> None:
-        """Take no new reservations; what is reserved may still complete."""
-        self.reservations.draining = True
-
     def gauges(self) -> dict[str, int]:
         """What is held; all zero when nothing goes on."""
         return self.reservations.gauges()

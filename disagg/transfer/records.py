@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from disagg.errors import CorruptFrameError, LayoutError
+from disagg.errors import CorruptFrameError, LayoutError, TransferError
 from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
@@ -132,6 +132,20 @@ class Checklist:
     def window_bytes(self) -> int:
         """What may be on the way of one hand-off: two frames."""
         return 2 * self.frame_bytes
+
+    def match(self, states: Sequence[GroupState]) -> None:
+        """TransferError unless a sequence has the records of a prompt: while decoding, some codecs
+        seal pages of other layouts, or set tokens aside.
+        """
+        for group, state in zip(self.plan.groups, states, strict=True):
+            inventory, ids = group.inventory(self.tokens), ids_by_kind(state)
+            theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
+            ours = {kind: inventory.count(kind) for kind in KIND_ORDER}
+            if theirs != ours or any(run.layout != group.page for run in state.runs):
+                raise TransferError(
+                    f"{group.codec} leaves {theirs} behind, sealed while decoding; a prompt of "
+                    f"{self.tokens} tokens is {ours}"
+                )
 
     def check(self, frame: PageFrame) -> None:
         """LayoutError unless every item of a frame is one of ours, of our layout and size."""

@@ -79,7 +79,9 @@ class Terms:
             )
         self.check(job)
         plan = self.plan_of(job.codec) if job.codec and self.plan_of else self.plan
-        tokens, limit = len(job.prompt), self.capacity_bytes
+        tokens, limit = job.tokens, self.capacity_bytes
+        if tokens < len(job.prompt):
+            raise RequestError(f"{job.name} moves with {tokens} of {len(job.prompt)} tokens")
         if not tokens or plan.nbytes(tokens) > limit:
             raise PromptTooLongError(f"a prompt of {tokens} tokens for a pool of {limit} bytes")
         return plan
@@ -180,7 +182,6 @@ class Reservations:
     def __init__(self, terms: Terms, pool: Pool, nonces: Callable[[], int]):
         self.terms = terms
         self.epoch = terms.epoch
-        self.draining = False
         # what went wrong: "expired", "damaged"; tokens of prompts: "received_tokens", and
         # "shared_tokens" whose records were here
         self.counts: Counter[str] = Counter()
@@ -208,14 +209,12 @@ class Reservations:
         old = self._live.get(job.rid)
         if old and old.attempt == job.attempt:
             known = old.live().job
-            if (known.prompt, known.codec) != (job.prompt, job.codec):
+            if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
             self._renew(old, now)
             return self._grant(old)
         self._refuse_late(job)
-        self.cache.check(plan, len(job.prompt))
-        if self.draining:
-            raise CapacityError("this worker is stopping and takes no new work")
+        self.cache.check(plan, job.tokens)
         for lower in self._of(job.rid):
             self._bury(job.rid, lower.attempt, now)
             self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over", now)
@@ -431,15 +430,14 @@ class Reservations:
             raise CapacityError(f"{terms.max_sequences} sequences are here or promised room")
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
-        holding = self.cache.hold(terms.model, plan, job.prompt, terms.watermark_bytes)
+        holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
         reservation = Reservation(self._nonces(), Contents(job, holding))
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation, now)
         return reservation
 
     def _grant(self, reservation: Reservation) -> Grant:
-        cached = reservation.live().holding.cached_tokens
-        return Grant(reservation.nonce, self.epoch, self.terms.lease_s, cached)
+        return Grant(reservation.nonce, self.epoch, self.terms.lease_s)
 
     def _renew(self, reservation: Reservation, now: float) -> None:
         reservation.lease_until = now + self.terms.lease_s

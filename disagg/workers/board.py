@@ -82,6 +82,14 @@ class Board:
             self._kept |= {first.name, second.name}
         return None if busy[first.name] or busy[second.name] else (first, second)
 
+    def successor(self, entry: "Entry", nbytes: float) -> "Member | None":
+        """Where a sequence whose worker decodes no longer can go on; None: nowhere now."""
+        there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
+        found = self._fitting(entry, nbytes, there)
+        best = min(found, key=lambda x: (self._lives[x.name], -x.load.free_bytes), default=None)
+        self._lives.update([best.name] if best else [])
+        return best
+
     def _starts_soon(self, entry: "Entry", member: "Member") -> bool:
         """Whether few enough prompts are to be computed before this one."""
         key = entry.urgency(self._now)

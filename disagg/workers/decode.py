@@ -2,36 +2,64 @@
 
 receiver ─ admit ─► engine ─ tokens ─► router
              │ dropped: aborted, fenced, superseded by another attempt
+             └ move: its pages leave while it decodes, the rest when it stops ─► another worker
 
 A request that is served whole on this worker comes without a receiver: its prompt too is computed
-by this engine.
+by this engine. One task per sequence that moves; one that cannot move ends here with an error, so
+that it starts again elsewhere.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Failed, Replay, Token
+from disagg.engine.engine import Engine, named
+from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token
 from disagg.engine.sequence import handoff_stats
-from disagg.errors import DisaggError
-from disagg.transfer.messages import Job, TokenEvent
+from disagg.errors import DisaggError, RequestError, ReservationError
+from disagg.metrics import HandoffStats
+from disagg.page import FinalAt, Kind
+from disagg.plan import Plan
+from disagg.pool import Arena
+from disagg.state import GroupState
+from disagg.transfer.channel import Peers
+from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
+from disagg.transfer.records import Checklist
 from disagg.transfer.reservations import Admission
-from disagg.workers.prefill import Say, request_of
+from disagg.transfer.sender import Sender
+from disagg.wire import Item, Ticket
+from disagg.workers.prefill import Offering, Say, request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
+EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class DecodeSide:
-    """The requests that decode here. `on_done(rid, attempt)`: the engine has freed one."""
+    """The requests that decode here.
+
+    on_done: called with (rid, attempt) when the engine has freed one
+    on_left: called with (rid, attempt) when one decodes elsewhere and says there what nobody heard
+    counts:  sequences that moved away, bytes and milliseconds of their hand-offs
+    """
 
     engine: Engine
+    model: str
+    peers: Peers
+    tasks: asyncio.TaskGroup
     say: Say
     on_done: Callable[[str, int], None]
-    _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name
+    on_left: Callable[[str, int], None]
+    counts: Counter[str] = field(default_factory=Counter)
+    _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
+    _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _stopped: dict[str, asyncio.Future[tuple[int, ...]]] = field(default_factory=dict)
+    _copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
@@ -39,13 +67,23 @@ class DecodeSide:
         return {(job.rid, job.attempt) for job in self._jobs.values()}
 
     def admit(self, admission: Admission) -> None:
-        """A prompt is here, complete and verified: the engine goes on from its first token."""
-        job = admission.job
+        """A prompt is here, complete and verified: the engine goes on from its first token.
+
+        Of a sequence that moved here, what the router may not have heard is said again.
+        """
+        job, commit = admission.job, admission.commit
         request = request_of(job, "d")
+        emitted = job.emitted or (commit.first_token,)
+        if job.moved:
+            emitted = tuple(commit.extras.get(EMITTED, ()))  # type: ignore[arg-type]
+            if len(job.prompt) + len(emitted) - 1 != job.moved:
+                raise RequestError(f"{job.moved} tokens moved, with an answer of {len(emitted)}")
+            known = len(job.emitted)
+            again = enumerate(emitted[known:-1], known)
+            self.say(TokenEvent(job.rid, job.attempt, index, token) for index, token in again)
         self._jobs[request.rid] = job
-        emitted = job.emitted or (admission.commit.first_token,)
-        said: Any = () if job.emitted else admission.commit.extras.get("logprobs", ())
-        self.engine.submit(Admit(request, admission.groups, emitted, tuple(said)))
+        said: Any = () if job.emitted else commit.extras.get("logprobs", ())
+        self.engine.submit(Admit(request, admission.groups, emitted, job.moved, tuple(said)))
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -55,21 +93,39 @@ class DecodeSide:
             self._jobs[request.rid] = job
             self.engine.submit(Replay(request, job.emitted))
 
+    def move(self, submit: Submit) -> None:
+        """Begin to hand a sequence over; it decodes on for as long as it can."""
+        asked = submit.job.rid, submit.job.attempt
+        for name, job in self._jobs.items():
+            if (job.rid, job.attempt) == asked and name not in self._moves:
+                self._moves[name] = self.tasks.create_task(self._move(name, submit))
+                return
+        raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
+
     def drop(self, rid: str, attempt: int, reason: str) -> None:
         """An attempt and all before it are given up: nothing more of them is said."""
         for name, job in list(self._jobs.items()):
             if job.rid == rid and job.attempt <= attempt:
                 log.info("%s is dropped: %s", job.name, reason)
                 del self._jobs[name]
-                self.engine.submit(Abort(name))
+                if task := self._moves.get(name):
+                    task.cancel()  # frees it when nobody reads its records
+                else:
+                    self.engine.submit(Abort(name))
 
     def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
         """A request was dropped, and the router does not know: it may try again."""
         self.say([TokenEvent(rid, attempt, 0, error=error)])
 
-    def step(self, outputs: Iterable[Token | Failed]) -> list[TokenEvent]:
+    def step(self, outputs: Iterable[Token | Moved | Failed]) -> list[TokenEvent]:
         """What an engine step brought for the router; what is not of this side is left alone."""
-        return [self._event(x, job) for x in outputs if (job := self._jobs.get(x.rid))]
+        events = []
+        for output in outputs:
+            if isinstance(output, Moved):
+                self._stopped[output.rid].set_result(output.emitted)
+            elif job := self._jobs.get(output.rid):
+                events.append(self._event(output, job))
+        return events
 
     def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
         """The end of a request that was served whole says what its prompt took here."""
@@ -87,4 +143,74 @@ class DecodeSide:
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)
+            if task := self._moves.get(output.rid):
+                task.cancel()  # it ended before it could leave
         return event
+
+    # -- sequences that leave
+
+    async def _move(self, name: str, submit: Submit) -> None:
+        """One hand-off from begin to end; then nothing of the sequence is here."""
+        rid, attempt = submit.job.rid, submit.job.attempt
+        self._stopped[name] = asyncio.get_running_loop().create_future()
+        try:
+            stats = await self._hand_over(name, submit)
+            self.counts.update(
+                moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
+            )
+            self.on_left(rid, attempt)
+        except Exception as failure:
+            self.fail(rid, attempt, named(failure))
+        finally:
+            del self._moves[name], self._stopped[name]
+            self._jobs.pop(name, None)
+            self.engine.submit(Abort(name))
+            self.on_done(rid, attempt)
+
+    async def _hand_over(self, name: str, submit: Submit) -> HandoffStats:
+        job, plan = submit.job, self.engine.plan(self._jobs[name].codec)
+        departure = Departure(self.engine.pool.arena, Checklist(plan, job.tokens), self._copies)
+        ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
+        attach = Attach(ticket, self.model, plan.fingerprint, job.tokens)
+        channel = self.peers.get(submit.decode_address)
+        sender = departure.sender = Sender(channel, attach, plan, departure, job.deadline_s)
+        self.engine.submit(Move(name, job.tokens, departure))
+        sending, stopped = asyncio.create_task(sender.run()), self._stopped[name]
+        try:
+            both: list[asyncio.Future] = [stopped, sending]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                emitted = stopped.result()
+                sender.finish(emitted[0], extras={EMITTED: list(emitted)})
+            return await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+class Departure(Offering):
+    """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
+    and where it stops everything is.
+    """
+
+    def __init__(self, arena: Arena, checklist: Checklist, copies: Executor):
+        super().__init__(arena, checklist, True, copies)
+        self._offered = set[Item]()
+
+    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
+        stops = self._source is not None
+        super().begin(plan, groups)
+        if stops:
+            self._checklist.match(groups)
+        final = [
+            x
+            for x in self._checklist.items
+            if x not in self._offered and (stops or _is_sealed(x, plan, groups))
+        ]
+        self._offered.update(final)
+        self.offer(final)
+
+
+def _is_sealed(item: Item, plan: Plan, groups: Sequence[GroupState]) -> bool:
+    by_page = plan.groups[item.group].final_at is FinalAt.PAGE
+    return by_page and item.kind is Kind.PAGE and item.record < groups[item.group].num_pages

@@ -5,12 +5,14 @@
       ▲                        │ D is full        │ refused, P or D dead       │ D dead
       └────────────────────────┴──────────────────┴────────────────────────────┘ next attempt
     local work (a single token, or a worker of both roles) needs no grant
+    DECODE at a worker that shall decode no longer: room at another ─► MOVE ─► DECODE there
     from anywhere: client gone, no token for deadline_s, deaths ─► Forget at P and D ─► done
 
 This is the one queue. A request leaves it when a prefill worker P can start it and a decode worker
 D promises room, so that workers keep no queue and one that is full holds up nobody. Those with the
 least work left go first; waiting makes up for work. A token has the name (rid, attempt, index) and
-is delivered once; what was delivered is kept here, so that the next attempt replays it.
+is delivered once; what was delivered is kept here, so that the next attempt replays it. A sequence
+that moves stays the same attempt: what both workers say of it is delivered once, as anything else.
 """
 
 import math
@@ -30,10 +32,12 @@ from disagg.errors import (
     RequestError,
     TransferError,
 )
-from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
 from disagg.workers.board import Board
 from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 
+MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
@@ -41,22 +45,6 @@ OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its long
 ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
-
-
-class Role(StrEnum):
-    """What a worker admits: `prefills` prompts for others, `decodes` those of others."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-    @property
-    def prefills(self) -> bool:
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        return self is not Role.PREFILL
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Started:
     min_tokens: int = 0
 
 
-Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE"])
+Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
 
 
 @dataclass
@@ -82,7 +70,7 @@ class Entry:
     """One request.
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
-    prefill, decode: its workers, one for local work
+    prefill, decode: its workers, one for local work · target: where it is to go on
     exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
@@ -98,6 +86,7 @@ class Entry:
     cached: int = 0
     prefill: str | None = None
     decode: str | None = None
+    target: str | None = None
     avoid: frozenset[str] = frozenset()
     blamed: set[str] = field(default_factory=set)
     computed: bool = False
@@ -110,14 +99,19 @@ class Entry:
 
     @property
     def workers(self) -> list[str]:
-        return list(dict.fromkeys(filter(None, (self.prefill, self.decode))))
+        return list(dict.fromkeys(filter(None, (self.prefill, self.decode, self.target))))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is done with."""
+        return self.phase in (Phase.DECODE, Phase.MOVE)
 
     @property
     def computed_by(self) -> str | None:
         """Whose engine works on it now."""
         if self.phase is Phase.PREFILL and not self.computed:
             return self.prefill
-        return self.decode if self.phase is Phase.DECODE else None
+        return self.decode if self.decodes else None
 
     @property
     def single(self) -> bool:
@@ -160,8 +154,9 @@ class Member:
     def says(self, load: Load) -> bool:
         """Take its load in; whether it may have room that it did not have before."""
         old, self.load = self.load, load
+        self.started = replace(self.started, role=load.role or self.started.role)
         more = load.free_bytes > old.free_bytes or load.slots > old.slots
-        if roomier := more or load.waiting < old.waiting:
+        if roomier := more or load.waiting < old.waiting or load.role != old.role:
             self.bound = (math.inf, 0.0)
         return roomier
 
@@ -180,54 +175,6 @@ class Member:
             self.open_until = now + min(LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT))
 
 
-@dataclass(frozen=True)
-class Reserve:
-    """Action: ask a decode worker for room."""
-
-    worker: str
-    job: Job
-
-
-@dataclass(frozen=True)
-class Start:
-    """Action: a worker begins; its pages go to `decode`, by the `grant` that it gave."""
-
-    worker: str
-    job: Job
-    work: Work
-    decode: str | None = None
-    grant: Grant | None = None
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Action: a worker aborts an attempt, whatever it did for it."""
-
-    worker: str
-    rid: str
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Acknowledge:
-    """Action: a worker need not keep the first `count` outputs of a request any longer."""
-
-    worker: str
-    rid: str
-    count: int
-
-
-@dataclass(frozen=True)
-class Deliver:
-    """Action: the client gets its next token, or the end: "stop", "length" or an error."""
-
-    rid: str
-    what: int | str | DisaggError
-
-
-Action = Reserve | Start | Forget | Acknowledge | Deliver
-
-
 class Dispatch:
     """All requests and all workers. Every method takes one event and says what is to be done."""
 
@@ -235,7 +182,7 @@ class Dispatch:
         self.entries: dict[str, Entry] = {}
         self.members: dict[str, Member] = {}
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
-        self.retries = 0
+        self.retries = self.moves = 0
         self.routed: Counter[tuple[str, str]] = Counter()  # (role, why a worker of it was chosen)
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
@@ -276,7 +223,9 @@ class Dispatch:
             entry.deaths += 1
             entry.alone = entry.deaths >= self._config.max_attempts - 1
         for entry in list(self.entries.values()):
-            lives = entry.phase is Phase.DECODE and name != entry.decode
+            if entry.phase is Phase.DECODE and name == entry.target:
+                entry.target = None
+            lives = entry.decodes and name not in (entry.decode, entry.target)
             if lives or name not in entry.workers:
                 continue
             if entry.deaths < self._config.max_attempts:
@@ -294,10 +243,13 @@ class Dispatch:
     def granted(self, rid: str, attempt: int, grant: Grant) -> list[Action]:
         """A decode worker has room; if the request is over, it was told to forget it."""
         entry = self._current(rid, attempt)
-        if entry is None or entry.prefill is None or entry.phase is not Phase.RESERVE:
-            return []
-        entry.phase = Phase.PREFILL
-        return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
+        if entry and entry.prefill and entry.phase is Phase.RESERVE:
+            entry.phase = Phase.PREFILL
+            return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
+        if entry and entry.decode and entry.target and entry.phase is Phase.DECODE:
+            entry.phase = Phase.MOVE
+            return [Start(entry.decode, entry.job, Work.MOVE, entry.target, grant)]
+        return []
 
     def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
         """A worker says something about an attempt: figures, an error, a token, the end."""
@@ -309,9 +261,11 @@ class Dispatch:
         if entry is None:  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
             return self._tell(worker, rid, event.attempt, now) if more else []
+        if event.error is not None and worker not in {*entry.workers} & self.members.keys():
+            return []  # it was given up when that worker died
         if event.error is not None:
             return self._refuse(entry, worker, event.error, now)
-        known, actions = len(entry.emitted), self._progress(entry, worker, now)
+        known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
         if token is not None and index < known:
             self.unequal_tokens += entry.emitted[index] != token
         elif token is not None and index == known:
@@ -347,7 +301,8 @@ class Dispatch:
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
-        if not queued:
+        leaving = [x for x in self.entries.values() if self._leaves(x, now)]
+        if not queued and not leaving:
             self._stuck_since = math.inf
             return []
         ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
@@ -360,7 +315,11 @@ class Dispatch:
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        stuck = not actions and len(queued) == len(self.entries)
+        for entry in leaving:
+            length = len(entry.job.prompt) + len(entry.emitted)
+            if target := board.successor(entry, length * self._token_bytes):
+                actions.append(self._move(entry, target))
+        stuck = queued and not actions and len(queued) == len(self.entries)
         self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions
 
@@ -374,11 +333,31 @@ class Dispatch:
         entry.computed, entry.began = False, now
         attempt, left_s = entry.job.attempt + 1, entry.deadline - now
         emitted = tuple(entry.emitted)
-        entry.job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        entry.job = replace(job, moved=0)
         entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
         if prefill is decode:
             return Start(prefill.name, entry.job, Work.LOCAL)
         return Reserve(decode.name, entry.job)
+
+    def _leaves(self, entry: Entry, now: float) -> bool:
+        """Whether a sequence has to go on elsewhere, and has not so little left that it may end.
+
+        What is said of it twice has to be the same: one that says log-probabilities stays.
+        """
+        if entry.phase is not Phase.DECODE or entry.target or now < entry.not_before:
+            return False
+        left = entry.job.sampling.get("max_tokens", 0) - len(entry.emitted)
+        stays = entry.decode is None or self.members[entry.decode].started.role.decodes
+        scored = entry.job.sampling.get("logprobs") is not None
+        return left > MOVE_TOKENS and not stays and not scored
+
+    def _move(self, entry: Entry, target: Member) -> Action:
+        """Ask for room for the sequence as it will be when its pages are there."""
+        entry.target, emitted = target.name, tuple(entry.emitted)
+        length = len(entry.job.prompt) + len(emitted) + MOVE_TOKENS
+        entry.job = replace(entry.job, emitted=emitted, moved=length)
+        return Reserve(target.name, entry.job)
 
     def _count(self, entry: Entry, prefill: Member, decode: Member) -> None:
         """Why a request goes to these workers, and what they have of it from now on."""
@@ -395,11 +374,15 @@ class Dispatch:
         stale = entry is None or entry.job.attempt != attempt or entry.phase is Phase.QUEUED
         return None if stale else entry
 
-    def _progress(self, entry: Entry, worker: str, now: float) -> list[Action]:
+    def _progress(self, entry: Entry, worker: str, index: int, now: float) -> list[Action]:
         """A worker did its part of an attempt: the next prompt may have its place."""
         before = entry.phase, entry.computed
         entry.computed = True
-        if worker == entry.decode:
+        if worker == entry.target and entry.phase is Phase.MOVE:
+            if index >= len(entry.job.emitted):  # else it says what it did before, as another
+                entry.decode, entry.target, entry.phase = worker, None, Phase.DECODE
+                self.moves += 1
+        elif worker == entry.decode and entry.phase is not Phase.MOVE:
             entry.phase = Phase.DECODE
             for name in filter(self.members.__contains__, entry.workers):
                 self.members[name].failures, self.members[name].open_until = 0, -math.inf
@@ -409,7 +392,7 @@ class Dispatch:
         del self.entries[event.rid]
         actions: list[Action] = [Deliver(event.rid, event.finish_reason)]
         for name in filter(self.members.__contains__, entry.workers):
-            if worker in (name, entry.decode):
+            if name == worker or (worker == entry.decode and name != entry.target):
                 actions.append(Acknowledge(name, event.rid, event.index + 1))
             else:  # ended by its first token: the decode worker waits for pages that never come
                 actions += self._tell(name, event.rid, event.attempt, now)
@@ -418,9 +401,12 @@ class Dispatch:
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
-        if full and entry.phase is Phase.RESERVE:
+        stays = entry.phase is Phase.DECODE and worker == entry.target
+        if full and (stays or entry.phase is Phase.RESERVE):
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
-            entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
+            entry.target, entry.not_before = None, now + FULL_S * stays
+            if not stays:
+                entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
             return self._place(now)
         entry.refusals += 1
         hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
@@ -439,7 +425,7 @@ class Dispatch:
         """Back to the queue; whoever lives forgets the attempt."""
         self.retries += 1
         actions = self._forget(entry, now)
-        entry.phase, entry.prefill, entry.decode = Phase.QUEUED, None, None
+        entry.phase, entry.prefill, entry.decode, entry.target = Phase.QUEUED, None, None, None
         return actions
 
     def _fail(self, entry: Entry, error: DisaggError, now: float) -> list[Action]:

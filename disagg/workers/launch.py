@@ -17,16 +17,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import count, islice
 
 import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from disagg.config import Config, ServerConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError, error_from
+from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
+from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.session import Session
 
 LOCAL, AUTO = "local", "auto"
@@ -36,6 +37,7 @@ PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
 KNOCK_S = 1.0
 RETRY_S = 5.0
+DRAIN_S = 60.0  # for what a worker has to move, or to end, where it leaves
 MEET_S = 10.0
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
@@ -90,9 +92,14 @@ class Shell:
         return self._worker.meet(addresses)
 
     @ray.method(concurrency_group="watch")
-    def stop(self) -> None:
-        """Finish what is here within the grace, and end."""
-        self._worker.stop()
+    def assume(self, role: Role) -> None:
+        """Do something else from now on."""
+        self._worker.assume(role)
+
+    @ray.method(concurrency_group="watch")
+    def stop(self, grace_s: float | None = None) -> None:
+        """Finish or move what is here within the grace, and end."""
+        self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -109,13 +116,18 @@ class Shell:
 
 @dataclass(eq=False)
 class Actor:
-    """A worker that loads, then serves. `call`: ends when it serves, then when it has ended."""
+    """A worker that loads, then serves.
+
+    call:   ends when it serves, then when it has ended
+    leaves: it stops once those that stay can serve
+    """
 
     role: Role
     name: str
     handle: ray.actor.ActorHandle
     call: ray.ObjectRef
     started: Started | None = None
+    leaves: bool = False
 
 
 class Cluster:
@@ -135,6 +147,8 @@ class Cluster:
         self._authority = Authority(session.token) if session else None
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
+        cluster = config.cluster
+        self._wanted = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
         self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
@@ -212,6 +226,7 @@ class Cluster:
         """
         if not all(knock(*door) for door in self._doors):
             self._start_anew(on_down)
+            return
         for actor in self._wait():
             try:
                 if actor.started is None:
@@ -222,7 +237,45 @@ class Cluster:
                 log.error("%s did not start: %s; trying again", actor.name, error)
                 self._closing.wait(RETRY_S)
             self._actors.remove(actor)
-            self._replace(actor.role, actor.name)
+        self._adjust()
+
+    # -- who shall be there: asked from any thread, done at the next look
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """So many workers of each role; some change what they do, new ones load, others leave."""
+        given = {Role.PREFILL: prefill, Role.DECODE: decode}
+        for role, number in given.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
+        self._wanted |= {role: number for role, number in given.items() if number is not None}
+
+    def drain(self, name: str) -> None:
+        """Let a worker leave, with another one in its place."""
+        if name not in (known := {actor.name: actor for actor in self._actors}):
+            raise UnknownNameError("worker", name, known)
+        known[name].leaves = True
+
+    def _adjust(self) -> None:
+        """Change roles, load workers and let some leave, as it is wanted."""
+        stay = {
+            role: [x for x in self._actors if x.role is role and not x.leaves]
+            for role in self._wanted
+        }
+        spare = [x for role, number in self._wanted.items() for x in stay[role][number:]]
+        able = [x for x in spare if x.started and not self._config.cluster.pools]
+        for role, number in self._wanted.items():
+            for _ in range(number - len(stay[role])):
+                if able:
+                    able[0].role = role
+                    able[0].handle.assume.remote(role)
+                    spare.remove(able.pop(0))
+                else:
+                    self._load_another(role)
+        for actor in spare:
+            actor.leaves = True
+        for actor in self._actors:
+            if actor.leaves and all(x.started or x.leaves for x in self._actors):
+                actor.handle.stop.remote(DRAIN_S)
 
     def close(self) -> None:
         """Stop the workers, those of a cluster within their grace, and leave Ray."""
@@ -279,10 +332,10 @@ class Cluster:
             self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
             self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
         names = []
-        for role, count in cluster.roles.items():
+        for role, number in cluster.roles.items():
             mine = [name for name in self._found if name.startswith(f"{role}-")]
-            new = (x for i in range(count) if (x := f"{role}-{i}") not in mine)
-            mine += islice(new, max(0, count - len(mine)))
+            new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
+            mine += islice(new, max(0, number - len(mine)))
             names += [(Role(role), name) for name in mine]
         return names
 
@@ -319,14 +372,16 @@ class Cluster:
         except PeerLostError as error:
             log.error("%s; trying again", error)
             self._closing.wait(RETRY_S)
-            return
-        for role, name in self._names():
-            self._replace(role, name)
+        else:
+            self._adjust()
 
-    def _replace(self, role: Role, name: str) -> None:
+    def _load_another(self, role: Role) -> None:
+        """Under the first name that is free, with a number that tells it from those before."""
         if not self._closing.is_set():
             self._replaced += 1
-            self._actors.append(self._load(role, f"{name.split('.')[0]}.{self._replaced}"))
+            taken = {actor.name.split(".")[0] for actor in self._actors}
+            name = next(x for i in count() if (x := f"{role}-{i}") not in taken)
+            self._actors.append(self._load(role, f"{name}.{self._replaced}"))
 
     def _load(self, role: Role, name: str) -> Actor:
         cluster, units = self._config.cluster, ray.cluster_resources()
@@ -353,7 +408,8 @@ class Cluster:
             raise PeerLostError(f"worker {actor.name} broke while it started: {error}") from error
         if isinstance(started, tuple):
             raise error_from(*started)
-        actor.started, actor.call = started, actor.handle.watch.remote()
+        actor.started, actor.role = started, started.role
+        actor.call = actor.handle.watch.remote()
         return started
 
     def _introduce(self) -> list[str]:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -21,17 +22,8 @@ from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
-from disagg.workers.dispatch import (
-    Acknowledge,
-    Action,
-    Deliver,
-    Dispatch,
-    Forget,
-    Phase,
-    Reserve,
-    Start,
-    Started,
-)
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.dispatch import Dispatch, Phase, Started
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again
@@ -45,12 +37,14 @@ class Output:
 
     kv:       figures of the hand-off, once known
     logprobs: of the token, where they are wanted; before them, with the first, those of the prompt
+    waited_s: until a worker began with what said the first token
     """
 
     token: int | None = None
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
     logprobs: Sequence[Any] = ()
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,11 @@ class Peer:
 class Client:
     """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
 
-    logprobs: of the token that was heard of last
+    logprobs: of the token that was heard of last · asked, waited_s: when, and how long in the queue
     """
 
+    asked: float
+    waited_s: float = 0.0
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,6 +106,7 @@ class Router:
         self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
         self._closing = False
 
     # -- for clients
@@ -126,7 +123,7 @@ class Router:
         if self.waiting >= (most := self.config.max_queue):
             raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        client = self._clients[rid] = Client()
+        client = self._clients[rid] = Client(self._clock())
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
@@ -173,6 +170,13 @@ class Router:
             watch.task.cancel()
             del self.peers[name]
             self._act(self.dispatch.worker_down(name, self._clock()))
+
+    def summary(self) -> dict[str, int]:
+        """Requests, those that wait for a worker, what became of others, and bytes handed over."""
+        entries, rules = self.dispatch.entries.values(), self.dispatch
+        queued = sum(entry.phase is Phase.QUEUED for entry in entries)
+        told = {"requests": len(entries), "queued": queued}
+        return told | {"moved": rules.moves, "retried": rules.retries} | dict(self._bytes)
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
@@ -243,6 +247,9 @@ class Router:
         if not watch.up:
             watch.up = True
             self._act(self.dispatch.worker_up(self.peers[name].started, now))
+        peer = self.peers[name]
+        if (role := step.load.role) not in (None, peer.started.role):
+            self.peers[name] = replace(peer, started=replace(peer.started, role=role))
         unheard, watch.unheard = watch.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
@@ -250,6 +257,7 @@ class Router:
             if client is not None:
                 client.logprobs = event.logprobs
                 if event.stats is not None:
+                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                     client.kv = event.stats
                     client.receipt.set()
             self._act(self.dispatch.hear(name, event, now))
@@ -292,13 +300,16 @@ class Router:
                     self._call(worker, job, self._reserve(self.peers[worker], job))
                 case Start(worker, job):
                     peer, submit = self.peers[worker], self._submit(action)
+                    if not job.emitted and (client := self._clients.get(job.rid)):
+                        client.waited_s = self._clock() - client.asked
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
                 case Deliver(rid, int() as token) if client := self._clients.get(rid):
-                    client.inbox.put_nowait(Output(token, None, client.kv, client.logprobs))
+                    told = client.kv, client.logprobs, client.waited_s
+                    client.inbox.put_nowait(Output(token, None, *told))
                 case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 
@@ -325,11 +336,12 @@ class Router:
         self._calls[worker, job.rid] = self._spawn(run())
 
     async def _reserve(self, peer: Peer, job: Job) -> None:
-        grant = await peer.client.reserve(job, peer.started.epoch)
+        grant = await peer.client.reserve(job, peer.started.epoch, self.id)
         self._act(self.dispatch.granted(job.rid, job.attempt, grant))
 
     def _submit(self, start: Start) -> Submit:
-        submit = Submit(start.job, start.work, self.peers[start.worker].started.epoch)
+        epoch = self.peers[start.worker].started.epoch
+        submit = Submit(start.job, start.work, epoch, router=self.id)
         if start.decode is None or start.grant is None:
             return submit
         address, grant = self.peers[start.decode].started.address, start.grant

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -24,24 +25,36 @@ from typing import Any
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
-from disagg.errors import PeerLostError, RequestError, ReservationError
+from disagg.errors import PeerLostError, ReservationError
+from disagg.kernels.cpu.library import backend
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
 from disagg.transfer.control import worker_handler
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Role,
+    Step,
+    Submit,
+    TokenEvent,
+    Work,
+    WorkerStatus,
+)
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import least_worth_sending
 from disagg.transfer.reservations import Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
 from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
+LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
 
@@ -69,7 +82,7 @@ class Worker:
         ]
         self._failure: BaseException | None = None
         self._load = EngineLoad(slots=config.engine.max_sequences)  # until its first step
-        self._preempted, self._draining = 0, False
+        self._preempted = 0
 
     # -- from any thread
 
@@ -82,11 +95,15 @@ class Worker:
 
     @property
     def started(self) -> Started:
-        """How it can be reached now: a fence may have changed its epoch."""
-        return replace(self._started.result(), epoch=self.epoch)
+        """How it can be reached now, and what it does: both may have changed since it began."""
+        return replace(self._started.result(), epoch=self.epoch, role=self.role)
+
+    def assume(self, role: Role) -> None:
+        """Admit something else from now on; what is here goes on, until the router moves it."""
+        self._on_loop(self._assume, role)
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Take nothing new, finish what is here within the grace, then end."""
+        """Take nothing new, finish or move what is here within the grace, then end."""
         self._on_loop(self._begin_stop, self.config.cluster.grace_s if grace_s is None else grace_s)
 
     def wait_alone(self, timeout_s: float) -> bool:
@@ -111,22 +128,24 @@ class Worker:
 
     # -- what a router can say; on the io loop
 
-    async def reserve(self, job: Job, epoch: int) -> Grant:
+    async def reserve(self, job: Job, epoch: int, router: str = "") -> Grant:
         """Room for a job, at once; CapacityError where there is none."""
-        job = self._accept(job, epoch)
+        job = self._accept(job, epoch, router)
         if not self.role.decodes:
-            raise RequestError(f"{self.name} ({self.role}) decodes nothing of others")
+            raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
         return self.receiver.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
-        job = self._accept(submit.job, submit.epoch)
-        if submit.work is Work.LOCAL:
-            self.decode.start(job)
-            return
-        if not self.role.prefills:
-            raise RequestError(f"{self.name} ({self.role}) takes no prompts")
-        await self.prefill.start(replace(submit, job=job))
+        job = self._accept(submit.job, submit.epoch, submit.router)
+        if submit.work is Work.MOVE:
+            return self.decode.move(submit)
+        local = submit.work is Work.LOCAL
+        if not (self.role.prefills or (local and self.role.decodes)):
+            raise PeerLostError(f"{self.name} ({self.role}) takes no prompts now")
+        if local:
+            return self.decode.start(job)
+        return await self.prefill.start(replace(submit, job=job))
 
     async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step]:
         """What happens here; everything of another router that was here before is dropped."""
@@ -169,20 +188,23 @@ class Worker:
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
-        plan, model = self.engine.plan(self.config.codec).fingerprint, self._runner.fingerprint
+        plan, model = self.engine.plan(self.config.codec), self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
-        counts = {**self.receiver.reservations.counts, "preempted": self._preempted}
-        counts |= self.engine.counts
+        counts = {**self.receiver.reservations.counts, **self.decode.counts}
+        counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
-        return WorkerStatus(self.epoch, model, plan, gauges, info)
+        device = self._runner.device.type
+        info |= {"node": socket.gethostname(), "backend": backend() if device == "cpu" else device}
+        free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
+        info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
+        return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
 
-    def _accept(self, job: Job, epoch: int) -> Job:
+    def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
+        self._events.check(router)
         if epoch != self.epoch:
             raise ReservationError(f"epoch {epoch} is over; {self.name} is in {self.epoch}")
-        if self._draining:
-            raise PeerLostError(f"{self.name} is draining; it takes no new requests")
         return replace(job, codec=job.codec or self.config.codec)
 
     def _room(self) -> Load:
@@ -193,8 +215,7 @@ class Worker:
         slots = min(engine.slots, self.config.engine.max_sequences - here)
         waiting = 0 if self.engine.may_reserve() else engine.waiting
         free_bytes = max(0, pool.arena.nbytes - pool.used_bytes - spare)
-        slots = 0 if self._draining else max(0, slots)
-        return Load(free_bytes, slots, engine.running, waiting)
+        return Load(free_bytes, max(0, slots), engine.running, waiting, self.role)
 
     # -- threads
 
@@ -224,11 +245,9 @@ class Worker:
         self._stop_asked: asyncio.Future[float] = self._loop.create_future()
         async with asyncio.TaskGroup() as tasks:
             self._make_sides(tasks)
-            watched = [self.receiver.run(), self._attend()]
-            handlers, ports = [worker_handler(self)], self.config.cluster.ports
-            if self.role.decodes:
-                handlers.append(self.receiver.handlers())
-                watched += self._make_direct()
+            watched = [self.receiver.run(), self._attend(), *self._make_direct()]
+            handlers = [worker_handler(self), self.receiver.handlers()]
+            ports = self.config.cluster.ports
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
@@ -258,7 +277,13 @@ class Worker:
         self._peers = Peers(self._security, transfer)
         self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
         self.decode = decode = DecodeSide(
-            engine, events.say, lambda rid, attempt: self.receiver.finished(rid, attempt)
+            engine,
+            model,
+            self._peers,
+            tasks,
+            say=events.say,
+            on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),
+            on_left=events.forget,
         )
         terms = Terms(
             model=model,
@@ -292,7 +317,7 @@ class Worker:
         self._load = output.load
         self._preempted += len(output.preempted)
         self.prefill.step([*output.prefilled, *output.failed])
-        self._events.say(self.decode.step([*output.tokens, *output.failed]))
+        self._events.say(self.decode.step([*output.tokens, *output.moved, *output.failed]))
 
     # -- the end
 
@@ -321,16 +346,21 @@ class Worker:
             await self.abort(rid, attempt, reason)
         return attempts
 
+    def _assume(self, role: Role) -> None:
+        self.role = role
+        self._events.say([])
+
     def _begin_stop(self, grace_s: float) -> None:
         if not self._stop_asked.done():
             self._stop_asked.set_result(grace_s)
 
     async def _drain(self, grace_s: float) -> None:
-        """Let what is here end, then cut off the rest; the engine's thread ends last."""
-        self._draining = True
-        self.receiver.drain()
+        """Let what is here end or move, then cut off the rest; the engine's thread ends last."""
+        self._assume(Role.NONE)
         until = self._loop.time() + grace_s
-        while (self.prefill.attempts or self.decode.attempts) and self._loop.time() < until:
+        while self._loop.time() < until and (
+            self.prefill.attempts or self.decode.attempts or self.receiver.gauges()["reservations"]
+        ):
             await asyncio.sleep(POLL_S)
         await self._drop_all("the worker stops")
         self.engine.submit(Drain())

@@ -43,11 +43,9 @@ def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) 
     tables, fmt, one = sealing.rows, sealing.fmt, slice(row, row + 1)
     k, v = (x[0] for x in gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads))
     target = Target(arena, tables.pages[one], sealing.base)
+    frozen = reference.joined_segment(arena, row, heads, sealing)
     if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
-        segment = seal_pages(k, v, target, fmt, Segmentation(fmt.tokens))
+        seal_pages(k, v, target, fmt, Segmentation(fmt.tokens, frozen=frozen))
     else:
         seed = sealing.seed + int(tables.stretches[row])
-        block, segment = reference.seal_page(k, v, fmt, seed)
-        store_blocks(target, block)
-    if segment is not None:
-        store_blocks(Target(arena, tables.segments[one], sealing.segment_base), segment)
+        store_blocks(target, reference.seal_page(k, v, fmt, seed, frozen))

@@ -58,12 +58,16 @@ def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[Tensor | None]]
 
 def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
     assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
-    tensors = (view.pages, view.lo, view.hi, view.segments, view.owner)
+    segments, owner, base = view.segments, view.owner, view.segment_base
+    if isinstance(view.fmt, PageFormat) and view.fmt.has_own_basis:
+        segments, base = view.pages, view.base
+        owner = torch.arange(view.pages.shape[1], dtype=torch.int32).expand_as(view.pages)
+    tensors = (view.pages, view.lo, view.hi, segments, owner)
     held = [None if x is None else x.contiguous() for x in tensors]
-    segments = 0 if view.segments is None else view.segments.shape[1]
+    count = 0 if segments is None else segments.shape[1]
     values = (
         *(ctypes.addressof(format_of(view.fmt)), address(view.arena), *map(address, held)),
-        *(view.pages.shape[1], segments, view.base, view.segment_base),
+        *(view.pages.shape[1], count, view.base, base),
     )
     table.__init__(*values)  # type: ignore[misc]
     return held

@@ -143,7 +143,8 @@ def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
     valid = -1 if fmt.valid is None else fmt.valid
     sides = (SideC * MAX_BANDS)(*map(_side_of, fmt.k_sides))
     turn = (fmt.turn.order, fmt.turn.signs) if fmt.turn else (-1, -1)
-    sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, fmt.segment_bytes, valid)
+    shared = fmt.block_bytes if fmt.has_own_basis else fmt.segment_bytes
+    sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, shared, valid)
     return FormatC(*sizes, NO_TYPE, 0, 0, *turn, len(fmt.k_sides), _side_of(fmt.v), sides)
 
 

@@ -3,7 +3,7 @@
     torch           q and the largest exponents of K         -> levels of the channels of K
     plane_scores    q, K at these levels                     -> scores of all tokens, in memory
     torch           softmax; 32 weights, high plane of V     -> levels of the tokens of V
-    plane_values    weights, V at these levels               -> partial results
+    plane_values    weights, V at these levels               -> partial results of units
 
 A level says how much of a number is read: 0 all 16 bits, 1 the first 12, 2 the first 8; what is not
 read counts as 100...0. A plane is read where one of the queries of a program needs it. Nothing asks
@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import AlignedFormat
-from disagg.kernels.gpu.plan import TENSOR_COLUMNS, check_tables, shape_of, units_of
-from disagg.kernels.gpu.reduce import LOG2_E, UnitPartials
+from disagg.kernels.gpu.plan import TENSOR_COLUMNS, shape_of
 from disagg.kernels.gpu.tiles import column_of, find_unit, query_unit
 from disagg.kernels.reference.aligned import (
     EXPONENT_BIAS,
@@ -31,16 +30,16 @@ from disagg.kernels.reference.aligned import (
     tops_of,
 )
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
-from disagg.kernels.reference.softmax import columns_of, rows_of, seen_tokens
-from disagg.kernels.view import View
+from disagg.kernels.reference.softmax import columns_of, seen_tokens
+from disagg.kernels.view import Units, View
 
 
 @triton.jit(do_not_specialize=["queries", "width"])
 def plane_scores_kernel(
-    q_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, scores_ptr, scale, base, queries, width,
-    FMT: tl.constexpr, SHAPE: tl.constexpr,
+    q_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, view, scores_ptr, scale, base, queries,
+    width, FMT: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [B, H, P * T, M * G] fp32 of one unit.
+    """Scores [B, H, P * T, M * G] fp32 of one unit, if it is of this view.
 
     levels_ptr: [B, H, D, M * G] i8, of channels
     """
@@ -48,8 +47,8 @@ def plane_scores_kernel(
     D: tl.constexpr = FMT.head_dim
     C: tl.constexpr = SHAPE.columns
     i_head, i_block = tl.program_id(0), tl.program_id(1)
-    i_b, start, end, _ = find_unit(units_ptr, tl.program_id(2))
-    if start >= end:
+    i_view, i_b, start, end, _ = find_unit(units_ptr, tl.program_id(2))
+    if (start >= end) | (i_view != view):
         return
     heads, count = tl.num_programs(0), queries * SHAPE.group
     _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
@@ -74,23 +73,26 @@ def plane_scores_kernel(
 
 @triton.jit(do_not_specialize=["queries", "width"])
 def plane_values_kernel(
-    p_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, starts_ptr, o_ptr, base, queries, width,
-    FMT: tl.constexpr, SHAPE: tl.constexpr,
+    p_ptr, total_ptr, levels_ptr, bytes_ptr, pages_ptr, units_ptr, view, o_ptr, lse_ptr, base,
+    queries, width, FMT: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over V of one unit, [U, M * Hq, D] fp32, times the units of its sequence: their mean is
-    the answer. p_ptr, levels_ptr: [B, H, P * T, M * G] fp32, i8 - weights and levels of tokens."""
+    """The partial result of one unit, if it is of this view.
+
+    p_ptr, levels_ptr: [B, H, P * T, M * G] fp32, i8 - weights and levels of tokens
+    total_ptr:         [B, H, M * G] fp32 - the log-sum-exp, natural, that weights are relative to
+    """
     T: tl.constexpr = FMT.tokens
     D: tl.constexpr = FMT.head_dim
     C: tl.constexpr = SHAPE.columns
     i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_b, start, end, _ = find_unit(units_ptr, i_slot)
-    if start >= end:
+    i_view, i_b, start, end, _ = find_unit(units_ptr, i_slot)
+    if (start >= end) | (i_view != view):
         return
     heads, count = tl.num_programs(0), queries * SHAPE.group
     _, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
     i_column = i_block * C + tl.arange(0, C)
     o_d, o_t = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, T)
-    b_o = tl.zeros([o_d.shape[0], C], tl.float32)
+    b_o, l = tl.zeros([o_d.shape[0], C], tl.float32), tl.zeros([C], tl.float32)
     first = (i_b * heads + i_head).to(tl.int64)
     for i in tl.range(start, end):
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
@@ -99,11 +101,14 @@ def plane_values_kernel(
         p = tl.load(p_ptr + o_p, mask=m_c[None, :], other=0.0)
         level = tl.load(levels_ptr + o_p, mask=m_c[None, :], other=3).to(tl.int32)
         v = read_rows(block, tl.min(level, 1), D, FMT.v_high, FMT.v_middle, FMT.v_low)
+        l += tl.sum(p, 0)
         b_o = add_product(v, split_by_level(p * 32768.0, level), b_o)
-    units = tl.load(starts_ptr + i_b + 1) - tl.load(starts_ptr + i_b)
+    total = tl.load(total_ptr + first * count + i_column, mask=m_c, other=0.0)
     i_out = (i_slot * heads * count + i_row).to(tl.int64)
+    tl.store(lse_ptr + i_out, total * 1.4426950408889634 + tl.log2(l), mask=m_c)
+    b_o *= (tl.where(l > 0, 1.0 / l, 0.0) / 32768.0)[None, :]
     p_o = o_ptr + i_out[None, :] * D + o_d[:, None]
-    tl.store(p_o, b_o * (units / 32768.0), mask=m_c[None, :] & (o_d < D)[:, None])
+    tl.store(p_o, b_o, mask=m_c[None, :] & (o_d < D)[:, None])
 
 
 @triton.jit
@@ -160,16 +165,17 @@ def add_product(x, y, total):
     return total
 
 
-def attend(q: Tensor, view: View, scale: float) -> tuple[UnitPartials, Bits]:
-    """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py, q fp32.
+def attend(
+    q: Tensor, view: View, scale: float, number: int, units: Units, o: Tensor, lse: Tensor
+) -> Bits:
+    """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py.
 
-    error: about 5e-4 relative to the reference, since q and p are rounded to fp16; of equal largest
-           weights of a class the first alone is in the estimate, which may read more bits
+    number: of the view among the units, whose partial results are written to o and lse
+    error:  about 5e-4 relative to the reference, since q and p are rounded to fp16; of equal
+            largest weights of a class the first alone is in the estimate, which may read more bits
     """
-    fmt = view.fmt
+    fmt, q = view.fmt, q.float().contiguous()
     assert isinstance(fmt, AlignedFormat)
-    units = units_of(q, view)
-    check_tables(q, view.pages, view.lo, view.hi, units.table)
     batch, queries, query_heads, head_dim = q.shape
     width, slots, heads = view.pages.shape[1], units.table.shape[0], view.heads
     shape = shape_of(fmt, queries, query_heads // heads, TENSOR_COLUMNS)
@@ -177,7 +183,7 @@ def attend(q: Tensor, view: View, scale: float) -> tuple[UnitPartials, Bits]:
         (heads, shape.blocks(queries), slots),
         {"num_warps": 4 if head_dim <= 128 else 8},
     )
-    tables = view.arena, view.pages, units.table
+    tables = view.arena, view.pages, units.table, number
 
     blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)
     seen = seen_tokens(view, 0, width * fmt.tokens)  # [B, 1, n, M]
@@ -190,33 +196,19 @@ def attend(q: Tensor, view: View, scale: float) -> tuple[UnitPartials, Bits]:
         fmt, shape, **options,
     )  # fmt: skip
     scores.masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
-    lse = scores.logsumexp(2)
-    p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(2)).exp_()
+    total = scores.logsumexp(2)
+    total = total.masked_fill(total == -torch.inf, 0.0)
+    p = (scores - total.unsqueeze(2)).exp_()
 
     tops = tops_of(blocks, fmt.v_top, head_dim, pages, shape.group)
     allowed = exponents(_estimate(p, view, blocks)) - GUARD + EXPONENT_BIAS - tops
     v_drop = allowed.amin(2, keepdim=True) - exponents(p)
     v_level = torch.where(p > 0, levels_of(v_drop), 3).to(torch.int8)
-    o = torch.empty(slots, queries * query_heads, head_dim, device=q.device)
     plane_values_kernel[grid](
-        p,
-        v_level.contiguous(),
-        *tables,
-        units.starts,
-        o,
-        view.base,
-        queries,
-        width,
-        fmt,
-        shape,
+        p, total, v_level.contiguous(), *tables, o, lse, view.base, queries, width, fmt, shape,
         **options,
-    )
-    bits = Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
-    rows = rows_of(lse.unsqueeze(2), queries).view(batch, -1)
-    count = (units.starts[1:] - units.starts[:-1]).unsqueeze(1).clamp_min(1)
-    rows = rows * LOG2_E - count.log2()
-    own = units.table[:, 0].long()
-    return UnitPartials(o, rows[own], tuple(q.shape[:3]), units.starts), bits
+    )  # fmt: skip
+    return Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
 
 
 def _estimate(p: Tensor, view: View, blocks: ArenaBlocks) -> Tensor:

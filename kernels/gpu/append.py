@@ -5,7 +5,7 @@ a page, it then reads the raw pages that become it, seals them as encode.py does
 block. The new token is taken from the step, not read back, so nothing waits for the write.
 
     k, v ──> raw page ──┐
-      └─────────────────┴──> [T, D] in registers ──> codes, scales, slots, A B^T ──> page, segment
+      └─────────────────┴──> [T, D] in registers ──> codes, scales, slots, A B^T ──> page
 """
 
 import triton
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
+from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode import encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
@@ -26,13 +27,15 @@ UNIT = tl.constexpr(ARENA_UNIT)
 def append_kernel(
     arena_ptr, k_ptr, v_ptr, pages_ptr, slots_ptr, raw_base, k_row, k_head, v_row, v_head,
     sealed_ptr, tails_ptr, segments_ptr, stretches_ptr, base, segment_base, seed,
-    RAW: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, FMT: tl.constexpr, CODES: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
     """K or V (axis 2) of one new token (axis 0) and KV head (axis 1).
 
-    arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of the raw dtype, strides in items
+    arena_ptr:    u8; k_ptr, v_ptr: [N, H, D] of any float dtype, strides in items
     sealed_ptr .. stretches_ptr, base .. seed: as sealing.py says; FMT: None where nothing seals
-    CODES:        whether FMT is of a page of codes; else of exact tokens
+    DTYPE:        that of raw pages; CODES: whether FMT is of a page of codes, else of exact tokens
+    BANDS:        how many bands K has
     """
     i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_side = tl.program_id(2)
@@ -41,9 +44,9 @@ def append_kernel(
     k = (arena_ptr, k_ptr + i_row * k_row + i_head * k_head, raw_page, slot, raw + RAW.k)
     v = (arena_ptr, v_ptr + i_row * v_row + i_head * v_head, raw_page, slot, raw + RAW.v)
     if i_side == 0:
-        append_token(k, RAW)
+        append_token(k, RAW, DTYPE)
     else:
-        append_token(v, RAW)
+        append_token(v, RAW, DTYPE)
     if FMT is not None:
         page = tl.load(sealed_ptr + i_row).to(tl.int64)
         if page >= 0:
@@ -51,89 +54,110 @@ def append_kernel(
             block = arena_ptr + tl.multiple_of(page * UNIT + base + i_head * FMT.block_bytes, 16)
             if CODES:
                 segment = tl.load(segments_ptr + i_row).to(tl.int64) * UNIT + segment_base
-                segment = arena_ptr + tl.multiple_of(segment + i_head * FMT.segment_bytes, 16)
+                segment = arena_ptr + segment + i_head * FMT.segment_bytes
                 start = seed_of(seed + tl.load(stretches_ptr + i_row), i_head, i_side)
-                K_SIDE: tl.constexpr = FMT.k  # Triton 3.6 does not take an attribute as an argument
-                V_SIDE: tl.constexpr = FMT.v
                 if i_side == 0:
-                    seal_codes(k, p_tail, block, segment, start, 1, K_SIDE, RAW)
+                    for band in tl.static_range(BANDS):
+                        seal_codes(k, p_tail, block, segment, start, 1, band, FMT, RAW, DTYPE)
                 else:
-                    seal_codes(v, p_tail, block, segment, start, 0, V_SIDE, RAW)
+                    seal_codes(v, p_tail, block, segment, start, 0, 0, FMT, RAW, DTYPE)
             elif i_side == 0:
-                seal_exact(k, p_tail, block + FMT.k, FMT, RAW)
+                seal_exact(k, p_tail, block + FMT.k, FMT, RAW, DTYPE)
             else:
-                seal_exact(v, p_tail, block + FMT.v, FMT, RAW)
+                seal_exact(v, p_tail, block + FMT.v, FMT, RAW, DTYPE)
 
 
 @triton.jit
-def append_token(token, RAW: tl.constexpr):
+def append_token(token, RAW: tl.constexpr, DTYPE: tl.constexpr):
     """Write one side of a token: (arena, the new numbers, raw page, slot, offset in that page);
     nothing where there is no page."""
     arena_ptr, p_new, page, slot, offset = token
     o_d = tl.arange(0, triton.next_power_of_2(RAW.head_dim))
     m_d = o_d < tl.where(page >= 0, RAW.head_dim, 0)
     p_raw = arena_ptr + tl.multiple_of(page.to(tl.int64) * UNIT + offset, 16)
-    p_raw = at(p_raw, 0, p_new.dtype.element_ty) + slot * RAW.head_dim + o_d
-    tl.store(p_raw, tl.load(p_new + o_d, mask=m_d, other=0), mask=m_d)
+    p_raw = at(p_raw, 0, DTYPE) + slot * RAW.head_dim + o_d
+    tl.store(p_raw, load_new(p_new + o_d, m_d, DTYPE), mask=m_d)
 
 
 @triton.jit
-def load_tail(token, p_tail, o_t, m_t, o_d, m_d, D_AXIS: tl.constexpr, RAW: tl.constexpr):
+def load_new(p, mask, DTYPE: tl.constexpr):
+    """New numbers as raw pages hold them; what these cannot hold saturates, NaN stays."""
+    x = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+    LARGEST: tl.constexpr = largest_of(DTYPE)
+    x = tl.where(tl.abs(x) > LARGEST, tl.where(x > 0, LARGEST, -LARGEST), x)
+    return x.to(DTYPE)
+
+
+@triton.constexpr_function
+def largest_of(dtype: tl.dtype) -> float:
+    """The largest number of a raw dtype."""
+    return {"fp16": 65504.0, "bf16": 2.0**128 - 2.0**120, "fp32": 2.0**128 - 2.0**104}[dtype.name]
+
+
+@triton.jit
+def load_tail(
+    token, p_tail, o_t, m_t, o_d, m_d,
+    D_AXIS: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """The tokens o_t of a tail in fp32, the new one among them, and which exist.
 
     D_AXIS: along which the channels o_d lie; p_tail: the ids of the raw pages
     """
     arena_ptr, p_new, new_page, new_slot, offset = token
-    ITEM: tl.constexpr = p_new.dtype.element_ty.primitive_bitwidth // 8
+    ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     page, slot = tl.load(p_tail + o_t // RAW.tokens, mask=m_t, other=0), o_t % RAW.tokens
     o_raw = page.to(tl.int64) * UNIT + offset + slot * (RAW.head_dim * ITEM)
-    p_raw = at(arena_ptr + tl.multiple_of(o_raw, 16), 0, p_new.dtype.element_ty)
+    p_raw = at(arena_ptr + tl.multiple_of(o_raw, 16), 0, DTYPE)
     p_raw = tl.expand_dims(p_raw, D_AXIS) + tl.expand_dims(o_d, 1 - D_AXIS)
     there = tl.expand_dims(m_t, D_AXIS) & tl.expand_dims(m_d, 1 - D_AXIS)
     x = finite(tl.load(p_raw, mask=there, other=0.0))
     own = tl.expand_dims((page == new_page) & (slot == new_slot) & m_t, D_AXIS)
-    new = finite(tl.load(p_new + o_d, mask=m_d, other=0.0))
+    new = finite(load_new(p_new + o_d, m_d, DTYPE))
     return tl.where(own, tl.expand_dims(new, 1 - D_AXIS), x), there
 
 
 @triton.jit
 def seal_codes(
-    token, p_tail, block, segment, seed, D_AXIS: tl.constexpr, SIDE: tl.constexpr,
-    RAW: tl.constexpr,
+    token, p_tail, block, segment, seed, D_AXIS: tl.constexpr, BAND: tl.constexpr,
+    FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One side of a page of codes, and of the segment that is its own."""
+    """One side of a page of codes, of K one band; segment: u8 pointer to the one it joins."""
+    SIDE: tl.constexpr = side_of(FMT, BAND) if D_AXIS == 1 else FMT.v
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
     if D_AXIS == 1:
-        x, there = load_tail(token, p_tail, o_r, m_r, o_c, m_c, D_AXIS, RAW)
+        channel = channels_of(o_c, segment, BAND, FMT)
+        x, there = load_tail(token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE)
     else:
-        x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW)
-    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE, FRESH=True)
+        x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
+        if FMT.turn is not None:
+            x = turned(x, segment, FMT)
+    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
     if SIDE.low_rank is not None:
         missing = tl.where(there, missing, 0.0).to(tl.float16)
         if D_AXIS == 1:
-            store_factors(missing, o_r, o_c, m_c, block, segment, seed, SIDE)
+            store_factors(missing, o_r, o_c, m_c, block, seed, SIDE)
         else:
-            store_factors(tl.trans(missing), o_c, o_r, m_r, block, segment, seed, SIDE)
+            store_factors(tl.trans(missing), o_c, o_r, m_r, block, seed, SIDE)
 
 
 @triton.jit
-def store_factors(x, o_t, o_d, m_d, block, segment, seed, SIDE: tl.constexpr):
+def store_factors(x, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
     """A and B of what is missing of a page, x [T, D]."""
     RANK: tl.constexpr = SIDE.low_rank.rank
     a, b = fit_page(x, o_d, m_d, seed, RANK)
     o_r = tl.arange(0, WIDTH)[None, :]
     p_a = at(block, SIDE.low_rank.a, tl.float16) + o_t[:, None] * RANK + o_r
-    p_b = at(segment, SIDE.low_rank.b, tl.float16) + o_d[:, None] * RANK + o_r
+    p_b = at(block, SIDE.low_rank.b, tl.float16) + o_d[:, None] * RANK + o_r
     tl.store(p_a, a.to(tl.float16), mask=o_r < RANK)
     tl.store(p_b, b.to(tl.float16), mask=m_d[:, None] & (o_r < RANK))
 
 
 @triton.jit
-def seal_exact(token, p_tail, plane, FMT: tl.constexpr, RAW: tl.constexpr):
+def seal_exact(token, p_tail, plane, FMT: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr):
     """One side of a page that holds its tokens as fp16, one after another."""
     o_t, o_d = tl.arange(0, FMT.tokens), tl.arange(0, triton.next_power_of_2(FMT.head_dim))
-    x, there = load_tail(token, p_tail, o_t, o_t >= 0, o_d, o_d < FMT.head_dim, 1, RAW)
+    x, there = load_tail(token, p_tail, o_t, o_t >= 0, o_d, o_d < FMT.head_dim, 1, RAW, DTYPE)
     p_x = at(plane, 0, tl.float16) + o_t[:, None] * FMT.head_dim + o_d[None, :]
     tl.store(p_x, x.to(tl.float16), mask=there)
 
@@ -157,7 +181,8 @@ def append(
         offsets = (sealing.base, sealing.segment_base, sealing.seed)
     append_kernel[(k.shape[0], k.shape[1], 2)](
         arena, k, v, pages, slots, rows.base, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *tables, *offsets, rows.fmt, fmt, isinstance(fmt, PageFormat),
+        *tables, *offsets, rows.fmt, getattr(tl, rows.fmt.dtype), fmt, isinstance(fmt, PageFormat),
+        len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0,
         num_warps=append_warps(fmt), enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat, Rotation, Side
+from disagg.kernels.gpu.bands import channels_of, side_of, turned
 from disagg.kernels.gpu.encode_tiles import (
     LARGEST,
     at,
@@ -70,9 +71,9 @@ def segment_scales_kernel(
 def encode_side_kernel(
     x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr, absent_ptr,
     stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
-    unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr,
+    unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """One side of one block.
+    """One side of one block, of K one band.
 
     x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
     bytes_ptr, pages_ptr, unit, base: where blocks lie, as `Target` says
@@ -80,19 +81,24 @@ def encode_side_kernel(
     missing_ptr:  [H, P, rows * columns] fp16 - what a low-rank product is fitted to, if any
     absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are there
     """
-    SIDE: tl.constexpr = FMT.v if IS_V else FMT.k
+    SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
     T: tl.constexpr = FMT.tokens
     i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
     there = m_r[:, None] & m_c[None, :]
-    p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
-    p_x += o_r[:, None].to(tl.int64) * stride_row + o_c[None, :].to(tl.int64) * stride_column
-    x = finite(tl.load(p_x, mask=there, other=0.0))
-    page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
-    block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
     i_segment = i_page // segment_pages
     segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
+    channel = o_c
+    if not IS_V:
+        channel = channels_of(o_c, segment, BAND, FMT)
+    p_x = x_ptr + i_page.to(tl.int64) * stride_page + i_head * stride_head
+    p_x += o_r[:, None].to(tl.int64) * stride_row + channel[None, :].to(tl.int64) * stride_column
+    x = finite(tl.load(p_x, mask=there, other=0.0))
+    if FMT.turn is not None and IS_V:
+        x = turned(x, segment, FMT)
+    page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
+    block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
     p_absent = absent_ptr
     if absent_ptr is not None:
         p_absent += (i_head * tl.num_programs(0) + i_page) * T
@@ -139,11 +145,14 @@ def encode(
         needed = 2 if fmt.k.low_rank is not None else 0
         missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
         gone = None if absent is None else absent.contiguous().view(torch.uint8)
+        if fmt.turn and cut.frozen is None:
+            raise ValueError("a frozen segment is wanted: it says the order of K's channels")
         for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
             if side.rotation:
                 x = _rotate(x, side.rotation, segments, cut)
             left = missing[i] if needed else x
-            _encode_side(x, i == 1, fmt, where, segments, left, gone, cut.tokens)
+            for band in range(1 if i else len(fmt.k_sides)):
+                _encode_side(x, i == 1, band, fmt, where, segments, left, gone, cut.tokens)
         if needed:
             encode_low_rank(missing, where, segments, fmt, cut)
     return blocks, segments if fmt.segment_bytes else None
@@ -159,6 +168,7 @@ def _clear_gaps(where: Target, heads: int, fmt: PageFormat) -> None:
 def _encode_side(
     x: Tensor,
     is_v: bool,
+    band: int,
     fmt: PageFormat,
     where: Target,
     segments: Tensor,
@@ -166,8 +176,8 @@ def _encode_side(
     absent: Tensor | None,
     tokens: int,
 ) -> None:
-    """K [H, n, D] of all pages, or V."""
-    side = fmt.v if is_v else fmt.k
+    """A band of K [H, n, D] of all pages, or V."""
+    side = fmt.v if is_v else fmt.k_sides[band]
     heads, n, head_dim = x.shape
     stride_head, stride_token, stride_channel = x.stride()
     if side.scale.shared:
@@ -180,14 +190,15 @@ def _encode_side(
     encode_side_kernel[(n // fmt.tokens, heads)](
         x, where.arena, where.pages, segments, missing, absent,
         stride_head, *strides, fmt.tokens * stride_token, *dense,
-        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v,
+        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v, band,
         num_warps=encode_warps(side), enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def encode_warps(side: Side) -> int:
-    """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss."""
-    numbers = 32 if side.sparse or side.low_rank else 64
+    """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss, or 16
+    and sums of them."""
+    numbers = 16 if side.scale.fitted else 32 if side.sparse or side.low_rank else 64
     return 4 if side.rows * side.columns <= 4 * 32 * numbers else 8
 
 

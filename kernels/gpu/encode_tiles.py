@@ -9,8 +9,11 @@ operation, so the bytes are the same.
 import triton
 import triton.language as tl
 
+from disagg.kernels.reference import quantize
+
 LARGEST = tl.constexpr(65504.0)  # of fp16
 SMALLEST_SCALE = tl.constexpr(2.0**-24)
+SHARES = quantize.SHARES
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 
 
@@ -56,6 +59,49 @@ def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
+def sum_rows(x):
+    """[COUNT, G, C] -> [COUNT, C], row after row as the reference adds."""
+    o_r = tl.arange(0, x.shape[1])[None, :, None]
+    total = tl.zeros([x.shape[0], x.shape[2]], tl.float32)
+    for r in range(x.shape[1]):
+        total += tl.sum(tl.where(o_r == r, x, 0.0), 1)
+    return total
+
+
+@triton.jit
+def fitted_codes(x, SIDE: tl.constexpr):
+    """Codes [COUNT, G, C] in int32 of groups x, and their fp16 scales and zeros [COUNT, C], whose
+    range is clipped and stretched; reference/quantize.py says how."""
+    LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
+    SHARE: tl.constexpr = share_of(SIDE.bits)
+    low, high = tl.min(x, 1), tl.max(x, 1)
+    width = (high - low) * SHARE
+    largest = tl.maximum(tl.abs(low), tl.abs(high)) * (1.0 / 1024)
+    step = tl.maximum(tl.maximum(tl.div_rn(width, LEVELS * 1.0), largest), SMALLEST_SCALE)
+    start = (low + high) * 0.5 - width * 0.5
+    inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    u = (x - start[:, None, :]) * inverse[:, None, :]
+    code = tl.minimum(tl.maximum(u, 0.0), LEVELS * 1.0) + ROUND
+    whole = code.to(tl.int32, bitcast=True) & LEVELS
+    code = code - ROUND
+    sum_u, sum_c = sum_rows(u), sum_rows(code)
+    mean_u, mean_c = sum_u / SIDE.scale.group, sum_c / SIDE.scale.group
+    spread = sum_rows(u * u) - sum_u * mean_u
+    along = sum_rows(u * code) - sum_u * mean_c
+    ratio = tl.div_rn(spread, tl.where(along > 0, along, 1.0))
+    stretch = tl.where(along > 0, tl.minimum(tl.maximum(ratio, 0.5), 2.0), 1.0)
+    scale = tl.maximum(step * stretch, SMALLEST_SCALE).to(tl.float16)
+    zero = tl.div_rn(start + step * mean_u, scale.to(tl.float32)) - mean_c
+    return whole, scale, zero.to(tl.float16)
+
+
+@triton.constexpr_function
+def share_of(bits: int) -> float:
+    """Of the range that codes of so many bits cover."""
+    return SHARES[bits]
+
+
+@triton.jit
 def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
     """Codes of x, and the numbers in fp32 that they stand for.
 
@@ -79,24 +125,24 @@ def codes_with(x, scale, zero, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(
-    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr = False
-):  # fmt: skip
+def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
     """Write one side of a block, and give what its codes and slots miss of x [R, C].
 
-    x:     finite numbers in fp32, 0 where nothing is `there`
-    FRESH: the page is all of its segment, so shared scales are found here and stored there
+    x:       finite numbers in fp32, 0 where nothing is `there`
+    segment: has the scales of the page, where these are shared
     """
     if SIDE.floating:
         store_float8(x, there, row, column, block, SIDE)
+        missing = x
+    elif SIDE.bits == 0:
+        mean = finite(sum_rows(x[None, :, :]) / SIDE.rows).to(tl.float16)
+        tl.store(at(block, SIDE.scale.scale, tl.float16) + column[None, :], mean)
         missing = x
     else:
         means = x
         if SIDE.sparse is not None:
             picks, means = choose_outliers(x, there, SIDE)
-        codes, seen = quantize_tile(
-            means, there, row, column, m_r, m_c, block, segment, SIDE, FRESH
-        )
+        codes, seen = quantize_tile(means, there, row, column, m_r, m_c, block, segment, SIDE)
         store_words(block, codes, row, column, SIDE)
         missing = x - seen
         if SIDE.sparse is not None:
@@ -105,9 +151,7 @@ def encode_tile(
 
 
 @triton.jit
-def quantize_tile(
-    x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr, FRESH: tl.constexpr
-):  # fmt: skip
+def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.constexpr):
     """Codes of x [R, C] in int32 and what they stand for; scales and zeros are stored.
 
     block, segment: u8 pointers to the block of the page, and of the segment whose scales hold
@@ -115,10 +159,7 @@ def quantize_tile(
     AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
     LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
     PADDED: tl.constexpr = x.shape[0] != SIDE.rows or x.shape[1] != SIDE.columns
-    home = block
     if SIDE.scale.shared:
-        home = segment
-    if SIDE.scale.shared and not FRESH:
         p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
         scale = tl.load(p_scale, mask=m_c, other=1.0)
         zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
@@ -132,10 +173,17 @@ def quantize_tile(
         for g in tl.static_range(LENGTH // SIDE.scale.group):
             own = there & (place // SIDE.scale.group == g)
             scale, zero = group_scale(x, own, AXIS, SIDE)
-            store_scales(home, scale, zero, g, lane, m_lane, SIDE)
+            store_scales(block, scale, zero, g, lane, m_lane, SIDE)
             own_code, own_seen = codes_with(x, scale, zero, AXIS, SIDE)
             code = tl.where(own, own_code, code)
             seen = tl.where(own, own_seen, seen)
+    elif SIDE.scale.fitted:
+        COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group
+        groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+        code, scale, zero = fitted_codes(groups, SIDE)
+        o_g = tl.arange(0, COUNT)[:, None]
+        store_scales(block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE)
+        code, seen = tl.reshape(code, x.shape), x
     else:
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
         o_g = tl.arange(0, COUNT)
@@ -146,20 +194,20 @@ def quantize_tile(
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
             g, lane = o_g[None, :], row[:, None]
         scale, zero = group_scale(groups, tl.full(groups.shape, 1, tl.int1), AXIS + 1, SIDE)
-        store_scales(home, scale, zero, g, lane, lane >= 0, SIDE)
+        store_scales(block, scale, zero, g, lane, lane >= 0, SIDE)
         code, seen = codes_with(groups, scale, zero, AXIS + 1, SIDE)
         code, seen = tl.reshape(code, x.shape), tl.reshape(seen, x.shape)
     return code, seen
 
 
 @triton.jit
-def store_scales(home, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
-    """Scales and zeros of groups g; home: u8 pointer to the block that has them."""
+def store_scales(block, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
+    """Scales and zeros of groups g; block: u8 pointer."""
     LANES: tl.constexpr = SIDE.columns if SIDE.scale.by == "column" else SIDE.rows
     o_scale = g * LANES + lane
-    tl.store(at(home, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
+    tl.store(at(block, SIDE.scale.scale, tl.float16) + o_scale, scale, mask=m_lane)
     if SIDE.scale.zero is not None:
-        tl.store(at(home, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
+        tl.store(at(block, SIDE.scale.zero, tl.float16) + o_scale, zero, mask=m_lane)
 
 
 @triton.jit

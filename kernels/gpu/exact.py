@@ -1,4 +1,5 @@
-"""Attention on exact K and V on a GPU: tails, raw pages, kept tokens and those not dropped.
+"""Attention on exact K and V on a GPU: tails, raw pages, kept tokens and those not dropped. A part
+of attend.py's kernel.
 
 The Triton form of reference/exact.py. An iteration takes a tile of four strips of 16 slots, each at
 its own address (four raw pages), so that bookkeeping is paid once for 64 tokens. fp16 goes to the
@@ -10,31 +11,15 @@ no load and leave whole tiles without a mask. Positions are loaded one tile ahea
 ids, so that nothing waits for them.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from disagg.kernels import formats
-from disagg.kernels.formats import ExactFormat
-from disagg.kernels.gpu.plan import (
-    NVIDIA,
-    TENSOR_COLUMNS,
-    check_tables,
-    check_tile,
-    compile_options,
-    pipeline_stages,
-    shape_of,
-    units_of,
-)
-from disagg.kernels.gpu.reduce import UnitPartials
 from disagg.kernels.gpu.tiles import (
     P_BIAS,
     as_bytes,
     below,
-    column_of,
     empty_softmax,
-    find_unit,
     hide,
     load_tile,
     query_unit,
@@ -43,55 +28,43 @@ from disagg.kernels.gpu.tiles import (
     upper_lower,
     whole_tiles,
 )
-from disagg.kernels.view import View
 
 STRIP = tl.constexpr(formats.STRIP)
 TILE = tl.constexpr(formats.STRIP * formats.TILE_STRIPS)
 FAR = tl.constexpr(1 << 30)  # behind all tokens: an empty slot
 IS_FREE = tl.constexpr(formats.FREE)
-PRECISION = "tf32x3" if NVIDIA else "ieee"
-OPERANDS = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
-@triton.jit(do_not_specialize=["queries", "width"])
-def attend_exact_kernel(
-    q_ptr, arena_ptr, pages_ptr, lo_ptr, hi_ptr, units_ptr, sides_ptr, o_ptr, lse_ptr,
-    scale, base, side_base, queries, width,
-    FMT: tl.constexpr, SHAPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Attention of C columns over the tiles of one unit; tables as view.py draws them.
+@triton.jit
+def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constexpr):
+    """Attention of C columns over the tiles of one unit; arguments as in codes.py.
 
-    arena_ptr: the arena as items of the raw dtype; OPERAND: dtype of what is multiplied
-    queries:   M; width: columns of the page table
-    o_ptr:     [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
+    at_bytes: (the arena, the sequence's row of the page table, base, base of side records, id of
+              the sequence's side record); width: columns of the page table
     """
+    start, end, _, i_head = unit_of
+    p_q, lo, hi, m_c, _ = queries
+    arena_ptr, row_ptr, base, side_base, side = at_bytes
+    FMT: tl.constexpr = LOOP.fmt
+    OPERAND: tl.constexpr = LOOP.operand
+    PRECISION: tl.constexpr = LOOP.precision
+    STAGES: tl.constexpr = LOOP.stages
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
-    C: tl.constexpr = SHAPE.columns
+    C: tl.constexpr = LOOP.shape.columns
     tl.static_assert(FMT.strips * FMT.tile_pages * STRIP == TILE, "a tile is whole pages")
-    i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_b, start, end = find_tiles(units_ptr, i_slot, width, FMT)
-    if start >= end:
-        return
-    rows = queries * tl.num_programs(0) * SHAPE.group
-    i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
-    p_lo = i_b * queries + i_m
-    lo = tl.load(lo_ptr + p_lo, mask=m_c, other=0)
-    hi = tl.load(hi_ptr + p_lo, mask=m_c, other=0)
+    arena_ptr = arena_ptr.to(tl.pointer_type(LOOP.item), bitcast=True)
     limit = last_slot(hi, width, FMT)
-    p_q = q_ptr + (i_b * rows + i_row) * D
     factor, unit = query_unit(p_q, m_c, scale, D)
     o_d = tl.arange(0, D_PAD)
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)
-    q = operands(tl.trans(b_q * factor[:, None]), OPERAND)
+    q = operands(tl.trans(b_q.to(tl.float32) * factor[:, None]), OPERAND)
     m, l = empty_softmax(STRIP, C)
     state = (m, l, tl.zeros([D_PAD, C], tl.float32))
 
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
-    where_ptr = find_positions(arena_ptr, sides_ptr, base, side_base, i_b, i_head, FMT)
-    row_ptr = pages_ptr + i_b * width
+    where_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
     whole, whole_end = start, end
     if FMT.counted:
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
@@ -111,9 +84,8 @@ def attend_exact_kernel(
             state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
 
     m, l, b_o = state
-    i_out = i_slot * rows + i_row
-    inverse = store_lse(lse_ptr + i_out, m, l, P_BIAS, m_c)
-    p_o = o_ptr + i_out.to(tl.int64)[None, :] * D + o_d[:, None]
+    inverse = store_lse(out[1], m, l, P_BIAS, m_c)
+    p_o = out[0][None, :] + o_d[:, None]
     tl.store(p_o, b_o * inverse[None, :], mask=m_c[None, :] & (o_d < D)[:, None])
 
 
@@ -192,16 +164,6 @@ def add_tile(
 
 
 @triton.jit
-def find_tiles(units_ptr, i_slot, width, FMT: tl.constexpr):
-    """(sequence, first tile, end tile) of a program; slots of a side record are one unit."""
-    if FMT.side is not None:
-        return i_slot, 0, tl.cdiv(tl.minimum(width * STRIP, FMT.side.slots), TILE)
-    else:
-        i_b, start, end, _ = find_unit(units_ptr, i_slot)
-        return i_b, start, end
-
-
-@triton.jit
 def last_slot(hi, width, FMT: tl.constexpr):
     """What is behind it is empty: slots of the side record that have pages; or tokens that the
     sequence shows, because a short row of a table repeats pages behind them."""
@@ -212,12 +174,12 @@ def last_slot(hi, width, FMT: tl.constexpr):
 
 
 @triton.jit
-def find_positions(arena_ptr, sides_ptr, base, side_base, i_b, i_head, FMT: tl.constexpr):
+def find_positions(arena_ptr, side, base, side_base, i_head, FMT: tl.constexpr):
     """int32 pointer to the block of the side record of a sequence, or of page 0."""
     words_ptr = arena_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if FMT.side is not None:
         block = (side_base + i_head * FMT.side.block_bytes) // 4
-        return words_ptr + (tl.load(sides_ptr + i_b).to(tl.int64) * 32 + block)
+        return words_ptr + (side.to(tl.int64) * 32 + block)
     else:
         return words_ptr + (base + i_head * FMT.block_bytes) // 4
 
@@ -258,30 +220,3 @@ def hide_slots(s, at, i_tile, lo, hi, FMT: tl.constexpr):
         return hide(s, i_tile * TILE + tl.arange(0, TILE), lo, hi)
     else:
         return hide(s, at, lo, hi)
-
-
-def attend(q: Tensor, view: View, scale: float) -> UnitPartials:
-    """Attention over exact tokens. Arguments as in reference/exact.py, q in fp32.
-
-    error: about 5e-4 relative for fp16 and bf16 pages (q and p are rounded), 1e-5 for fp32 pages
-    """
-    fmt = view.fmt
-    assert isinstance(fmt, ExactFormat)
-    check_tile(fmt)
-    units = None if fmt.side else units_of(q, view)
-    table = None if units is None else units.table
-    check_tables(q, view.pages, view.lo, view.hi, view.sides, table)
-    batch, queries, query_heads, head_dim = q.shape
-    shape = shape_of(fmt, queries, query_heads // view.heads, TENSOR_COLUMNS)
-    slots, rows = batch if table is None else table.shape[0], queries * query_heads
-    o = torch.empty(slots, rows, head_dim, device=q.device)
-    lse = torch.empty(slots, rows, device=q.device)
-    # the interpreter cannot multiply bf16
-    operand = OPERANDS["float32" if q.device.type == "cpu" else fmt.dtype]
-    attend_exact_kernel[(view.heads, shape.blocks(queries), slots)](
-        q, view.arena.view(getattr(torch, fmt.dtype)), view.pages, view.lo, view.hi, table,
-        view.sides, o, lse, scale, view.base, view.side_base, queries, view.pages.shape[1],
-        fmt, shape, operand, PRECISION, pipeline_stages(fmt, NVIDIA),
-        **compile_options(fmt, NVIDIA),
-    )  # fmt: skip
-    return UnitPartials(o, lse, tuple(q.shape[:3]), None if units is None else units.starts)

@@ -35,7 +35,7 @@ def low_rank_kernel(
     x_ptr, bytes_ptr, pages_ptr, segments_ptr, n, segment_tokens, unit, base, seed,
     FMT: tl.constexpr,
 ):  # fmt: skip
-    """A of all pages of a segment, and its B, of one side and head.
+    """A of all pages of a segment, and its B, of one side and head; a page may be a segment.
 
     x_ptr:     [2, H, n, D] fp16; seed: of the first segment
     bytes_ptr, pages_ptr, unit, base: where blocks lie; segments_ptr: [S, H, segment bytes] u8
@@ -65,13 +65,16 @@ def low_rank_kernel(
     w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
     size = tl.sqrt(length.to(tl.float32))
     b = tl.dot(z, w, input_precision="ieee") / size
-    segment = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
-    segment += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
-    tl.store(at(segment, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
+    offset = base + i_head.to(tl.int64) * FMT.block_bytes
+    if FMT.k.low_rank.shared:
+        home = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
+    else:
+        home = bytes_ptr + tl.load(pages_ptr + i_segment).to(tl.int64) * unit + offset
+    home += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
+    tl.store(at(home, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
 
     q = tl.dot(q, w, input_precision="ieee") * size
     q_most = power_above(q)
-    offset = base + i_head.to(tl.int64) * FMT.block_bytes
     offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
     for i in tl.range(0, length // T, num_stages=STAGES):
         a = times(load_rows(p_x, i, FMT), q, q_most)
@@ -201,7 +204,8 @@ def encode_low_rank(
     missing: [2, H, n, D] fp16 of K and V; segments: [S, H, segment_bytes] u8
     """
     heads, n = missing.shape[1:3]
-    low_rank_kernel[(segments.shape[0], heads, 2)](
-        missing, where.arena, where.pages, segments, n, cut.tokens, where.unit, where.base,
+    tokens = fmt.tokens if fmt.has_own_basis else cut.tokens
+    low_rank_kernel[(triton.cdiv(n, tokens), heads, 2)](
+        missing, where.arena, where.pages, segments, n, tokens, where.unit, where.base,
         cut.seed, fmt, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

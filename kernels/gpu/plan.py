@@ -2,13 +2,16 @@
 
     sequence 0            sequence 1   sequence 2
     |  u0  |  u1  |  u2  |     u3     |  u4  |  u5  |        a program each; and for every KV head
+     pages  pages  tail   pages         pages  tail
 
-A unit is some tiles (a page, or a few exact ones) of one sequence, and of one segment where pages
-share segments: so that what a segment shares is absorbed into the query once. Units of a run are
-equally long. The host, which knows all lengths, makes the table of them once for a step; recorded
-steps take tables of other lengths in a buffer as long as `most_units` says. Knows no Triton.
+A unit is some tiles (a page, or a few exact ones) of one view of one sequence, and of one segment
+where pages share segments: so that what a segment shares is absorbed into the query once. Units of
+a run are equally long. The host, which knows all lengths, makes the table of them once for a step;
+recorded steps take tables of other lengths, in a buffer for as many as `most_units` says. Knows no
+Triton.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.kernels.formats import STRIP, TILE_STRIPS, AlignedFormat, ExactFormat, PageFormat, Side
+from disagg.kernels.formats import (
+    RAW_SLOTS,
+    STRIP,
+    TILE_STRIPS,
+    AlignedFormat,
+    ExactFormat,
+    PageFormat,
+    Side,
+)
 from disagg.kernels.view import Units, View
 
 NVIDIA = torch.version.hip is None
@@ -67,37 +78,33 @@ def shape_of(fmt: LoopFormat | AlignedFormat, queries: int, group: int, columns:
     return Shape(group, columns)
 
 
-def compile_options(fmt: LoopFormat, nvidia: bool) -> dict[str, int | bool]:
+def compile_options(nvidia: bool) -> dict[str, int | bool]:
     """What the compiler is told. One warp: the softmax then never crosses warps.
 
     Left alone, ptxas stops at 168 registers for some kernels and spills (Triton 3.9).
     """
     options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
-    if nvidia:
-        options["maxnreg"] = 224 if isinstance(fmt, ExactFormat) else 255
-    return options
+    return options | ({"maxnreg": 255} if nvidia else {})
 
 
-def pipeline_stages(fmt: LoopFormat, nvidia: bool) -> int:
+def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
 
-    Tokens kept beside codes are few: most often there is one tile.
+    Raw pages beside others, of tails and of tokens kept, are few: buffers for them would keep other
+    programs from running, so they have none.
     """
-    if isinstance(fmt, ExactFormat) and fmt.side is not None:
-        return 2
+    if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
+        return 1
     return _stages(tile_of(fmt).nbytes, nvidia)
 
 
 def is_supported(fmt: PageFormat) -> bool:
     """Whether the kernel attends to such pages; the reference does to any."""
     k, v = fmt.k, fmt.v
-    if (
-        fmt.turn
-        or v.scale.by == "row"
-        or v.scale.shared
-        or (v.scale.by == "block" and v.scale.center)
-    ):
+    if v.scale.by == "row" or v.scale.shared or (v.scale.by == "block" and v.scale.center):
         return False
+    if fmt.turn:
+        return fmt.tokens == 64 and fmt.head_dim <= 256 and fmt.head_dim & (fmt.head_dim - 1) == 0
     if k.scale.by == "column" and k.fields % (k.rows // k.scale.group):
         return False
     if fmt.tokens & (fmt.tokens - 1) or fmt.head_dim % 16:
@@ -143,7 +150,8 @@ class Tiling:
     def units(
         self, lo: Ints, hi: Ints, owner: Ints | None = None, segments: Ints | None = None
     ) -> tuple[Ints, Ints]:
-        """The tables of `Units`, int32.
+        """Sequence, first and end tile and segment of each unit [U, 4], and where those of each
+        sequence begin [B + 1]; int32.
 
         lo, hi:   [B] - the tokens that any query of each sequence sees
         owner:    [B, P], segments: [B, S] - as `View` has them
@@ -188,26 +196,75 @@ def tile_of(fmt: LoopFormat | AlignedFormat) -> Tile:
     return Tile(fmt.tokens, fmt.block_bytes)
 
 
-def tiling_of(tile: Tile, heads: int, device: torch.device) -> Tiling:
-    """How a device cuts pages, for so many KV heads; programs are resident 8 times by registers."""
-    buffered = (_stages(tile.nbytes, True) - 1) * tile.nbytes
+@dataclass(frozen=True)
+class Span:
+    """What B sequences show of one view.
+
+    lo, hi: [B] - the tokens, or slots, that any query of each sequence sees; most: hi at most
+    owner:  [B, P], segments: [B, S] - as `View` has them
+    """
+
+    tile: Tile
+    lo: Ints
+    hi: Ints
+    most: int
+    owner: Ints | None = None
+    segments: Ints | None = None
+
+
+def units_of_spans(spans: Sequence[Span], heads: int, device: torch.device) -> tuple[Ints, Ints]:
+    """The tables of `Units` over all views, int32."""
+    parts = []
+    for i, (span, tiling) in enumerate(_tilings(spans, heads, device)):
+        table, starts = tiling.units(span.lo, span.hi, span.owner, span.segments)
+        parts.append(np.insert(table[: starts[-1]], 0, i, 1))
+    units = np.concatenate(parts)
+    units = units[np.argsort(units[:, 1], kind="stable")]
+    starts = np.zeros(len(spans[0].lo) + 1, dtype=np.int32)
+    starts[1:] = np.cumsum(np.bincount(units[:, 1], minlength=len(spans[0].lo)))
+    return (units if len(units) else np.zeros((1, 5), dtype=np.int32)), starts
+
+
+def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
+    """Units of as many sequences at most, that show no more of each view."""
+    return sum(
+        tiling.most_units(
+            len(span.lo), span.most, 0 if span.segments is None else span.segments.shape[1]
+        )
+        for span, tiling in _tilings(spans, heads, device)
+    )
+
+
+def _tilings(
+    spans: Sequence[Span], heads: int, device: torch.device
+) -> Iterator[tuple[Span, Tiling]]:
+    """How a device cuts each view, for so many KV heads; programs are resident 8 times by registers
+    and as often as there is memory for the pages of the first view."""
+    nbytes = spans[0].tile.nbytes
+    buffered = (_stages(nbytes, True) - 1) * nbytes
     resident = max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
-    return Tiling(tile.tokens, tile.counted, max(1, resident * count_processors(device) // heads))
+    programs = max(1, resident * count_processors(device) // heads)
+    for span in spans:
+        yield span, Tiling(span.tile.tokens, span.tile.counted, programs)
 
 
-def units_of(q: Tensor, view: View) -> Units:
-    """The units of a view; where nobody planned them the host asks for its lengths."""
-    if view.units is not None:
-        return view.units
-    tables = (view.lo.amin(1), view.hi.amax(1), view.owner, view.segments)
-    host = [None if x is None else x.cpu().numpy().astype(np.int64) for x in tables]
-    lo, hi, owner, segments = host
-    assert lo is not None
-    assert hi is not None
-    tiling = tiling_of(tile_of(view.fmt), view.heads, q.device)
-    found = tiling.units(lo, hi, owner, segments)
-    table, starts = (torch.from_numpy(x).to(q.device) for x in found)
-    return Units(table, starts)
+def units_of(views: Sequence[View], device: torch.device) -> Units:
+    """The units of views, where nobody planned them; the host asks for all lengths."""
+    spans = []
+    for view in views:
+        tables = (view.lo.amin(1), view.hi.amax(1), view.owner, view.segments)
+        host = [None if x is None else x.cpu().numpy().astype(np.int64) for x in tables]
+        lo, hi, owner, segments = host
+        assert lo is not None
+        assert hi is not None
+        tile = tile_of(view.fmt)
+        most = view.pages.shape[1] * view.fmt.tokens
+        if isinstance(view.fmt, ExactFormat) and view.fmt.side is not None:
+            slots = min(most, view.fmt.side.slots)
+            lo, hi = np.zeros_like(lo), np.where(hi > lo, slots, 0)
+        spans.append(Span(tile, lo, hi, most, owner, segments))
+    found = units_of_spans(spans, views[0].heads, device)
+    return Units(*(torch.from_numpy(x).to(device) for x in found))
 
 
 def count_processors(device: torch.device) -> int:

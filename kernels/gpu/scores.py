@@ -30,7 +30,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     p_q:     [C] pointers to rows of D items; segment: int16 pointer to the segment's block
     q:       fp16 [H, C * COPIES] in [-1, 1], a tile for each of `query_parts`
     folded:  what `fold_scale` gives for scales of the segment, else ()
-    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q, or ()
+    low:     (B^T q fp16 [16, C * COPIES],), in the unit of q, or () where no segment has B
     sums:    [C * COPIES] fp32, over channels of each group of row scales, or ()
     """
     SIDE: tl.constexpr = FMT.k
@@ -41,7 +41,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     parts = ()
     for j in tl.static_range(PARTS):
         b_q = tl.load(p_q[:, None] + j * H + o_h, mask=m_c[:, None] & (o_h < H), other=0.0)
-        b_q = b_q * (scale * 1.4426950408889634)
+        b_q = b_q.to(tl.float32) * (scale * 1.4426950408889634)
         if SIDE.rotation is not None:
             b_q = rotate_rows(b_q, segment, SIDE)
         top = tl.maximum(top, tl.max(tl.abs(b_q), 1))
@@ -49,7 +49,7 @@ def prepare_query(p_q, m_c, scale, segment, COPIES: tl.constexpr, FMT: tl.conste
     unit = tl.exp2(tl.ceil(tl.log2(top)))
     q = operand(parts, unit, COPIES)
     folded, low, sums = (), (), ()
-    if SIDE.low_rank is not None:
+    if SIDE.low_rank is not None and SIDE.low_rank.shared:
         b_low, shrink = project(segment, q, SIDE)
         low, unit = (b_low,), unit / shrink
         q = operand(parts, unit, COPIES)
@@ -161,8 +161,10 @@ def two_rows(block, first, apart, H: tl.constexpr, H_PAD: tl.constexpr, SIDE: tl
 
 
 @triton.jit
-def project(segment, q, SIDE: tl.constexpr):
+def project(home, q, SIDE: tl.constexpr):
     """B^T q as fp16 [16, C], and what it and q are multiplied by so that it fits.
+
+    home: the block that has B
 
     That is 1 unless B has numbers above 256, and never below 2**-8, which leaves q exact enough.
     """
@@ -171,7 +173,7 @@ def project(segment, q, SIDE: tl.constexpr):
     o_r, o_h = tl.arange(0, 16)[:, None], tl.arange(0, q[0].shape[0])[None, :]
     b_low = tl.zeros([16, q[0].shape[1]], tl.float32)
     for j in tl.static_range(len(q)):
-        p_b = as_scales(segment, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
+        p_b = as_scales(home, SIDE.low_rank.b) + (j * H + o_h) * RANK + o_r
         b_b = tl.load(p_b, mask=(o_r < RANK) & (o_h < H), other=0.0)
         b_low = tl.dot(b_b, q[j], b_low)
     top = tl.max(tl.max(tl.abs(b_low), 1), 0) + 1e-30
@@ -262,7 +264,7 @@ def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPEL
     else:
         s = row_scores(block, b_words, q, sums, COPIES, SIDE, SPELLING)
         if SIDE.low_rank is not None:
-            s += first_of(tl.dot(repeat_factor(block, SIDE, FMT.tokens), low[0]), COPIES)
+            s += first_of(low_rank_scores(block, q, low, FMT.tokens, SIDE), COPIES)
     o_t = tl.arange(0, FMT.tokens)
     if SIDE.sparse is not None:
         if COPIES == 1:
@@ -311,8 +313,10 @@ def column_scores(
         b_s = b_s * weight_of(f, SIDE, SPELLING) + b_bias
         s = s + (b_s if SIDE.low_rank is not None else first_of(b_s, COPIES),)
     s = stack(s, SIDE.fields)
-    if SIDE.low_rank is not None:
+    if SIDE.low_rank is not None and SIDE.low_rank.shared:
         s = first_of(tl.dot(repeat_factor(block, SIDE, SIDE.rows), low[0], s), COPIES)
+    elif SIDE.low_rank is not None:
+        s = first_of(s + low_rank_scores(block, q, low, SIDE.rows, SIDE), COPIES)
     return s
 
 
@@ -355,6 +359,17 @@ def row_scores(
                 b_s += b_zero[:, None] * b_sum
             s += b_s * b_scale[:, None]
     return s
+
+
+@triton.jit
+def low_rank_scores(block, q, low, T: tl.constexpr, SIDE: tl.constexpr):
+    """A B^T q: [T, C] fp32; low: B^T q of the segment, () where the page has B."""
+    b_a = repeat_factor(block, SIDE, T)
+    if SIDE.low_rank.shared:
+        return tl.dot(b_a, low[0])
+    else:
+        b_low, shrink = project(block, q, SIDE)
+        return tl.dot(b_a, b_low) / shrink
 
 
 @triton.jit

@@ -14,9 +14,10 @@ EMPTY = tl.constexpr(-1e30)  # the running maximum before any token; finite, so 
 
 @triton.jit
 def find_unit(units_ptr, i_slot):
-    """(sequence, first tile, end tile, page id of the segment) of a unit of work."""
-    p_unit = units_ptr + i_slot * 4
-    return tl.load(p_unit), tl.load(p_unit + 1), tl.load(p_unit + 2), tl.load(p_unit + 3)
+    """(view, sequence, first tile, end tile, page id of the segment) of a unit of work."""
+    p_unit = units_ptr + i_slot * 5
+    i_b, start, end = tl.load(p_unit + 1), tl.load(p_unit + 2), tl.load(p_unit + 3)
+    return tl.load(p_unit), i_b, start, end, tl.load(p_unit + 4)
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def query_unit(p_q, m_c, scale, D: tl.constexpr):
     returns: what q is multiplied by, and the power of two that scores are multiplied by; each [C]
     """
     o_d = tl.arange(0, triton.next_power_of_2(D))[None, :]
-    q = tl.load(p_q[:, None] + o_d, mask=m_c[:, None] & (o_d < D), other=0.0)
+    q = tl.load(p_q[:, None] + o_d, mask=m_c[:, None] & (o_d < D), other=0.0).to(tl.float32)
     scale_log2 = scale * 1.4426950408889634
     top = tl.maximum(tl.max(tl.abs(q), 1) * tl.abs(scale_log2), 1e-30)
     unit = tl.exp2(tl.ceil(tl.log2(top)))

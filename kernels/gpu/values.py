@@ -5,7 +5,7 @@ The sums are a tuple of tuples, empty where a format has no such thing:
     o  four fields of channels (two, one) [W, C * X] fp32, in code units
     z  sums over zeros [16, C * X], one for every X groups of channels; of its rows, those count
        that `zero_rows` gives to the group
-    y  (A^T p [16, C * X],), all X copies of a column equal
+    y  (A^T p [16, C * X],), all X copies of a column equal; () where pages have B, and o has it all
 """
 
 import triton
@@ -28,7 +28,7 @@ def empty_sums(C: tl.constexpr, X: tl.constexpr, SIDE: tl.constexpr):
     if SIDE.scale.by == "column":
         for _ in tl.static_range(0, SIDE.rows // SIDE.scale.group, X):
             z = z + (tl.zeros([16, C * X], tl.float32),)
-    if SIDE.low_rank is not None:
+    if SIDE.low_rank is not None and SIDE.low_rank.shared:
         y = y + (tl.zeros([16, C * X], tl.float32),)
     return o, z, y
 
@@ -92,7 +92,8 @@ def add_values(
         else:
             b_x = tl.broadcast_to(halves[j][:, :, None], [U, C, X])
             copies = copies + (tl.reshape(b_x, [U, C * X]),)
-    if SIDE.low_rank is not None and SIDE.sparse is not None:
+    FACTOR: tl.constexpr = SIDE.low_rank is not None and SIDE.low_rank.shared
+    if FACTOR and SIDE.sparse is not None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
     if SIDE.sparse is not None:
         o_new = add_sparse(block, copies, o, decay, own, X, SIDE, SPELLING)
@@ -113,8 +114,10 @@ def add_values(
                 b_z = tl.dot(b_rows[j], b_p[j], b_z)
             weighted, z_new = weighted + (b_p,), z_new + (b_z,)
     o_new = add_fields(b_words, weighted, o_new, X, SIDE, SPELLING)
-    if SIDE.low_rank is not None and SIDE.sparse is None:
+    if FACTOR and SIDE.sparse is None:
         y_new = (add_factor(block, copies, y[0] * decay, SIDE),)
+    if SIDE.low_rank is not None and not FACTOR:
+        o_new = add_product(block, copies, o_new, SIDE, SPELLING)
     return o_new, z_new, y_new
 
 
@@ -126,6 +129,25 @@ def add_factor(block, x, y, SIDE: tl.constexpr):
         o_t = (j * U + tl.arange(0, U))[None, :]
         y = tl.dot(load_factor(block, o_t, tl.arange(0, 16)[:, None], SIDE), x[j], y)
     return y
+
+
+@triton.jit
+def add_product(block, x, o, SIDE: tl.constexpr, SPELLING: tl.constexpr):
+    """The fields o [W, C] plus B A^T x; x as above, at most 2**15.
+
+    Columns of A are sqrt(T) long, so A^T x is at most T * 2**15 and over T it fits fp16.
+    """
+    RANK: tl.constexpr = SIDE.low_rank.rank
+    W: tl.constexpr = SIDE.rows // SIDE.fields
+    o_w, o_r = tl.arange(0, o[0].shape[0])[:, None], tl.arange(0, 16)[None, :]
+    b_y = add_factor(block, x, tl.zeros([16, o[0].shape[1]], tl.float32), SIDE)
+    b_y = (b_y * (1.0 / SIDE.columns)).to(tl.float16)
+    added = ()
+    for f in tl.static_range(len(o)):
+        p_b = as_scales(block, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r
+        b_b = tl.load(p_b, mask=(o_r < RANK) & (o_w < W), other=0.0)
+        added = added + (o[f] + tl.dot(b_b, b_y) * (SIDE.columns / weight_of(f, SIDE, SPELLING)),)
+    return added
 
 
 @triton.jit
@@ -200,7 +222,7 @@ def field_values(
             own = (o_row == g % Y * (16 // Y)) & (o_x == g % X)
             b_z = tl.sum(tl.sum(tl.where(own, tl.reshape(z[g // X], [16, C, X]), 0.0), 2), 0)
             b_o += tl.where((f * W + o_w) // GROUP == g, b_z[None, :], 0.0)
-    if SIDE.low_rank is not None:
+    if len(y) > 0:
         RANK: tl.constexpr = SIDE.low_rank.rank
         o_r = tl.arange(0, 16)[None, :]
         p_b = as_scales(segment, SIDE.low_rank.b) + (f * W + o_w) * RANK + o_r

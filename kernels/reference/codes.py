@@ -60,7 +60,10 @@ def attend(q: Tensor, view: View, scale: float) -> Partial:
         view.arena, view.pages[:, first:last], view.base, view.heads, fmt.block_bytes
     )
     shared = None
-    if view.segments is not None and view.owner is not None:
+    if fmt.has_own_basis:
+        each = torch.arange(last - first, device=q.device).expand(q.shape[0], -1)
+        shared = Shared(blocks, each)
+    elif view.segments is not None and view.owner is not None:
         at = view.arena, view.segments, view.segment_base, view.heads
         shared = Shared(ArenaBlocks(*at, fmt.segment_bytes), view.owner[:, first:last].long())
     scores = _scores(columns_of(q * scale, view.heads), blocks, fmt, shared).flatten(2, 3)
@@ -81,6 +84,8 @@ def decode(
     """
     pages = DenseBlocks(blocks)
     shared = None if segments is None else DenseBlocks(segments)
+    if fmt.has_own_basis:
+        shared = pages
     k = torch.cat([_rebuild(side, pages, shared, dtype) for side in fmt.k_sides], -1)
     v = _rebuild(fmt.v, pages, shared, dtype).transpose(-1, -2)
     if shared is not None and fmt.turn:

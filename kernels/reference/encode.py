@@ -11,6 +11,8 @@ For each side, in this order, what its format has of
 all in fp32, every number rounded as it is stored before the next step uses it.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from disagg.kernels.reference.pages import (
     append_raw,
     codes_plane,
     gather_raw,
+    load_blocks,
     pack_words,
     store_blocks,
 )
@@ -72,12 +75,15 @@ def encode(
         segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
         if cut.frozen is not None:
             segments.copy_(cut.frozen)
-    if segments is not None and not fmt.turn:
+    if fmt.has_own_basis:
+        cut = replace(cut, tokens=fmt.tokens)
+    shared = blocks if fmt.has_own_basis else segments
+    if shared is not None and not fmt.turn:
         pages = cut.tokens // fmt.tokens
         for i, seed in enumerate(cut.seeds(n) if n else ()):
             part = slice(i * cut.tokens, (i + 1) * cut.tokens)
             some = blocks[i * pages : (i + 1) * pages]
-            _encode_segment(k[:, part], v[:, part], fmt, some, segments[i], seed, cut.frozen)
+            _encode_segment(k[:, part], v[:, part], fmt, some, shared[i], seed, cut.frozen)
     else:
         if fmt.turn:
             k, v = _turned(k, v, fmt, cut.frozen)
@@ -126,22 +132,28 @@ def append(
         one = slice(row, row + 1)
         tail = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
         seed = sealing.seed + int(tables.stretches[row])
-        block, segment = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed)
+        frozen = joined_segment(arena, row, heads, sealing)
+        block = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed, frozen)
         store_blocks(Target(arena, tables.pages[one], sealing.base), block)
-        if segment is not None:
-            store_blocks(Target(arena, tables.segments[one], sealing.segment_base), segment)
 
 
-def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> tuple[Tensor, Tensor | None]:
-    """One page by itself: block [1, H, block_bytes] u8, and its segment where it has one.
+def joined_segment(arena: Tensor, row: int, heads: int, sealing: Sealing) -> Tensor | None:
+    """The segment [H, segment_bytes] u8 that the page of a row joins, where the format has any."""
+    if isinstance(sealing.fmt, ExactFormat) or not sealing.fmt.segment_bytes:
+        return None
+    ids, size = sealing.rows.segments[row : row + 1], sealing.fmt.segment_bytes
+    return load_blocks(arena, ids, sealing.segment_base, heads, size)[0]
 
-    k, v: [H, T, D] - exact
-    """
+
+def seal_page(
+    k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0, frozen: Tensor | None = None
+) -> Tensor:
+    """One page: block [1, H, block_bytes] u8 of k, v [H, T, D], exact; frozen: what it joins."""
     if not isinstance(fmt, ExactFormat):
-        return encode(k, v, fmt, Segmentation(fmt.tokens, seed))
+        return encode(k, v, fmt, Segmentation(fmt.tokens, seed, frozen))[0]
     assert fmt.k < fmt.v
     both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
-    return both.flatten(1).view(torch.uint8).unsqueeze(0), None
+    return both.flatten(1).view(torch.uint8).unsqueeze(0)
 
 
 def _encode_segment(
@@ -153,7 +165,8 @@ def _encode_segment(
     seed: int,
     frozen: Tensor | None,
 ) -> None:
-    """The pages of one segment, head by head, and the segment [H, segment_bytes] u8."""
+    """The pages of one segment, head by head, and the segment [H, segment_bytes] u8, which is
+    the page itself where that has a basis of its own."""
     for head in range(k.shape[0]):
         one = slice(head, head + 1)
         pages, shared = DenseBlocks(blocks[:, one]), DenseBlocks(segment[one])

@@ -35,10 +35,10 @@ def test_kept_tokens_are_in_the_side_record_of_a_sequence_and_in_no_page():
     layer = make_layer(spec, StepShape(3, 4096, heads=2, per_head=2, head_dim=64), CPU)
     assert (layer.counts == 1).sum(1).tolist() == [20, 20]
     assert (layer.counts == 2).sum(1).tolist() == [2028, 2028]
-    assert layer.table.sides is not None
-    assert layer.table.kept is not None
-    assert layer.table.kept.shape == (3, 2)
-    without = replace(layer, table=replace(layer.table, kept=None, sides=None))
+    _, kept = layer.tables
+    assert kept.sides is not None
+    assert kept.pages.shape == (3, 2)
+    without = replace(layer, tables=layer.tables[:1])
     assert layer.error() < layer.codec.attend_error < 1e-3 < without.error()
 
 

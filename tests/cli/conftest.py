@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from disagg.cli.client import RunningService, write_state
+from disagg.errors import UnknownNameError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
@@ -23,6 +24,21 @@ STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_b
 PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy host
 
 
+class FakeStaff:
+    """Writes down what it was asked; has one worker, "d"."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        self.asked.append((prefill, decode))
+
+    def drain(self, name: str) -> None:
+        if name != "d":
+            raise UnknownNameError("worker", name, ["d"])
+        self.asked.append(name)
+
+
 @dataclass
 class Running:
     """The service, and what a test may look at."""
@@ -31,11 +47,12 @@ class Running:
     router: FakeRouter
     loop: asyncio.AbstractEventLoop
     stopped: threading.Event
+    staff: FakeStaff
 
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    listening, stopped = bind("127.0.0.1", 0), threading.Event()
+    listening, stopped, staff = bind("127.0.0.1", 0), threading.Event(), FakeStaff()
     started: list[Running] = []
     ready, servers = threading.Event(), list[uvicorn.Server]()
 
@@ -44,12 +61,12 @@ def running() -> Iterator[Running]:
         router.kv = STATS
         served = Served("tiny", 200, 200, "raw", longest_token=10)
         completions = Completions(served, Letters(), router)  # type: ignore[arg-type]
-        app = create_app(completions, "secret", stopped.set)
+        app = create_app(completions, "secret", stopped.set, staff=staff)
         config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
         servers.append(uvicorn.Server(config))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         loop = asyncio.get_running_loop()
-        started.append(Running(url, router, loop, stopped))
+        started.append(Running(url, router, loop, stopped, staff))
         ready.set()
         await servers[0].serve([listening])
 

@@ -235,7 +235,7 @@ def test_services_of_other_names_have_state_files_of_their_own(monkeypatch, tmp_
 
 def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, capsys):
     write_state(state_file, RunningService(known.url, os.getpid(), "wrong", ready=True))
-    assert run(["stop", "--state-file", str(state_file)]) == 1
+    assert run(["stop", "--state-file", str(state_file)]) == 2
     assert "token" in capsys.readouterr().err
     assert not known.stopped.is_set()
 

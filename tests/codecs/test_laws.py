@@ -11,8 +11,9 @@ from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries, sum_squares
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
-from disagg.page import FinalAt, Kind
-from disagg.state import allocate_group, record_id
+from disagg.page import FinalAt
+from disagg.state import allocate_group
+from disagg.transfer.records import ids_by_kind
 from tests.synthetic import exact_attention, realistic, relative_error
 
 CODECS = [
@@ -22,6 +23,7 @@ CODECS = [
     "kivi:bits=2,group=32,residual=128",
     "kivi:bits=4,group=64,residual=64",
     "kivi:bits=4,group=32,residual=0",
+    "kivi:bits=4,group=16,residual=64",
     "pertoken:bits=4,group=64",
     "pertoken:bits=2,group=32",
     "pertoken:bits=8,group=16",
@@ -196,10 +198,9 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
             write_prompt(codec, group, state, 3, arena.bytes, *chunk)
             before = done
         inventory = group.inventory(n)
-        for kind in Kind:
-            ids = [record_id(state, kind, i) for i in range(inventory.count(kind))]
-            if ids:
-                contents.append(read_blocks(group, group.layout(kind), 3, arena.bytes, ids))
+        for kind, ids in ids_by_kind(state).items():
+            assert len(ids) == inventory.count(kind)
+            contents.append(read_blocks(group, group.layout(kind), 3, arena.bytes, ids))
     half = len(contents) // 2
     assert half
     assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))

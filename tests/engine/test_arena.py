@@ -9,7 +9,7 @@ SHAPE = RecordShape("a", 1280, zeroed=True)
 def test_the_pool_and_the_kernels_see_the_same_bytes():
     pool, tensor = make_pool(1 << 20, 1 << 18, torch.device("cpu"))
     (page,) = pool.allocate(SHAPE, 1)
-    pool.write(page, 3, b"abc")
+    pool.arena.write([(page * 128 + 3, b"abc")])
     assert bytes(tensor[page * 128 : page * 128 + 7].tolist()) == b"\0\0\0abc\0"
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill, Release
 from disagg.model.attention import Batch
-from disagg.page import Kind
-from disagg.state import record_id
+from disagg.page import ARENA_UNIT
+from disagg.transfer.records import ids_by_kind
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
@@ -56,10 +56,11 @@ class Digests:
     def digest(self, engine: Engine, n: int) -> str:
         state = hashlib.blake2b()
         for group, records in zip(self.plan.groups, self.groups, strict=True):
-            for kind in Kind:
-                for index in range(group.inventory(n).count(kind)):
-                    nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
-                    state.update(engine.pool.read(record_id(records, kind, index), 0, nbytes))
+            for kind, ids in ids_by_kind(records).items():
+                assert len(ids) == group.inventory(n).count(kind)
+                nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
+                for page in ids:
+                    state.update(engine.pool.arena.read(page * ARENA_UNIT, nbytes))
         return state.hexdigest()
 
 

@@ -63,7 +63,7 @@ class Planes:
 
 def make_format(
     head_dim=64, bits=2, k_by="column", v_by="column", group=64, v_group=0, tokens=T, zero=True,
-    k_shared=False, rank=0, slots=0, block=0, floating=False, valid=False,
+    k_shared=False, rank=0, own=False, slots=0, block=0, floating=False, valid=False,
 ) -> PageFormat:  # fmt: skip
     """Any format; KIVI's unless more is said."""
     page, segment = Planes(), Planes()
@@ -84,7 +84,8 @@ def make_format(
             shared=shared,
         )
         side = Side(rows, columns, bits, page.take(rows * columns * bits // 8), scale)
-        low = LowRank(rank, page.take(2 * tokens * rank), segment.take(2 * head_dim * rank))
+        home = page if own else segment
+        low = LowRank(rank, page.take(2 * tokens * rank), home.take(2 * head_dim * rank), not own)
         index, delta = page.take(columns * slots), page.take(2 * columns * slots)
         turn = Rotation(block, segment.take(2 * block * block))
         side = replace(
@@ -149,6 +150,9 @@ FORMATS = {
     "gear": {"rank": 2, "slots": 2, "group": 32},
     "gear-4bit": {"rank": 2, "slots": 1, "bits": 4},
     "gear-odd": {"rank": 3, "slots": 3, "bits": 4},
+    "gear-l-own": {"rank": 2, "bits": 4, "own": True, "head_dim": 128},
+    "gear-own": {"rank": 2, "slots": 2, "group": 32, "own": True},
+    "gear-odd-own": {"rank": 3, "slots": 3, "bits": 4, "own": True},
     "decoquant": {"bits": 4, "k_by": "row", "block": 16},
     "decoquant-2bit": {"k_by": "row", "block": 8},
     "ott": {"group": 32, "valid": True},

@@ -24,7 +24,12 @@ from typing import Any, ClassVar
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -33,9 +38,9 @@ from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Prompt, Queries
-from disagg.codecs.layer import attend_step, attend_tables, write_prompt, write_step
+from disagg.codecs.layer import attend_step, write_prompt, write_step
 from disagg.codecs.seals import Growth
-from disagg.codecs.tables import GroupStep, plan_step
+from disagg.codecs.tables import GroupStep, plan_step, upload
 from disagg.kernels.gpu import bits
 from disagg.plan import LayerGroup
 from disagg.state import allocate_group
@@ -197,7 +202,9 @@ def follow(scenario: Scenario) -> None:
         lengths.append(n)
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
-        step = plan_step(group, growths, arena, DEVICE)
+        with unset_fake_temporarily():  # plans are made of numbers on the host
+            planned = plan_step(group, growths, arena, DEVICE)
+        step = upload(planned, DEVICE)
         new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
         recorded = m == 1 and (not step.seals or codec.seal_format(head_dim) is not None)
         with NoHost() if recorded else nullcontext():
@@ -210,11 +217,7 @@ def take_step(
 ) -> None:
     """Write new tokens and attend to all."""
     write_step(codec, step, LAYER, arena, k, v)
-    if step.queries.shape[1] == 1:
-        attend_step(codec, step, LAYER, arena, q, 0.1)
-    else:  # attend_step would ask the host which queries are padding
-        q = q.float()[step.queries]
-        attend_tables(codec, step.group, LAYER, arena, q, step.sealed, step.tail, 0.1)
+    attend_step(codec, step, LAYER, arena, q, 0.1)
 
 
 def full_tail(group: LayerGroup, n: int) -> int:
@@ -231,7 +234,7 @@ def main(asked: list[str]) -> None:
         FakeLauncher.compiled.clear()
         error = ""
         try:
-            with FakeTensorMode():
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 follow(Scenario(**json.loads(text)))
         except Exception as raised:  # whatever it is, the next scenario says more
             error = f"{type(raised).__name__}: {raised}"

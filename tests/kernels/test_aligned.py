@@ -5,7 +5,9 @@ import torch
 
 from disagg.kernels import ops
 from disagg.kernels.gpu import aligned as gpu_aligned
-from disagg.kernels.gpu.reduce import join, merge
+from disagg.kernels.gpu import attend as gpu
+from disagg.kernels.gpu.plan import units_of
+from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import aligned
 from disagg.kernels.sealing import Target
 from tests.kernels.cases import (
@@ -24,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpre
 
 def check(case: Case):
     """Against the reference, and against attention on all 16 bits."""
-    found, bits = gpu_aligned.attend(*case.on(DEVICE), 0.2)
-    o, lse = join([found])
+    (o, lse), bits = attend(case)
     (expected, expected_lse), counted = aligned.attend(case.q, case.view, 0.2)
     seen = expected_lse > -torch.inf
     assert torch.equal(lse.cpu() > -torch.inf, seen)
@@ -75,7 +76,7 @@ def test_no_more_bits_are_read_than_are_counted():
     """Whatever lies in planes that no query asks for changes nothing."""
     fmt = aligned_format(64)
     case = make_case(fmt, [128], 1, 1)
-    o, bits = attend(case)
+    (o, _), bits = attend(case)
     assert bits.k.mean() < 16
     levels = reference_levels(case)
     view = case.view
@@ -85,14 +86,16 @@ def test_no_more_bits_are_read_than_are_counted():
     middle = block[fmt.k_middle : fmt.k_middle + T // 2 * 64].view(64, T // 2)
     middle[levels > 1] ^= 0xFF
     assert (levels > 0).any()
-    assert torch.equal(attend(case)[0], o)
+    assert torch.equal(attend(case)[0][0], o)
     low[levels == 0] ^= 0xFF
-    assert not torch.equal(attend(case)[0], o)
+    assert not torch.equal(attend(case)[0][0], o)
 
 
 def attend(case: Case):
-    found, bits = gpu_aligned.attend(*case.on(DEVICE), 0.2)
-    return merge([found]).cpu(), bits
+    q, view = case.on(DEVICE)
+    found, units = gpu.attend(q, [view], 0.2), units_of([view], q.device)
+    bits = gpu_aligned.attend(q, view, 0.2, 0, units, found.o, found.lse)
+    return merge(found), bits
 
 
 def reference_levels(case: Case) -> torch.Tensor:

@@ -24,7 +24,6 @@ from tests.kernels.cases import (
 )
 
 HEADS = 2
-SEGMENT_BASE = 48
 DROPPED = ExactFormat("float16", 80, 4 * 64 * 80, 0, 2 * 64 * 80, slots=64, tokens=64)
 SEALED = {
     "kivi-4bit": quant_format(4, 64, 32, 64),
@@ -32,7 +31,7 @@ SEALED = {
     "dropped": DROPPED,
     **{
         name: make_format(**FORMATS[name])
-        for name in ("kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8")
+        for name in ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
     },
 }
 
@@ -67,10 +66,10 @@ def test_scattered_channels_are_refused():
         append(torch.zeros(65536, dtype=torch.uint8), x, x, NewRows(ids, ids, fmt, 0))
 
 
-def page_ids(fmt, raw: ExactFormat) -> tuple[int, int, int]:
-    """What a page id grows by, and the ids of the page that is sealed and of its segment."""
+def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
+    """What a page id grows by, and the id of the page that is sealed."""
     stride = -(-(BASE + HEADS * max(raw.block_bytes, fmt.block_bytes)) // 128)
-    return stride, 9 * stride, 10 * stride
+    return stride, 9 * stride
 
 
 def make_tail(fmt, raw: ExactFormat, own: bool):
@@ -78,17 +77,17 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
 
     own: whether the row's token is the last one of that page; else it goes to another raw page
     """
-    stride, page, segment = page_ids(fmt, raw)
+    stride, page = page_ids(fmt, raw)
     tails = torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4) * stride
     pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
     slots = torch.tensor([6, 15 if own else 0])
     rows = SealRows(
         pages=torch.tensor([NO_PAGE, page]).int(),
         tails=tails.int(),
-        segments=torch.tensor([0, segment]).int(),
+        segments=torch.tensor([0, 0]).int(),
         stretches=torch.tensor([0, 12]).int(),
     )
-    arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
+    arena = torch.full((10 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
     whole = (x[0].to(getattr(torch, raw.dtype)) for x in random_kv([64], HEADS, raw.head_dim, 64))
     k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
     at = tails[1].int().repeat_interleave(16)
@@ -104,7 +103,7 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
 def append_both(fmt, raw: ExactFormat, own: bool, seed: int = 3 << 20) -> tuple[Tensor, Tensor]:
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
     found = expected.to(DEVICE, copy=True)
-    sealing = Sealing(rows, fmt, BASE, SEGMENT_BASE, seed)
+    sealing = Sealing(rows, fmt, BASE, seed=seed)
     reference.append(expected, k, v, NewRows(pages, slots, raw, BASE), sealing)
     moved = SealRows(*to_device(rows.pages, rows.tails, rows.segments, rows.stretches))
     sealing = replace(sealing, rows=moved)
@@ -115,7 +114,7 @@ def append_both(fmt, raw: ExactFormat, own: bool, seed: int = 3 << 20) -> tuple[
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float16") for name in SEALED), ("kcvt", "bfloat16")]
+    ("name", "dtype"), [*((name, "float16") for name in SEALED), ("kivi-4bit", "bfloat16")]
 )
 def test_completed_pages_are_those_of_the_reference(name, dtype, own):
     fmt = SEALED[name]
@@ -127,21 +126,20 @@ def test_completed_pages_are_those_of_the_reference(name, dtype, own):
     assert not (block == 0x5A).all()
 
 
-@pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit", "gear-odd"])
+@pytest.mark.parametrize("name", ["gear-l-own", "gear-own", "gear-odd-own"])
 def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(name):
     fmt = make_format(**FORMATS[name])
     assert fmt.is_sealable
     raw, decoded = raw_format("float16", fmt.head_dim), []
-    page, segment = (torch.tensor([x]) for x in page_ids(fmt, raw)[1:])
+    page = torch.tensor(page_ids(fmt, raw)[1:])
     for arena in append_both(fmt, raw, True):
         block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)
-        shared = load_blocks(arena, segment, SEGMENT_BASE, HEADS, fmt.segment_bytes)
-        decoded.append(codes.decode(block, shared, fmt))
+        decoded.append(codes.decode(block, None, fmt))
     for x, y in zip(*decoded, strict=True):
         assert relative_error(x, y.double()) <= 1e-3
 
 
-def test_pages_that_need_more_than_one_tile_are_not_for_an_append():
-    for name in ("decoquant", "ott"):
+def test_pages_that_need_more_than_one_tile_or_a_segment_are_not_for_an_append():
+    for name in ("decoquant", "ott", "kcvt", "gear"):
         assert not make_format(**FORMATS[name]).is_sealable
     assert not replace(DROPPED, positions=0).is_sealable

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from disagg.kernels.formats import ExactFormat
-from disagg.kernels.gpu import codes as gpu_codes
-from disagg.kernels.gpu import exact as gpu_exact
+from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
 from disagg.kernels.gpu.plan import is_supported
-from disagg.kernels.gpu.reduce import join, merge
+from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
 from tests.kernels.cases import (
     DEVICE,
@@ -30,15 +29,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpre
 LO = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
 
 
+def attend(case: Case, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answer and its log-sum-exp, on the CPU."""
+    q, view = case.on(DEVICE)
+    o, lse = merge(gpu.attend(q, [view], scale))
+    return o.cpu(), lse.cpu()
+
+
 def check(case: Case, tolerance: float = 1e-3, spelling: str | None = None) -> None:
     fmt = case.view.fmt
     q, view = case.on(DEVICE)
-    if isinstance(fmt, ExactFormat):
-        found = gpu_exact.attend(q, view, 0.2)
-    else:
-        assert is_supported(fmt)
-        found = gpu_codes.attend(q, view, 0.2, spelling)
-    o, lse = (x.cpu() for x in join([found]))
+    assert isinstance(fmt, ExactFormat) or is_supported(fmt)
+    o, lse = (x.cpu() for x in merge(gpu.attend(q, [view], 0.2, spelling=spelling)))
     exact, exact_lse = exact_attention(case, 0.2)
     if getattr(fmt, "valid", None) is not None:  # the reference is held against masks elsewhere
         exact, exact_lse = codes.attend(case.q.double(), case.view, 0.2)
@@ -133,7 +135,7 @@ def test_a_flat_tail_under_a_sink_is_not_lost():
 def test_values_at_the_end_of_fp16_stay_finite():
     case = make_case(quant_format(2, 64, 64, 64), [64], 1, 1)
     case = held(case, torch.randn(1, 64, 64), torch.randn(1, 64, 64) * 1e5)
-    o, lse = join([gpu_codes.attend(*case.on(DEVICE), 0.2)])
+    o, lse = attend(case, 0.2)
     assert torch.isfinite(o).all()
     assert torch.isfinite(lse).all()
 
@@ -152,8 +154,8 @@ def held(case: Case, k: torch.Tensor, v: torch.Tensor) -> Case:
 
 def test_outliers_that_fp16_holds_only_alone_are_not_lost():
     case = make_case(make_format(slots=2), [130], 1, 2, loud=5e3)
-    o = merge([gpu_codes.attend(*case.on(DEVICE), 0.02)])
-    assert relative_error(o.cpu(), exact_attention(case, 0.02)[0]) <= 1e-3
+    o, _ = attend(case, 0.02)
+    assert relative_error(o, exact_attention(case, 0.02)[0]) <= 1e-3
 
 
 def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
@@ -169,8 +171,8 @@ def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
     assert b.isfinite().all()
     assert signs @ b.view(128, 2)[:, 0].float() > 65504
     case = replace(case, q=signs.expand_as(case.q).contiguous())
-    o = merge([gpu_codes.attend(*case.on(DEVICE), 0.05)])
-    assert relative_error(o.cpu(), exact_attention(case, 0.05)[0]) <= 5e-3
+    o, _ = attend(case, 0.05)
+    assert relative_error(o, exact_attention(case, 0.05)[0]) <= 5e-3
 
 
 def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():

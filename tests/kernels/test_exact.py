@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import FREE, POOL, RETIRED, ExactFormat, SlotsFormat
-from disagg.kernels.gpu import exact as gpu_exact
-from disagg.kernels.gpu.reduce import join
+from disagg.kernels.gpu import attend as gpu
+from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import exact
 from disagg.kernels.view import View
 from tests.kernels.cases import (
@@ -59,8 +59,8 @@ def dropped_case(fmt: ExactFormat, lengths: list[int], heads: int) -> tuple[Tens
 
 
 def check(q: Tensor, view: View) -> None:
-    found = gpu_exact.attend(*Case(q, view, q, q).on(DEVICE), 0.15)
-    o, lse = (x.cpu() for x in join([found]))
+    q_there, there = Case(q, view, q, q).on(DEVICE)
+    o, lse = (x.cpu() for x in merge(gpu.attend(q_there, [there], 0.15)))
     wanted, wanted_lse = exact.attend(q.double(), view, 0.15)
     seen = wanted_lse > -torch.inf
     assert seen.any()
@@ -98,7 +98,7 @@ def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused(
     hi = covered.int().unsqueeze(1)
     view = View(arena, pages, 0 * hi, hi, fmt, BASE, 1)
     with pytest.raises(ValueError, match="128 slots"):
-        gpu_exact.attend(torch.zeros(1, 1, 1, 64), view, 1.0)
+        gpu.attend(torch.zeros(1, 1, 1, 64), [view], 1.0)
     with pytest.raises(ValueError, match="without positions"):
         ExactFormat("float16", 64, 1 << 14, 0, 1 << 13, slots=40, tokens=64)
 

@@ -89,7 +89,13 @@ def test_no_kernel_is_left_out(found):
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     assert not found["raw, longer"]["compiled"]
     assert not found["alignedkv, longer"]["compiled"]
-    assert not {"attend_codes_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
+    assert not {"attend_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
+
+
+def test_a_step_of_a_layer_of_kivi_is_three_launches(found):
+    own = {"append_kernel", "attend_kernel", "merge_kernel"}
+    launched = [name for name in found["kivi"]["launched"] if name in own]
+    assert launched == 2 * ["append_kernel", "attend_kernel", "merge_kernel"]
 
 
 @pytest.mark.slow

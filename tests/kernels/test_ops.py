@@ -33,13 +33,15 @@ def test_attention_over_several_views_is_one_answer():
     cut = torch.tensor([[70], [3]], dtype=torch.int32)
     views = replace(case.view, hi=cut), replace(case.view, lo=cut)
     assert relative_error(ops.attend(case.q, views, 0.125), wanted) <= CODE_ERRORS[backend()]
-    assert ops.attend(case.q, views, 0.125, torch.float16).dtype == torch.float16
+    half = ops.attend(case.q.half(), views, 0.125)
+    assert half.dtype == torch.float16
+    assert relative_error(half, wanted) <= 2e-3
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"q": torch.zeros(2, 1, 6, 64).half()}, TypeError),
+        ({"q": torch.zeros(2, 1, 6, 64).int()}, TypeError),
         ({"q": torch.zeros(2, 1, 6, 32)}, ValueError),
         ({"q": torch.zeros(2, 1, 5, 64)}, ValueError),
         ({"pages": torch.zeros(2, 2, dtype=torch.int64)}, TypeError),

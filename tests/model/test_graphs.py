@@ -113,9 +113,7 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     batch = batches_of(runner, list(LENGTHS), 3, "kivi")[-1]
     static = StaticStep(batch)
     (found,), (given,) = static.batch.decodes, batch.decodes
-    sealed, tail = found.step.sealed, found.step.tail
-    assert sealed is not None
-    assert tail is not None
+    sealed, tail = found.step.tables
     for buffer in (static.tokens, static.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
         buffer.fill_(7)  # as a larger batch may have left them
     static.fill(batch)
@@ -123,10 +121,9 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     assert static.positions.tolist() == [[*batch.positions, 0]]
     assert found.step.rows.tolist() == [0, 1, 2, 0]
     assert found.step.pages.tolist() == [*given.step.pages.tolist(), NO_PAGE]
-    assert given.step.sealed is not None
-    width = given.step.sealed.pages.shape[1]
-    assert torch.equal(sealed.pages[:3, :width], given.step.sealed.pages)
-    assert (sealed.pages[3] == given.step.sealed.pages[0, 0]).all()
+    pages = given.step.tables[0].pages
+    assert torch.equal(sealed.pages[:3, : pages.shape[1]], pages)
+    assert (sealed.pages[3] == pages[0, 0]).all()
     assert sealed.hi[3:].tolist() == tail.hi[3:].tolist() == [[0]]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,7 @@ class FakeRouter:
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
         self.running = self.waiting = 0
+        self.dispatch = SimpleNamespace(routed=Counter[tuple[str, str]]())
         self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
@@ -109,11 +111,14 @@ class FakeRouter:
                 if "logprobs" in params:
                     likeliest = [[100 + index, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield Output(100 + index, None, self.kv, scores)
+                yield Output(100 + index, None, self.kv, scores, waited_s=0.5)
                 scores = []
             yield Output(None, "length", self.kv)
         finally:
             self.running -= 1
+
+    def summary(self) -> dict[str, int]:
+        return {"requests": self.running, "queued": 0}
 
     async def status(self) -> dict[str, Any]:
         return self.says

@@ -114,6 +114,14 @@ def test_a_prompt_that_the_context_cannot_hold_is_too_long(prompt, says, app):
     assert says in error["message"]
 
 
+@pytest.mark.parametrize("content", ["x" * 20, "x" * 41], ids=["tokens", "characters"])
+def test_a_conversation_that_is_too_long_names_its_messages(content, app):
+    response = chat(app, messages=[{"role": "user", "content": content}])
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "prompt_too_long")
+    assert error["param"] == "messages"
+
+
 def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(app, letters):
     assert post(app, prompt="x" * 3_000_000).status_code == 400
     assert letters.threads == []

@@ -173,7 +173,8 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
     answer = client.chat.completions.create(**GREEDY, messages=MESSAGES, max_completion_tokens=7)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.choices[0].text)
-    assert (choice.finish_reason, answer.usage) == ("length", expected.usage)
+    assert choice.finish_reason == "length"
+    assert answer.usage.total_tokens == expected.usage.total_tokens
 
 
 def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):

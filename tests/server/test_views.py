@@ -46,6 +46,7 @@ def test_every_answer_is_counted_streamed_or_not(stream, app):
         f"vllm:prompt_tokens_total{{{labels}}} 6.0",
         f"vllm:generation_tokens_total{{{labels}}} 8.0",
         f"vllm:time_to_first_token_seconds_count{{{labels}}} 2.0",
+        f"vllm:request_queue_time_seconds_sum{{{labels}}} 1.0",
         f"vllm:e2e_request_latency_seconds_count{{{labels}}} 2.0",
         f"vllm:inter_token_latency_seconds_count{{{labels}}} 6.0",
         f"vllm:request_prompt_tokens_sum{{{labels}}} 6.0",
@@ -123,6 +124,15 @@ def test_prompts_are_counted_by_where_their_kv_is_from(app, router):
         f"vllm:prefix_cache_hits_total{{{prefill}}} 12.0",
         'disagg_queue_requests{model_name="tiny",role="router"} 5.0',
     )
+
+
+def test_why_workers_were_chosen_is_counted_as_it_rises(app, router):
+    router.dispatch.routed["prefill", "knows_most"] = 2
+    line = 'disagg_routed_total{{model_name="tiny",reason="knows_most",role="prefill"}} {}.0'
+    for _ in range(2):
+        assert_counted(app, line.format(2))
+    router.dispatch.routed["prefill", "knows_most"] += 1
+    assert_counted(app, line.format(3))
 
 
 def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):

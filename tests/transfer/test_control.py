@@ -13,6 +13,7 @@ from disagg.transfer.messages import (
     Grant,
     Job,
     Load,
+    Role,
     Step,
     Submit,
     TokenEvent,
@@ -29,11 +30,12 @@ JOB = Job(
     sampling={"temperature": 0.5, "stop": [1]},
     codec="kivi:bits=2",
     deadline_s=3.5,
+    moved=9,
 )
-SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1)
-GRANT = Grant(2**64 - 1, 7, 10.0, 64)
+SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
+GRANT = Grant(2**64 - 1, 7, 10.0)
 STEPS = [
-    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 2, 1)),
+    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 2, 1, Role.NONE)),
     Step((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
     Step((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
 ]
@@ -47,9 +49,9 @@ class Worker:
         self.told: list[object] = []
         self.left = asyncio.Event()
 
-    async def reserve(self, job: Job, epoch: int) -> Grant:
-        if epoch != 9:
-            raise CapacityError("draining")
+    async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
+        if (epoch, router) != (9, "me"):
+            raise CapacityError("no room")
         self.told.append(job)
         return GRANT
 
@@ -92,7 +94,7 @@ async def open_worker() -> AsyncIterator[tuple[Worker, WorkerClient]]:
 
 async def test_calls_arrive_as_they_were_made():
     async with open_worker() as (worker, client):
-        assert await client.reserve(JOB, 9) == GRANT
+        assert await client.reserve(JOB, 9, "me") == GRANT
         await client.submit(SUBMIT)
         await client.acknowledge({"r": 3})
         await client.abort("r", 2, "client gone")
@@ -122,8 +124,8 @@ async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_
 
 async def test_a_refusal_keeps_its_type():
     async with open_worker() as (_, client):
-        with pytest.raises(CapacityError, match="draining"):
-            await client.reserve(JOB, 8)
+        with pytest.raises(CapacityError, match="no room"):
+            await client.reserve(JOB, 8, "me")
 
 
 async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():

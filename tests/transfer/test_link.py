@@ -6,9 +6,10 @@ import pytest
 
 from disagg.config import TransferConfig
 from disagg.errors import ConfigError, PeerLostError, VersionError
+from disagg.transfer import channel
 from disagg.transfer.channel import Channel, Peers
-from disagg.transfer.link import FIRST_BYTES, Pace, measure
-from disagg.transfer.rpc import start_server
+from disagg.transfer.link import FIRST_BYTES, LEAST_FRAME_BYTES, LinkReport, Pace, measure
+from disagg.transfer.rpc import Link, start_server
 from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES, frame_message
 from tests.transfer.peer import open_peer
@@ -103,3 +104,16 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
         now += pace.delay(nbytes, now)
         sent += nbytes
     assert abs(now - (sent - 64) / 1000.0) < 1e-6
+
+
+async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(monkeypatch):
+    async def slow(link: Link) -> LinkReport:
+        return LinkReport(link.address, "a modem", 90.0, 7e-6)
+
+    monkeypatch.setattr(channel, "measure", slow)
+    peers = Peers(None, TransferConfig())
+    await peers.meet(["127.0.0.1:1"])
+    assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000
+    assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
+    assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
+    await peers.close_all()

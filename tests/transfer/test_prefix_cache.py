@@ -66,7 +66,7 @@ def test_a_reservation_says_how_much_is_here_and_what():
     desk = Desk(1 << 21)
     desk.give(first, "one")
     grant = desk.reserve(second, rid="two")
-    assert grant.cached_tokens == 2048
+    assert desk.known_tokens("two") == 2048
     attached = desk.ask(second, grant)
     assert attached.cached == (1, 32)
     units = units_of(PLAN, 2250)
@@ -114,7 +114,8 @@ def test_the_pages_of_a_prompt_stay_when_the_other_one_is_done():
 def test_what_was_not_committed_is_offered_to_nobody(desk):
     first = make_related(500, 1, 400)
     desk.push(first, desk.begin(first, rid="one"))
-    assert desk.reserve(make_related(450, 2, 400), rid="two").cached_tokens == 0
+    desk.reserve(make_related(450, 2, 400), rid="two")
+    assert desk.known_tokens("two") == 0
 
 
 def test_what_hangs_on_a_whole_prompt_is_never_shared():
@@ -140,7 +141,8 @@ def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
     first, second = make_related(500, 1, 400), make_related(500, 1, 400, other)
     desk.give(first, "one")
     assert desk.give(second, "two", codec="other") == second.checklist.total_bytes
-    assert desk.reserve(second, rid="three", codec="other").cached_tokens == 384
+    desk.reserve(second, rid="three", codec="other")
+    assert desk.known_tokens("three") == 384
 
 
 def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
@@ -151,7 +153,7 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     desk.free()
     assert desk.pool.cached_pages == 127
     ticket = desk.begin(second, rid="two")
-    assert desk.reserve(second, rid="two").cached_tokens == 127 * 64
+    assert desk.known_tokens("two") == 127 * 64
     with pytest.raises(CapacityError):
         desk.reserve(large, rid="large")
     desk.ledger.abort("two", 0, "client gone", 0.0)
@@ -173,7 +175,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
         pool.keep(key, (page,), note)
     pool.release(pages)
     assert pool.cached_pages == 3
-    holding = cache.hold(MODEL, BY_PAGE, prompt.ids, 0)
+    holding = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
     assert (holding.cached, holding.digests) == ((0,), {})
     cache.release(holding.groups)
     pool.check_integrity()
@@ -274,7 +276,7 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
     scrub = desk.ledger.cache.begin_scrub(1 << 30)
     damaged = scrub.verify()
     grant = desk.reserve(prompt, rid="two")
-    assert grant.cached_tokens
+    assert desk.known_tokens("two")
     assert list(desk.ledger.end_scrub(scrub, damaged, 0.0).values()) == [[("two", 0)]]
     ticket = Ticket(grant.nonce, EPOCH, 1)
     assert desk.ledger._find(ticket).state is State.ABORTED

@@ -110,7 +110,6 @@ def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_las
 def test_the_same_job_again_gets_the_same_reservation_at_once(desk, prompt):
     first = desk.reserve(prompt)
     pages = desk.pool.referenced_pages
-    desk.ledger.draining = True
     assert desk.reserve(prompt, 1.0) == first
     assert desk.pool.referenced_pages == pages
     with pytest.raises(ReservationError, match="another prompt"):
@@ -206,13 +205,16 @@ def test_nobody_reserves_while_sequences_of_the_engine_wait_for_room(prompt):
     desk.reserve(prompt)
 
 
-def test_a_draining_worker_takes_nothing_new_and_completes_the_rest(desk, prompt):
-    ticket = desk.begin(prompt)
-    desk.ledger.draining = True
-    with pytest.raises(CapacityError, match="stopping"):
-        desk.reserve(prompt, rid="new")
-    desk.push(prompt, ticket)
-    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0), Ack)
+def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(desk, prompt):
+    desk.give(prompt, "one")
+    longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys
+    ids = longer.ids[: prompt.tokens]
+    ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
+    assert desk.push(longer, ticket) == longer.checklist.total_bytes
+    assert isinstance(desk.ledger.commit(CommitFrame(ticket, longer.commit()), 1.0), Ack)
+    assert desk.pool.kept_keys == known
+    with pytest.raises(RequestError, match="moves with 7"):
+        desk.reserve(prompt, rid="new", moved=7)
 
 
 @pytest.mark.parametrize("broken", ["claim", "take", "used"])

@@ -6,8 +6,19 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from disagg.errors import CapacityError, DisaggError, PeerLostError, ReservationError
-from disagg.transfer.messages import Grant, Job, Load, Step, Submit, TokenEvent, Work, WorkerStatus
-from disagg.workers.dispatch import Action, Dispatch, Role, Started
+from disagg.transfer.messages import (
+    Grant,
+    Job,
+    Load,
+    Role,
+    Step,
+    Submit,
+    TokenEvent,
+    Work,
+    WorkerStatus,
+)
+from disagg.workers.actions import Action
+from disagg.workers.dispatch import Dispatch, Started
 from disagg.workers.events import Events
 from disagg.workers.router import Peer
 
@@ -91,7 +102,7 @@ class FakeWorker:
             task.cancel()
         self.events_kept.clear()
 
-    async def reserve(self, job: Job, epoch: int) -> Grant:
+    async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
         self._reach()
         if epoch != self.started.epoch:
             raise ReservationError(f"epoch {epoch} is over")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from disagg.config import Config, RouterConfig
 from disagg.model.runner import Runner
 from disagg.transfer.control import WorkerClient
+from disagg.transfer.messages import Role
 from disagg.transfer.rpc import connect
 from disagg.transfer.security import Security
-from disagg.workers.dispatch import Role
 from disagg.workers.router import Output, Peer, Router
 from disagg.workers.worker import Worker
 from tests.workers.fakes import until

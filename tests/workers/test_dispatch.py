@@ -15,18 +15,9 @@ from disagg.errors import (
     PeerLostError,
     RequestError,
 )
-from disagg.transfer.messages import Grant, Job, Load, TokenEvent, Work
-from disagg.workers.dispatch import (
-    Acknowledge,
-    Action,
-    Deliver,
-    Forget,
-    Phase,
-    Reserve,
-    Role,
-    Start,
-    Started,
-)
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
+from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.dispatch import MOVE_TOKENS, Phase, Started
 from tests.workers.fakes import Rules
 
 GRANT = Grant(7, 1, 10.0)
@@ -121,6 +112,104 @@ def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
     assert dispatch.worker_down("p", 1.0) == [Forget("d", "r", 1), again]
     assert dispatch.token("d", "r", 1, 0, 7, 1.0) == []
     assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
+
+
+# -- sequences that move
+
+
+def decoding(dispatch: Rules, length: int = 100) -> None:
+    """Request "r" decodes at d: token 7 is known."""
+    dispatch.submit(job(length=length), 0.0)
+    dispatch.granted("r", 1, GRANT)
+    dispatch.token("d", "r", 1, 0, 7, 0.0)
+
+
+def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Action]:
+    return dispatch.load(name, replace(ROOM, role=role), 1.0)
+
+
+def moving() -> Rules:
+    """The same, on its way from d to d2."""
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    join(dispatch, "d2", 0.0)
+    moved = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
+    assert leave(dispatch) == [Reserve("d2", moved)]
+    assert dispatch.granted("r", 1, GRANT) == [Start("d", moved, Work.MOVE, "d2", GRANT)]
+    return dispatch
+
+
+@pytest.mark.parametrize("role", [Role.NONE, Role.PREFILL])
+def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(role: Role) -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    assert leave(dispatch, "d", role) == []
+    dispatch.submit(job("s"), 1.0)
+    assert not dispatch.entries["s"].workers
+    asked = only(Reserve, join(dispatch, "d2", 2.0))
+    assert [(x.worker, x.job.rid) for x in asked] == [("d2", "s"), ("d2", "r")]
+
+
+def test_both_workers_of_a_move_may_say_a_token_and_it_is_delivered_once() -> None:
+    dispatch = moving()
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert dispatch.entries["r"].phase is Phase.MOVE
+    assert dispatch.token("d2", "r", 1, 1, 8, 1.0) == []
+    assert dispatch.token("d2", "r", 1, 2, 9, 1.0) == [Deliver("r", 9)]
+    assert dispatch.token("d", "r", 1, 2, 9, 1.0) == []
+    assert (dispatch.entries["r"].decode, dispatch.moves) == ("d2", 1)
+    assert dispatch.worker_down("d", 2.0) == []
+    ended = dispatch.finished("d2", "r", 1, 3, "stop", 2.0)
+    assert ended == [Deliver("r", "stop"), Acknowledge("p", "r", 3), Acknowledge("d2", "r", 3)]
+    assert dispatch.unequal_tokens == dispatch.retries == 0
+
+
+def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_promised() -> None:
+    dispatch = moving()
+    ended = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
+    told = {Acknowledge("p", "r", 1), Acknowledge("d", "r", 1), Forget("d2", "r", 1)}
+    assert set(ended) == {Deliver("r", "stop"), *told}
+
+
+def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    join(dispatch, "d2", 0.0)
+    leave(dispatch)
+    assert dispatch.refused("d2", "r", 1, CapacityError("full"), 1.0) == []
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    moved = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + MOVE_TOKENS)
+    assert dispatch.tick(2.0) == [Reserve("d2", moved)]
+
+
+def test_one_that_is_almost_done_ends_where_it_is() -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch, length=MOVE_TOKENS)
+    join(dispatch, "d2", 0.0)
+    assert leave(dispatch) == []
+
+
+@pytest.mark.parametrize("broken", ["d", "d2"])
+def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) -> None:
+    dispatch = moving()
+    join(dispatch, "d3", 1.0)
+    again = dispatch.worker_down(broken, 1.0)
+    left = {"d", "d2"} - {broken}
+    assert set(only(Forget, again)) == {Forget(x, "r", 1) for x in {"p", *left}}
+    (asked,) = only(Reserve, again)
+    assert asked.job.emitted == (7,)
+    assert (asked.job.attempt, asked.job.moved) == (2, 0)
+
+
+def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    join(dispatch, "d2", 0.0)
+    leave(dispatch)
+    assert dispatch.worker_down("d2", 1.0) == []
+    assert dispatch.refused("d2", "r", 1, PeerLostError("gone"), 1.0) == []
+    assert dispatch.entries["r"].phase is Phase.DECODE
+    assert [x.worker for x in only(Reserve, join(dispatch, "d3", 2.0))] == ["d3"]
 
 
 # -- local work

@@ -1,8 +1,9 @@
 """The router's rules without sockets: workers and clients come, fail and go in any order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -15,17 +16,10 @@ from hypothesis.stateful import (
 
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
-from disagg.transfer.messages import Grant, Job, Load, Work
-from disagg.workers.dispatch import (
-    Acknowledge,
-    Action,
-    Forget,
-    Phase,
-    Reserve,
-    Role,
-    Start,
-    Started,
-)
+from disagg.transfer.messages import Grant, Job, Load, Role, Work
+from disagg.workers import dispatch
+from disagg.workers.actions import Acknowledge, Action, Forget, Reserve, Start
+from disagg.workers.dispatch import Phase, Started
 from tests.workers.fakes import Rules
 
 NAMES = st.data()
@@ -52,7 +46,7 @@ class FakeWorker:
     @property
     def load(self) -> Load:
         free = max(0, self.slots - len(self.held) - len(self.jobs))
-        return Load(free_bytes=100 * free, slots=free, running=len(self.jobs))
+        return Load(free_bytes=100 * free, slots=free, running=len(self.jobs), role=self.role)
 
 
 def answer(rid: str, index: int) -> int:
@@ -60,10 +54,14 @@ def answer(rid: str, index: int) -> int:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Workers die, stall, refuse, repeat themselves and come back; clients come and go."""
+    """Workers die, stall, refuse, repeat themselves, come back, and change what they do; clients
+    come and go.
+    """
 
     @initialize(deaths=st.sampled_from([2, 3, 1000]))
     def begin(self, deaths: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(dispatch, "MOVE_TOKENS", 0)
         self.dispatch = Rules(RouterConfig(max_attempts=deaths, deadline_s=1e9))
         self.now = 0.0
         self.workers: dict[str, FakeWorker] = {}
@@ -71,15 +69,17 @@ class Interleavings(RuleBasedStateMachine):
         self.lengths: dict[str, int] = {}
         self.ended: dict[str, str] = {}
         self.asked: list[Reserve] = []
+        self.moves: list[Start] = []
         self.count = 0
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.PREFILL, Role.DECODE, Role.DECODE):
             self.add_worker(role)
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Reserve):
                 self.asked.append(action)
-                assert list(action.job.emitted) == self.delivered[action.job.rid]
+                emitted, known = list(action.job.emitted), self.delivered[action.job.rid]
+                assert emitted == known or (action.job.moved and emitted == known[:-1])
             elif isinstance(action, Start):
                 self.start(action)
             elif isinstance(action, Forget | Acknowledge):
@@ -94,6 +94,10 @@ class Interleavings(RuleBasedStateMachine):
         rid, attempt = start.job.rid, start.job.attempt
         decode = start.decode or start.worker
         assert (start.work is Work.LOCAL) == (decode == start.worker)
+        if start.work is Work.MOVE:
+            assert self.workers[start.worker].jobs[rid].attempt == attempt
+            self.moves.append(start)
+            return
         if start.work is Work.PREFILL:
             assert self.workers[decode].held.pop(rid) == attempt
         said = max(0, len(start.job.emitted) - 1)
@@ -102,6 +106,9 @@ class Interleavings(RuleBasedStateMachine):
     def forget(self, action: Forget | Acknowledge) -> None:
         """As workers do; a call that is on its way to the same worker is ended before."""
         worker, rid = self.workers[action.worker], action.rid
+        self.moves = [
+            x for x in self.moves if x.job.rid != rid or action.worker not in (x.worker, x.decode)
+        ]
         if isinstance(action, Acknowledge):
             worker.jobs.pop(rid, None)
             return
@@ -122,7 +129,7 @@ class Interleavings(RuleBasedStateMachine):
         self.workers[name] = FakeWorker(role)
         self.act(self.dispatch.worker_up(Started(name, role, name, 1), self.now))
 
-    @rule(length=st.integers(1, 6), tokens=st.integers(1, 40))
+    @rule(length=st.integers(1, 12), tokens=st.integers(1, 40))
     def submit(self, length: int, tokens: int) -> None:
         rid = f"r{len(self.lengths)}"
         self.lengths[rid], self.delivered[rid] = length, []
@@ -145,6 +152,31 @@ class Interleavings(RuleBasedStateMachine):
         else:
             said = self.dispatch.refused(asked.worker, job.rid, job.attempt, error, self.now)
             self.act(said)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=NAMES, role=st.sampled_from(Role))
+    def change_what_a_worker_does(self, data: st.DataObject, role: Role) -> None:
+        busy = sorted({name for name, _ in self.busy()}) or sorted(self.workers)
+        name = data.draw(st.sampled_from(busy))
+        self.workers[name].role = role
+        self.act(self.dispatch.load(name, self.workers[name].load, self.now))
+
+    def move(self, start: Start) -> None:
+        """It decodes at the target from now on, which says all that was not known when it asked."""
+        self.moves.remove(start)
+        assert start.decode is not None
+        source, target = self.workers.get(start.worker), self.workers.get(start.decode)
+        job = source.jobs.pop(start.job.rid, None) if source else None
+        if target and job and target.held.pop(start.job.rid, None):
+            target.jobs[start.job.rid] = replace(job, said=len(start.job.emitted))
+        elif job:
+            event = start.worker, start.job.rid, start.job.attempt, PeerLostError("gone")
+            self.act(self.dispatch.refused(*event, self.now))
+
+    @precondition(lambda self: self.moves)
+    @rule(data=NAMES)
+    def a_sequence_moves(self, data: st.DataObject) -> None:
+        self.move(self.moves[data.draw(st.integers(0, len(self.moves) - 1))])
 
     @precondition(lambda self: self.dispatch.entries)
     @rule(data=NAMES)
@@ -248,18 +280,23 @@ class Interleavings(RuleBasedStateMachine):
                 assert not set(entry.workers) & set(other.workers)
 
     def teardown(self) -> None:
-        """Left alone with healthy workers, everything ends."""
+        """Left alone with healthy workers, everything ends, though all others leave meanwhile."""
         if not hasattr(self, "workers"):
             return
         self.add_worker(Role.PREFILL)
         self.add_worker(Role.DECODE)
-        for _ in range(60 * (1 + len(self.lengths))):
+        leaving = list(self.workers)[:-2]
+        for turn in range(60 * (1 + len(self.lengths))):
             self.time_passes()
+            for name in leaving if turn == 2 else ():
+                self.workers[name].role = Role.NONE
             for name, worker in list(self.workers.items()):
                 self.act(self.dispatch.load(name, worker.load, self.now))
                 for rid in list(worker.jobs):
                     if rid in worker.jobs:
                         self.say(name, rid)
+            for start in list(self.moves):
+                self.move(start)
             for asked in list(self.asked):
                 self.asked.remove(asked)
                 event = asked.job.rid, asked.job.attempt
@@ -272,6 +309,7 @@ class Interleavings(RuleBasedStateMachine):
                 else:
                     full = CapacityError("full")
                     self.act(self.dispatch.refused(asked.worker, *event, full, self.now))
+        self.patch.undo()
         assert not self.dispatch.entries
 
 

@@ -9,10 +9,11 @@ import pytest
 from ray.exceptions import RayActorError
 
 from disagg.config import Config, load_config
-from disagg.errors import ModelError, PeerLostError
+from disagg.errors import ConfigError, ModelError, PeerLostError
+from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority
 from disagg.workers import launch
-from disagg.workers.dispatch import Role, Started
+from disagg.workers.dispatch import Started
 from disagg.workers.launch import Actor, Cluster, equal_share, gpu_share, torch_threads
 
 LOADING = object()  # an outcome that is not there yet
@@ -25,7 +26,10 @@ class Call:
     done: bool = False
     value: Any = None
 
+    told: tuple[object, ...] | None = None
+
     def remote(self, *arguments: object) -> "Call":
+        self.told = arguments
         return self
 
 
@@ -34,6 +38,8 @@ class Handle:
     """An actor. `watch` is the call that ends with it."""
 
     watch: Call = field(default_factory=Call)
+    stop: Call = field(default_factory=Call)
+    assume: Call = field(default_factory=Call)
     meet: Call = field(default_factory=lambda: Call(done=True, value=[]))
 
 
@@ -147,7 +153,7 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     cluster = FakeCluster(config=load_config(None, flags))
     names = [name for _, name in cluster._names()]
     assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
-    cluster._replace(Role.DECODE, "decode-0")
+    cluster._load_another(Role.DECODE)
     assert cluster._actors[-1].name == f"decode-0{next_one}"
 
 
@@ -200,6 +206,44 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
     cluster.kill("decode-0")
     assert cluster.step() == ["-decode-0"]
     assert cluster.step() == ["+decode-0.2"]
+
+
+def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    cluster.scale(2, 2)
+    assert [cluster.step() for _ in range(3)] == [[], ["+prefill-1.1"], ["+decode-1.2"]]
+    cluster.scale(1, 3)
+    assert cluster.step() == []
+    assert cluster.handles["prefill-1.1"].assume.told == (Role.DECODE,)
+    cluster.scale(None, 1)
+    cluster.step()
+    left = {name for name, handle in cluster.handles.items() if handle.stop.told is not None}
+    assert left == {"prefill-1.1", "decode-1.2"}
+    for name in sorted(left):
+        cluster.kill(name)
+        assert cluster.step() == [f"-{name}"]
+    assert cluster.step() == []
+
+
+def test_a_worker_leaves_when_the_one_in_its_place_serves() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    cluster.drain("decode-0")
+    stop = cluster.handles["decode-0"].stop
+    assert (cluster.step(), stop.told) == ([], None)
+    assert (cluster.step(), stop.told) == (["+decode-1.1"], (launch.DRAIN_S,))
+    cluster.kill("decode-0")
+    assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
+
+
+def test_what_cannot_be_wanted_is_refused_by_name() -> None:
+    cluster = FakeCluster()
+    cluster.start()
+    with pytest.raises(ConfigError, match="0 decode"):
+        cluster.scale(1, 0)
+    with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
+        cluster.drain("decode-7")
 
 
 def test_a_worker_that_cannot_start_is_an_error_at_the_start() -> None:

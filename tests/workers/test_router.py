@@ -13,10 +13,10 @@ from disagg.errors import (
     DisaggError,
     ModelError,
     PeerLostError,
+    QueueFullError,
     RequestError,
 )
-from disagg.transfer.messages import Job, Work
-from disagg.workers.dispatch import Role
+from disagg.transfer.messages import Job, Role, Work
 from disagg.workers.router import TICK_S, Output, Router
 from tests.workers.fakes import STATS, FakeWorker, Network, answer, until
 
@@ -77,6 +77,20 @@ def test_a_request_waits_for_workers_that_come_later() -> None:
         tokens, _ = await asking
         assert len(tokens) == 5
         assert router.ready
+
+    play(scene)
+
+
+def test_a_token_says_how_long_its_request_was_in_the_queue() -> None:
+    async def scene(router: Router, network: Network) -> None:
+        asked = time.monotonic()
+        asking = asyncio.create_task(anext(ask(router)))
+        await until(lambda: router.waiting == 1)
+        seen = time.monotonic()
+        await until(lambda: time.monotonic() > seen)
+        waited_s = time.monotonic() - seen
+        join(router, *network.pair())
+        assert waited_s <= (await asking).waited_s <= time.monotonic() - asked
 
     play(scene)
 
@@ -363,3 +377,19 @@ def test_status_tells_who_answers_and_who_does_not() -> None:
         assert status["p"].gauges == {"jobs": 0}
 
     play(scene, silence_s=30.0)
+
+
+def test_no_more_requests_wait_than_may():
+    async def scene(router: Router, network: Network) -> None:
+        waiting = [asyncio.ensure_future(anext(ask(router))) for _ in range(2)]  # for workers
+        await until(lambda: router.waiting == 2)
+        with pytest.raises(QueueFullError, match="2 requests wait, 2 may"):
+            await anext(ask(router))
+        waiting[0].cancel()
+        await until(lambda: router.waiting == 1)
+        waiting.append(asyncio.ensure_future(anext(ask(router))))
+        await until(lambda: router.waiting == 2)
+        for task in waiting:
+            task.cancel()
+
+    play(scene, max_queue=2)

@@ -10,7 +10,7 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.page import RAW_TOKENS
+from disagg.page import ARENA_UNIT, RAW_TOKENS
 from disagg.transfer.records import Checklist, units_of
 from disagg.workers.worker import Worker
 from tests.workers.pairs import GREEDY, Prompt, house
@@ -114,8 +114,9 @@ async def alter_and_scrub(worker: Worker) -> None:
     """Flip a bit of a code of a page in the last layer: few tokens would change."""
     pool = worker.engine.pool
     (kept,) = pool.take(pool.kept_keys[:1])
-    (byte,) = pool.read(kept.pages[0], 4097, 1)
-    pool.write(kept.pages[0], 4097, bytes([byte ^ 1]))
+    place = kept.pages[0] * ARENA_UNIT + 4097
+    (byte,) = pool.arena.read(place, 1)
+    pool.arena.write([(place, bytes([byte ^ 1]))])
     pool.release(kept.pages)
     await worker.receiver.scrub(1 << 30)
 

@@ -24,11 +24,11 @@ from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import Pool
+from disagg.transfer.messages import Role
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Reservations, Write
 from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
-from disagg.workers.dispatch import Role
 from disagg.workers.prefill import Offering
 from disagg.workers.router import Output
 from tests.workers.fakes import until

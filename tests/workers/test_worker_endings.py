@@ -15,10 +15,9 @@ from disagg.engine.engine import Engine
 from disagg.errors import ConfigError, CorruptFrameError, DisaggError, RequestError
 from disagg.model.runner import Runner
 from disagg.transfer import sender
-from disagg.transfer.messages import Job
+from disagg.transfer.messages import Job, Role
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
-from disagg.workers.dispatch import Role
 from disagg.workers.prefill import Offering
 from disagg.workers.worker import Worker
 from tests.workers.fakes import until
@@ -301,7 +300,8 @@ def test_the_next_router_finds_nothing_of_the_one_before(
             assert step.events == ()
             assert not decode.decode.attempts
             assert decode.receiver.gauges()["running"] == 0
-            assert await outcome(decode, decode.reserve(job, decode.epoch)) == ""
+            assert await outcome(decode, decode.reserve(job, decode.epoch, "me")) == "config"
+            assert await outcome(decode, decode.reserve(job, decode.epoch, "other")) == ""
             assert await outcome(decode, decode.abort("r", 1, "")) == ""
             await outcome(decode, steps.aclose())  # type: ignore[attr-defined]
             await outputs.aclose()

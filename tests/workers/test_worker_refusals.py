@@ -10,6 +10,7 @@ from disagg.errors import (
     ConfigError,
     DisaggError,
     LayoutError,
+    PeerLostError,
     PromptTooLongError,
     RequestError,
     ReservationError,
@@ -153,9 +154,9 @@ def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(runners: lis
             home.pair(runners)
             prefill, decode = home.workers["p"], home.workers["d"]
             job = Job("r", 1, (1, 2))
-            with pytest.raises(RequestError, match="decode"):
+            with pytest.raises(PeerLostError, match="decode"):
                 await decode.submit(Submit(job, Work.PREFILL, decode.epoch))
-            with pytest.raises(RequestError, match="prefill"):
+            with pytest.raises(PeerLostError, match="prefill"):
                 await prefill.reserve(job, prefill.epoch)
             with pytest.raises(ReservationError, match="epoch"):
                 await prefill.submit(Submit(job, Work.PREFILL, prefill.epoch - 1))

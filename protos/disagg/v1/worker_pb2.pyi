@@ -12,12 +12,27 @@ class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORK_UNSPECIFIED: _ClassVar[Work]
     WORK_PREFILL: _ClassVar[Work]
     WORK_LOCAL: _ClassVar[Work]
+    WORK_MOVE: _ClassVar[Work]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+    ROLE_BOTH: _ClassVar[Role]
+    ROLE_NONE: _ClassVar[Role]
 WORK_UNSPECIFIED: Work
 WORK_PREFILL: Work
 WORK_LOCAL: Work
+WORK_MOVE: Work
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+ROLE_BOTH: Role
+ROLE_NONE: Role
 
 class Job(_message.Message):
-    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s")
+    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +40,7 @@ class Job(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -32,43 +48,46 @@ class Job(_message.Message):
     sampling: str
     codec: str
     deadline_s: float
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    moved: int
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("job", "epoch")
+    __slots__ = ("job", "epoch", "router")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     job: Job
     epoch: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    router: str
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., epoch: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("nonce", "epoch", "lease_s", "cached_tokens")
+    __slots__ = ("nonce", "epoch", "lease_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     epoch: int
     lease_s: float
-    cached_tokens: int
-    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce")
+    __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce", "router")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     job: Job
     work: Work
     epoch: int
     decode_address: str
     decode_epoch: int
     nonce: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., nonce: _Optional[int] = ...) -> None: ...
+    router: str
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., decode_epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ()
@@ -98,16 +117,18 @@ class EventsResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("free_bytes", "slots", "running", "waiting")
+    __slots__ = ("free_bytes", "slots", "running", "waiting", "role")
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     free_bytes: int
     slots: int
     running: int
     waiting: int
-    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    role: Role
+    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats", "logprobs")

@@ -1,0 +1,89 @@
+"""`disagg status`, `disagg scale`, `disagg drain`: the workers of the running service."""
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from disagg.cli import client, options
+from disagg.cli.client import RunningService
+from disagg.cli.output import print_json, print_table
+from disagg.cli.serve import running
+from disagg.errors import ConfigError
+
+Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")]
+Wanted = Annotated[list[str], typer.Argument(help="prefill=2 decode=3; or one of them.")]
+Name = Annotated[str, typer.Argument(help="A worker, as `disagg status` calls it.")]
+PAUSE_S = 1.0
+CLEAR = "\033[H\033[2J"
+COLUMNS = ["worker", "role", "node", ">epoch", ">running", ">waiting", ">pages %", ">tokens fit"]
+COLUMNS += ["backend", ""]
+
+
+def status(
+    url: Url = None,
+    watch: Watch = False,
+    state_file: options.StateFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say how the running service is and what its workers do."""
+    for found in looks(RunningService(url, 0, "") if url else running(state_file), watch):
+        if as_json:
+            print_json(found)
+        else:
+            print(CLEAR if watch else "", end="")
+            draw(found)
+
+
+def scale(
+    wanted: Wanted, state_file: options.StateFile = None, as_json: options.Json = False
+) -> None:
+    """Run so many workers of each role; what they have moves."""
+    pairs = [each.partition("=")[::2] for each in wanted]
+    if wrong := [x for x in pairs if x[0] not in ("prefill", "decode") or not x[1].isdecimal()]:
+        raise ConfigError(f"{'='.join(wrong[0])!r} is no prefill=NUMBER or decode=NUMBER")
+    state = running(state_file)
+    body = {role: int(number) for role, number in pairs}
+    found = client.post(state.url, "/scale", state.token, state.certificate, body)
+    told = ", ".join(f"{number} {role}" for role, number in body.items())
+    print_json(found) if as_json else print(f"{told}: they come and leave one by one")
+
+
+def drain(name: Name, state_file: options.StateFile = None, as_json: options.Json = False) -> None:
+    """Let a worker leave once another one has its place."""
+    state = running(state_file)
+    found = client.post(state.url, f"/workers/{name}/drain", state.token, state.certificate)
+    print_json(found) if as_json else print(f"{name} leaves once another worker serves")
+
+
+def looks(service: RunningService, again: bool) -> Iterator[dict[str, Any]]:
+    """What the service says of itself: once, or every second."""
+    asked = service.url, "/status", service.token, service.certificate
+    yield client.get(*asked)
+    while again:
+        time.sleep(PAUSE_S)
+        yield client.get(*asked)
+
+
+def draw(found: dict[str, Any]) -> None:
+    """One screen."""
+    told = [found["model"], found["codec"], f"{found['requests']} requests"]
+    told += [f"{found[x]} {x}" for x in ("queued", "moved", "retried") if found.get(x)]
+    if fp16 := found.get("fp16_bytes"):
+        saved = 100 * (1 - found["wire_bytes"] / fp16)
+        told.append(f"{found['wire_bytes']:,} bytes sent, {saved:.0f} % less than fp16")
+    print_table(" · ".join(told), COLUMNS, map(row_of, found["workers"]))
+
+
+def row_of(worker: dict[str, Any]) -> list[str]:
+    """A line about one worker."""
+    gauges, cells = worker.get("gauges", {}), [worker["name"], worker["role"]]
+    if "error" in worker:
+        return [*cells, worker["address"], *[""] * 6, worker["error"]]
+    pages = 100 * gauges.get("used_bytes", 0) / gauges.get("arena_bytes", 1)
+    busy = [f"{gauges.get(f'engine_{x}', 0):.0f}" for x in ("running", "waiting")]
+    fit = f"{worker.get('tokens_fit', 0):,}"
+    cells += [worker.get("node", ""), str(worker["epoch"]), *busy, f"{pages:.0f}", fit]
+    return [*cells, worker.get("backend", ""), ""]

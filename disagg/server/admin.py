@@ -1,0 +1,56 @@
+"""What the owner of a service may change while it serves. Knows no Ray: `Staff` does it.
+
+POST /scale {"prefill": 2, "decode": 3} · POST /workers/NAME/drain
+"""
+
+import asyncio
+from typing import Protocol
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, ValidationError
+
+from disagg.errors import AuthError, RequestError
+from disagg.server.access import bears
+
+
+class Staff(Protocol):
+    """Whoever has the workers. Calls may block; ConfigError for what cannot be."""
+
+    def scale(self, prefill: int | None, decode: int | None) -> None:
+        """So many of each role, soon; None: as many as now."""
+
+    def drain(self, name: str) -> None:
+        """One leaves when another one has taken its place."""
+
+
+class Wanted(BaseModel):
+    """How many workers are wanted."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+def admin_routes(staff: Staff, token: str) -> APIRouter:
+    """The routes, for whoever carries the token."""
+
+    def is_owner(http: Request) -> None:
+        if not bears(http.headers.get("authorization", "").encode(), [token]):
+            raise AuthError("the token of the service is missing or wrong")
+
+    routes = APIRouter(dependencies=[Depends(is_owner)])
+
+    @routes.post("/scale")
+    async def scale(http: Request) -> Wanted:
+        try:
+            wanted = Wanted.model_validate_json(await http.body())
+        except ValidationError as error:
+            raise RequestError(f'{{"prefill": 2, "decode": 3}} is wanted: {error}') from error
+        await asyncio.to_thread(staff.scale, wanted.prefill, wanted.decode)
+        return wanted
+
+    @routes.post("/workers/{name}/drain")
+    async def drain(name: str) -> dict[str, str]:
+        await asyncio.to_thread(staff.drain, name)
+        return {"leaves": name}
+
+    return routes

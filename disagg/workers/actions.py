@@ -1,0 +1,54 @@
+"""What the rules of `dispatch.py` want done, for whoever does it."""
+
+from dataclasses import dataclass
+
+from disagg.errors import DisaggError
+from disagg.transfer.messages import Grant, Job, Work
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Ask a decode worker for room."""
+
+    worker: str
+    job: Job
+
+
+@dataclass(frozen=True)
+class Start:
+    """A worker begins; what it has of the request goes to `decode`, by the `grant` that it gave."""
+
+    worker: str
+    job: Job
+    work: Work
+    decode: str | None = None
+    grant: Grant | None = None
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A worker aborts an attempt, whatever it did for it."""
+
+    worker: str
+    rid: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """A worker need not keep the first `count` outputs of a request any longer."""
+
+    worker: str
+    rid: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """The client gets its next token, or the end: "stop", "length" or an error."""
+
+    rid: str
+    what: int | str | DisaggError
+
+
+Action = Reserve | Start | Forget | Acknowledge | Deliver

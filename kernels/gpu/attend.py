@@ -1,0 +1,212 @@
+"""Attention on a GPU: one launch takes the units of work of all views, another merges them.
+
+    pages of the prompt    units ──┐
+    sealed while decoding  units ──┤  attend_kernel: a program for each unit, KV head
+    tokens kept exact      units ──┤  and block of query columns ──> partial results ──> reduce.py
+    the tail               units ──┘
+
+Which views there are is compiled in, so a program is all of one loop, of codes.py or exact.py. Bit
+planes, in two passes, are aligned.py's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.formats import AlignedFormat, PageFormat
+from disagg.kernels.gpu import aligned
+from disagg.kernels.gpu.bits import PLAIN, PTX, spelling_for
+from disagg.kernels.gpu.codes import attend_codes
+from disagg.kernels.gpu.exact import attend_exact
+from disagg.kernels.gpu.plan import (
+    AMD_COLUMNS,
+    NVIDIA,
+    NVIDIA_COLUMNS,
+    LoopFormat,
+    Shape,
+    check_tables,
+    check_tile,
+    compile_options,
+    converts_float8,
+    pipeline_stages,
+    shape_of,
+    units_of,
+)
+from disagg.kernels.gpu.reduce import UnitPartials
+from disagg.kernels.gpu.tiles import column_of, find_unit
+from disagg.kernels.view import Units, View
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a chip is told to do: how it reads codes, and floats of 8 bits, see bits.py.
+
+    operand: the dtype in which exact tokens are multiplied, if not their own
+    """
+
+    nvidia: bool
+    codes: str
+    float8: str
+    operand: str = ""
+
+    @property
+    def columns(self) -> int:
+        """Of a product of its tensor cores."""
+        return NVIDIA_COLUMNS if self.nvidia else AMD_COLUMNS
+
+
+@lru_cache
+def chip_of(device: torch.device) -> Chip:
+    """The chip of a device, which may be the interpreter's: that cannot multiply bf16."""
+    float8 = PTX if converts_float8(device) else PLAIN
+    return Chip(NVIDIA, spelling_for(device), float8, "float32" if device.type == "cpu" else "")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the pages of a view are read.
+
+    number:    of the view among the units
+    spelling:  of codes, see bits.py
+    item:      what exact pages hold; operand: what is multiplied, in such precision
+    """
+
+    number: int
+    fmt: LoopFormat
+    shape: Shape
+    stages: int
+    spelling: str = PLAIN
+    item: Any = None
+    operand: Any = None
+    precision: str = ""
+
+    @property
+    def codes(self) -> bool:
+        """Whether these are pages of codes."""
+        return isinstance(self.fmt, PageFormat)
+
+
+@triton.jit(do_not_specialize=["widths", "queries", "stride_b", "stride_m", "stride_h"])
+def attend_kernel(
+    q_ptr, arenas, tables, bases, widths, units_ptr, o_ptr, lse_ptr,
+    scale, queries, stride_b, stride_m, stride_h, LOOPS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Attention of C columns over one unit of one view; tables as view.py draws them.
+
+    q_ptr:  [B, M, Hq, D] of any float dtype, strides in items, all multiples of 8
+    arenas: u8 of each view; tables: (pages, lo, hi, sides) of each; widths: columns of its pages
+    bases:  (base, that of segments or side records) of each; LOOPS: how each is read, or None
+    o_ptr:  [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
+    """
+    i_view, i_b, start, end, i_segment = find_unit(units_ptr, tl.program_id(2))
+    if start >= end:
+        return
+    unit_of = (i_view, i_b, start, end, i_segment)
+    out = (o_ptr, lse_ptr)
+    asked = (q_ptr, queries, stride_b, stride_m, stride_h)
+    for j in tl.static_range(COUNT):
+        view = (arenas[j], tables[j], bases[j], widths[j])
+        attend_unit(unit_of, asked, view, out, scale, LOOPS[j])
+
+
+@triton.jit
+def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
+    """Attention over a unit, if it is of the view that this loop is for."""
+    i_view, i_b, start, end, i_segment = unit_of
+    if i_view == LOOP.number:
+        q_ptr, queries, stride_b, stride_m, stride_h = asked
+        arena_ptr, tables, bases, width = view
+        pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
+        i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        i_m, i_row, m_c = column_of(i_head, i_block, queries, LOOP.shape)
+        rows = queries * tl.num_programs(0) * LOOP.shape.group
+        i_query = i_row - i_m * tl.num_programs(0) * LOOP.shape.group
+        o_q = i_b.to(tl.int64) * stride_b + i_m.to(tl.int64) * stride_m
+        p_q = q_ptr + tl.multiple_of(o_q + i_query.to(tl.int64) * stride_h, 8)
+        lo = tl.load(lo_ptr + i_b * queries + i_m, mask=m_c, other=0)
+        hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
+        i_out = (i_slot * rows + i_row).to(tl.int64)
+        into = (out[0] + i_out * LOOP.fmt.head_dim, out[1] + i_out)
+        part = (start, end, i_segment, i_head)
+        query = (p_q, lo, hi, m_c, lo_ptr)
+        row_ptr = pages_ptr + i_b * width
+        if LOOP.codes:
+            attend_codes(part, query, (arena_ptr, row_ptr, bases[0], bases[1]), into, scale, LOOP)
+        else:
+            side = 0
+            if LOOP.fmt.side is not None:
+                side = tl.load(sides_ptr + i_b)
+            places = (arena_ptr, row_ptr, bases[0], bases[1], side)
+            attend_exact(part, query, places, into, scale, width, LOOP)
+
+
+def attend(
+    q: Tensor,
+    views: Sequence[View],
+    scale: float,
+    units: Units | None = None,
+    spelling: str | None = None,
+) -> UnitPartials:
+    """What the units of views find; q [B, M, Hq, D] of any float dtype.
+
+    units:    as plan.py cuts them; None: found here, which asks the host
+    spelling: how codes are read, of bits.py; None: as the chip takes them
+    error:    about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5
+              for exact tokens of fp32
+    """
+    units = units or units_of(views, q.device)
+    tables = [(view.pages, view.lo, view.hi, view.sides) for view in views]
+    check_tables(units.table, units.starts, *(x for table in tables for x in table))
+    if q.stride(3) != 1 or any(stride % 8 for stride in q.stride()[:3]) or q.data_ptr() % 16:
+        q = q.contiguous()
+    queries, query_heads, head_dim = q.shape[1:]
+    slots, rows, heads = units.table.shape[0], queries * query_heads, views[0].heads
+    o = torch.empty(slots, rows, head_dim, device=q.device)
+    lse = torch.empty(slots, rows, device=q.device)
+    served = [i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)]
+    chip = chip_of(q.device)
+    chip = replace(chip, codes=spelling) if spelling else chip
+    some = [views[i] for i in served]
+    formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
+    loops = loops_of(formats, served, queries, query_heads // heads, chip)
+    if served:
+        attend_kernel[(heads, loops[0].shape.blocks(queries), slots)](
+            q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
+            tuple((x.base, x.segment_base if x.sides is None else x.side_base) for x in some),
+            tuple(x.pages.shape[1] for x in some), units.table, o, lse, scale, queries,
+            *q.stride()[:3], loops, len(loops), **compile_options(chip.nvidia),
+        )  # fmt: skip
+    for i, view in enumerate(views):
+        if isinstance(view.fmt, AlignedFormat):
+            aligned.attend(q, view, scale, i, units, o, lse)
+    return UnitPartials(o, lse, tuple(q.shape[:3]), units.starts)
+
+
+def loops_of(
+    formats: Sequence[LoopFormat],
+    numbers: Sequence[int],
+    queries: int,
+    group: int,
+    chip: Chip,
+) -> tuple[Loop, ...]:
+    """How a chip reads pages of formats: so many queries of a sequence, heads for each KV head."""
+    loops = []
+    for number, fmt in zip(numbers, formats, strict=True):
+        shape = shape_of(fmt, queries, group, chip.columns)
+        precision = "tf32x3" if chip.nvidia else "ieee"
+        stages = pipeline_stages(fmt, chip.nvidia, len(formats) > 1)
+        if isinstance(fmt, PageFormat):
+            floating = fmt.k.floating or fmt.v.floating
+            spelling = chip.float8 if floating else chip.codes
+            loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision))
+            continue
+        check_tile(fmt)
+        item, operand = (getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype))
+        loops.append(Loop(number, fmt, shape, stages, PLAIN, item, operand, precision))
+    return tuple(loops)

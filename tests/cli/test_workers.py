@@ -1,0 +1,63 @@
+"""`status`, `scale` and `drain`: what the owner of a service sees and may change."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from disagg.cli import workers
+from disagg.cli.app import run
+from disagg.cli.client import post
+from disagg.errors import AuthError, RequestError
+
+STATUS = {"model": "m", "codec": "raw", "requests": 3, "queued": 2, "moved": 1, "retried": 0}
+STATUS |= {"fp16_bytes": 4000, "wire_bytes": 1000}
+GAUGES = {"engine_running": 2.0, "used_bytes": 250.0, "arena_bytes": 1000.0}
+WORKER = {"name": "d", "role": "decode", "address": "h:1", "epoch": 7, "gauges": GAUGES}
+WORKER |= {"node": "host", "backend": "avx2", "tokens_fit": 12345}
+
+
+def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, capsys):
+    where = ["--state-file", str(state_file)]
+    assert run(["scale", "prefill=2", "decode=3", *where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prefill": 2, "decode": 3}
+    assert run(["scale", "decode=1", *where]) == 0
+    assert run(["drain", "d", *where]) == 0
+    assert known.staff.asked == [(2, 3), (None, 1), "d"]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["scale", "decoders=3"], "'decoders=3' is no prefill=NUMBER or decode=NUMBER"),
+        (["scale", "decode=many"], "'decode=many' is no"),
+        (["drain", "e"], "unknown worker 'e'; known: d"),
+    ],
+)
+def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
+    assert run([*command, "--state-file", str(state_file)]) == 2
+    assert told in capsys.readouterr().err
+    assert not known.staff.asked
+
+
+def test_nobody_scales_without_the_key_or_by_nonsense(known):
+    with pytest.raises(AuthError):
+        post(known.url, "/scale", "wrong", {"decode": 2})
+    with pytest.raises(RequestError, match="is wanted"):
+        post(known.url, "/scale", "secret", {"decode": "two"})
+    assert not known.staff.asked
+
+
+def test_status_is_one_screen(capsys):
+    broken = {"name": "p", "role": "prefill", "address": "h:2", "error": "it is gone"}
+    workers.draw(STATUS | {"workers": [WORKER, broken]})
+    out = capsys.readouterr().out
+    assert "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 75 % less" in out
+    for told in ("host", "7", "25", "12,345", "avx2", "h:2", "it is gone"):
+        assert told in out
+
+
+def test_watching_looks_again_and_again(known, monkeypatch):
+    monkeypatch.setattr(workers, "PAUSE_S", 0.0)
+    found = list(islice(workers.looks(known.url, again=True), 3))
+    assert [x["model"] for x in found] == ["tiny"] * 3

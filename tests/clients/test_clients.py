@@ -1,0 +1,78 @@
+"""Clients that others wrote, unmodified, against a service with the packaged model.
+
+They are run as README.md says, from the PATH: each is skipped where it is not installed.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.model.chat import ChatTemplate
+from disagg.model.describe import DEFAULT_MODEL
+from disagg.model.runner import Runner
+from tests.server.running import Running, running
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with running([Runner.load(), Runner.load()], chat=ChatTemplate.load()) as found:
+        yield found
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    """What a client says; the test is skipped where there is none."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not on the PATH")
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_lm_eval_scores_and_generates(service, tmp_path):
+    """Its default mode: token ids in, `echo` with log-probabilities for what it scores."""
+    told = f"model=tiny,base_url={service.url}/v1/completions,tokenizer={DEFAULT_MODEL}"
+    tasks = "disagg_choose,disagg_continue"
+    command = ["lm_eval", "--model", "local-completions", "--model_args", told]
+    command += ["--include_path", str(HERE / "tasks"), "--tasks", tasks]
+    run(*command, "--output_path", str(tmp_path))
+    (file,) = tmp_path.rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    assert results["disagg_choose"]["acc,none"] == 1.0
+    assert results["disagg_continue"]["exact_match,none"] > 0.5
+    service.empty()
+
+
+def test_guidellm_finishes_every_request(service, tmp_path):
+    backend = f"kind=openai_http,target={service.url},request_format=/v1/chat/completions"
+    command = ["guidellm", "run", "--backend", backend, "--disable-progress"]
+    command += ["--profile", "kind=concurrent,streams=2"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEFAULT_MODEL}"]
+    run(*command, "--constraint", "kind=max_requests,count=8", cwd=tmp_path)
+    (benchmark,) = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (8, 0, 0)
+    service.empty()
+
+
+def test_the_npm_client_lists_completes_and_chats(service, tmp_path):
+    folder = Path(run("npm", "root", "--global").strip())
+    if not (folder / "openai").is_dir():
+        pytest.skip("no `openai` among the global packages of npm")
+    (tmp_path / "node_modules").symlink_to(folder)
+    script = shutil.copy(HERE / "openai.mjs", tmp_path)
+    told = json.loads(run("node", script, service.url))
+    assert told["models"] == ["tiny"]
+    assert (told["completion"]["total_tokens"], told["logprobs"]) == (10, 5)
+    assert told["text"]
+    assert told["usage"]["completion_tokens"] == 5
+    assert told["missing"] == [404, "not_found"]
+    service.empty()

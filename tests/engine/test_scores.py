@@ -1,0 +1,79 @@
+"""Log-probabilities of prompts and answers, as the model of transformers has them."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from disagg.engine.messages import Admit, Prefill, Replay
+from disagg.state import allocate_group
+from tests.engine.serving import make_engine, request, run_until_idle
+from tests.model.tiny import random_prompt
+
+PROMPT = random_prompt(70)
+SCORED = {"logprobs": 2, "ignore_eos": True}
+
+
+class Nowhere:
+    """A hand-off that nobody takes."""
+
+    def begin(self, *_: object) -> None:
+        pass
+
+    def offer(self, *_: object) -> None:
+        pass
+
+
+def exact(runner, tokens):
+    """Log-probabilities [N, V] of a plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(runner.info.path, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("batch", [16, 512], ids=["chunks", "whole"])
+def test_every_token_of_a_prompt_is_scored_once(batch, runner):
+    engine = make_engine(runner, max_batch_tokens=batch)
+    engine.submit(Replay(request("scored", PROMPT, "raw", 3, prompt_logprobs=True, **SCORED)))
+    engine.submit(Replay(request("plain", PROMPT[:20], "raw", 3, ignore_eos=True)))
+    tokens = [token for output in run_until_idle(engine) for token in output.tokens]
+    assert not any(token.logprobs for token in tokens if token.rid == "plain")
+    first, *rest = [token for token in tokens if token.rid == "scored"]
+    assert len(first.logprobs) == len(PROMPT)  # all but its first, and the first of the answer
+    assert [len(token.logprobs) for token in rest] == [1, 1]
+    text = [*PROMPT, *(token.token for token in (first, *rest))]
+    known, told = exact(runner, text), [x for token in (first, *rest) for x in token.logprobs]
+    expected = [float(known[i, token]) for i, token in enumerate(text[1:])]
+    assert [own for own, _ in told] == pytest.approx(expected, abs=1e-3)
+    for (_, likeliest), row in zip(told, known, strict=False):
+        assert [x for _, x in likeliest] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+
+
+def test_a_prompt_that_starts_again_is_scored_once(runner):
+    """It loses its room while it prefills, to one that came before it."""
+    asked = {"prompt_logprobs": True, **SCORED}
+    roomy, tight = make_engine(runner), make_engine(runner, arena_bytes=1 << 20, watermark=0.0)
+    found = []
+    for engine in (roomy, tight):
+        for index in range(4):
+            engine.submit(Replay(request(str(index), PROMPT, "raw", 60, **asked)))
+        outputs = run_until_idle(engine)
+        found.append(
+            {(x.rid, x.index): len(x.logprobs) for y in outputs for x in y.tokens if x.logprobs}
+        )
+        preempted = [rid for output in outputs for rid in output.preempted]
+    assert preempted
+    assert found[0] == found[1]
+
+
+def test_what_prefill_says_of_the_first_token_is_said_again_by_who_goes_on(runner):
+    prefill, decode = make_engine(runner), make_engine(runner)
+    asked = request("r", PROMPT, "raw", 2, **SCORED)
+    prefill.submit(Prefill(asked, Nowhere()))
+    (done,) = [x for _ in range(3) for x in prefill.step().prefilled]
+    assert len(done.logprobs) == 1
+    groups = decode.plan("raw").groups
+    states = tuple(allocate_group(group, len(PROMPT), decode.pool) for group in groups)
+    decode.submit(Admit(asked, states, (done.first_token,), done.logprobs))
+    first, second = (token for output in run_until_idle(decode) for token in output.tokens)
+    assert (first.index, first.logprobs) == (0, done.logprobs)
+    assert (second.index, len(second.logprobs)) == (1, 1)

@@ -1,0 +1,127 @@
+"""API keys and HTTPS: who is served, and who is not."""
+
+import subprocess
+
+import httpx
+import openai
+import pytest
+
+from disagg.cli.client import complete, get
+from disagg.config import Config, ServerConfig
+from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.model.runner import Runner
+from disagg.server.access import check_tls, read_keys
+from disagg.server.app import create_app
+from tests.model.tiny import save_tiny
+from tests.server.running import running
+from tests.server.visits import ask, visit
+
+KEYS = ["one", "two"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/status", "/tokenize", "/stop", "/nowhere"])
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer ", "Bearer three", "one", "Bearer oné"]
+)
+def test_without_a_key_nothing_is_said(given, path, completions):
+    app = create_app(completions, "owner", keys=KEYS)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        headers = {} if given is None else {"Authorization": given.encode()}
+        response = await client.get(path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "auth"
+        assert len(response.headers["x-request-id"]) == 32
+
+    visit(app, scene)
+
+
+@pytest.mark.parametrize("key", ["one", "two", "owner"])
+def test_every_key_and_the_owners_secret_are_good(key, completions):
+    app = create_app(completions, "owner", keys=KEYS)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        assert (await client.get("/status", headers=headers)).status_code == 200
+        assert (
+            await client.post("/v1/completions", json=ask(), headers=headers)
+        ).status_code == 200
+        stopped = await client.post("/stop", headers=headers)
+        assert stopped.status_code == (200 if key == "owner" else 401)
+
+    visit(app, scene)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics"])
+def test_probes_and_dashboards_need_no_key(path, completions):
+    async def scene(client: httpx.AsyncClient) -> None:
+        assert (await client.get(path)).status_code == 200
+
+    visit(create_app(completions, keys=KEYS), scene)
+
+
+def test_an_empty_secret_opens_nothing(completions):
+    async def scene(client: httpx.AsyncClient) -> None:
+        response = await client.get("/status", headers={"Authorization": "Bearer "})
+        assert response.status_code == 401
+
+    visit(create_app(completions, token=None, keys=KEYS), scene)
+
+
+def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("two\n\n  three \n")
+    found = read_keys(ServerConfig(api_key="one", api_key_file=str(file)))
+    assert found == {"one", "two", "three"}
+    assert read_keys(ServerConfig()) == frozenset()
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="no key in"):
+        read_keys(ServerConfig(api_key_file=str(file)))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A certificate that signs itself, for a name that is not this host's."""
+    folder = tmp_path_factory.mktemp("tls")
+    made = {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=disagg", "-out", made["tls_certificate"], "-keyout", made["tls_key"]]
+    subprocess.run(command, check=True, capture_output=True)
+    return made
+
+
+def test_a_certificate_that_cannot_serve_is_refused(pem, tmp_path):
+    check_tls(ServerConfig(**pem))
+    for wrong in (
+        {"tls_certificate": pem["tls_certificate"]},
+        {"tls_key": pem["tls_key"]},
+        pem | {"tls_key": str(tmp_path / "none")},
+        pem | {"tls_key": pem["tls_certificate"]},
+    ):
+        with pytest.raises(ConfigError):
+            check_tls(ServerConfig(**wrong))
+
+
+def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tmp_path_factory):
+    folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
+    config = Config(codec="raw", server=ServerConfig(port=0, api_key="one", **pem))
+    certificate = pem["tls_certificate"]
+    body = {"prompt": "Call me", "max_tokens": 3}
+    with running([Runner.load(folder) for _ in range(2)], config) as service:
+        answer = complete(service.url, body, lambda piece: None, "one", certificate)
+        assert answer.completion_tokens == 3
+        assert get(service.url, "/status", "owner", certificate)["model"] == "tiny"
+        with pytest.raises(DisaggError, match="no key of this service"):
+            get(service.url, "/status", "", certificate)
+        with pytest.raises(PeerLostError, match="CERTIFICATE_VERIFY_FAILED"):
+            get(service.url, "/status", "one")
+        trusting = httpx.Client(verify=False)
+        client = openai.OpenAI(
+            base_url=f"{service.url}/v1", api_key="wrong", http_client=trusting, max_retries=0
+        )
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert client.with_options(api_key="one").models.list().data[0].id == "tiny"
+        client.close()

@@ -1,0 +1,140 @@
+"""Sequences that go on at another decode worker: no token lost or repeated, nothing left behind."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+
+from disagg.errors import TransferError
+from disagg.model.runner import Runner
+from disagg.plan import Plan
+from disagg.pool import Arena
+from disagg.state import GroupState
+from disagg.transfer import sender
+from disagg.transfer.messages import Role
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.reservations import Admission
+from disagg.wire import digest
+from disagg.workers.decode import DecodeSide, Departure
+from tests.workers.fakes import until
+from tests.workers.pairs import GREEDY, House, Prompt, house
+
+KIVI = "kivi:bits=2,group=64,residual=64"
+LONG = {"max_tokens": 150}
+
+
+async def listen(home: House, prompt: Prompt, codec: str, heard: asyncio.Event) -> list[int]:
+    """A long answer; `heard` is set in the middle of it."""
+    tokens: list[int] = []
+    async with aclosing(home.router.generate(prompt, GREEDY | LONG, codec)) as outputs:
+        async for output in outputs:
+            if output.token is not None:
+                tokens.append(output.token)
+            if len(tokens) == 20:
+                heard.set()
+    return tokens
+
+
+def digests(arena: Arena, plan: Plan, tokens: int, groups: Sequence[GroupState]) -> list[int]:
+    """Of all items of a sequence, where they lie now."""
+    checklist = Checklist(plan, tokens)
+    source = ArenaSource(arena, checklist, groups)
+    return [digest(source.read([item])[0]) for item in checklist.items]
+
+
+@pytest.mark.parametrize("codec", [KIVI, "0-1:raw;2-:kivi:bits=4,residual=32"])
+def test_a_worker_that_leaves_takes_no_token_along(
+    codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, admit = Departure.begin, DecodeSide.admit
+    left, came = [], []
+
+    def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
+        begin(self, plan, groups)
+        if len(self._offered) == self._checklist.num_items:
+            left.append(digests(self._arena, plan, self._checklist.tokens, groups))
+
+    def admits(self: DecodeSide, admission: Admission) -> None:
+        if tokens := admission.job.moved:
+            plan, arena = self.engine.plan(codec), self.engine.pool.arena
+            came.append(digests(arena, plan, tokens, admission.groups))
+            assert tuple(came[-1]) == admission.commit.digests
+        admit(self, admission)
+
+    monkeypatch.setattr(Departure, "begin", begins)
+    monkeypatch.setattr(DecodeSide, "admit", admits)
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            expected, _ = await home.complete(story, codec, **LONG)
+            heard = asyncio.Event()
+            asking = asyncio.create_task(listen(home, story, codec, heard))
+            await heard.wait()
+            home.add("d2", Role.DECODE, runners[2])
+            leaving = home.workers.pop("d")
+            leaving.stop(30.0)
+            await until(lambda: leaving.wait(0.0))
+            home.router.died("d")
+            assert await asking == expected
+            assert left == came
+            assert len(came) == leaving.decode.counts["moved"] == 1
+            assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
+            await home.empty()
+            assert not leaving.engine.pool.referenced_pages
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("breaks", ["the codec", "the link"])
+def test_what_cannot_move_is_computed_again_elsewhere(
+    breaks: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GEAR seals other pages while it decodes than it makes of a prompt."""
+    codec = "gear" if breaks == "the codec" else KIVI
+
+    async def run(self: sender.Sender) -> None:
+        raise TransferError("the cable is cut")
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            expected, _ = await home.complete(story, codec, **LONG)
+            heard = asyncio.Event()
+            asking = asyncio.create_task(listen(home, story, codec, heard))
+            await heard.wait()
+            home.add("d2", Role.DECODE, runners[2])
+            if breaks == "the link":
+                monkeypatch.setattr(sender.Sender, "run", run)
+            source = home.workers["d"]
+            source.assume(Role.PREFILL)
+            await until(lambda: home.router.dispatch.retries > 0)
+            monkeypatch.undo()
+            assert await asking == expected
+            assert not source.decode.counts
+            assert home.router.peers["d"].started.role is Role.PREFILL
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
+    runners: list[Runner], story: Prompt
+) -> None:
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            heard = asyncio.Event()
+            asking = asyncio.create_task(listen(home, story, KIVI, heard))
+            await heard.wait()
+            home.add("d2", Role.DECODE, runners[2])
+            source = home.workers["d"]
+            source.assume(Role.NONE)
+            await until(lambda: bool(source.decode._moves))
+            asking.cancel()
+            await asyncio.wait([asking])
+            await home.empty()
+            assert not source.decode._moves
+
+    asyncio.run(scene())
