@@ -199,10 +199,10 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     """
     if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_DIM == 0:
         return
-    from disagg.codecs.planning import KVShape, parse_plan
+    from disagg.codecs.planning import parse_plan
+    from disagg.model.capacity import kv_shape
 
-    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
-    parse_plan(spec, shape)
+    parse_plan(spec, kv_shape(info))
 
 
 def _open_to_all(config: Config) -> list[str]:
@@ -222,4 +222,6 @@ def _worker_row(worker: dict[str, Any]) -> tuple[str, str, str, str]:
     gauges = {k: v for k, v in worker.get("gauges", {}).items() if v and k not in stays}
     holds = ", ".join(f"{name} {value:.0f}" for name, value in sorted(gauges.items()))
     told = worker.get("error") or holds or "nothing"
+    fits = next(iter(worker.get("info", {}).get("tokens_that_fit", {}).items()), None)
+    told += f" · room for {fits[1]:,} tokens of {fits[0]}" if fits else ""
     return worker["name"], worker["role"], worker["address"], told

@@ -21,10 +21,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from disagg.codecs.registry import codec_names
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.errors import PeerLostError, RequestError, ReservationError
+from disagg.model.capacity import CodecFit, fit_codec
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -175,7 +177,12 @@ class Worker:
         counts |= self.engine.counts
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
+        fits = [self._fit(codec) for codec in (self.config.codec, *codec_names())]
+        info["tokens_that_fit"] = {x.spec: x.tokens for x in fits if not x.refused}
         return WorkerStatus(self.epoch, model, plan, gauges, info)
+
+    def _fit(self, codec: str) -> CodecFit:
+        return fit_codec(codec, self._runner.info, self.engine.pool.arena.nbytes)
 
     def _accept(self, job: Job, epoch: int) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
@@ -232,7 +239,8 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            self._started.set_result(Started(*named, self._min_tokens()))
+            room = self._fit(self.config.codec).tokens or 0
+            self._started.set_result(Started(*named, self._min_tokens(), room))
             try:
                 await self._drain(await self._stop_asked)
             finally:
