@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, eval, fetch, look, serve, submit
+from disagg.cli import bench, eval, fetch, look, models, serve, submit
 from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(look.page)
 app.command("fetch")(fetch.fetch)
 app.command("eval")(eval.evaluate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(models.app, name="models")
 
 
 def _print_version(wanted: bool) -> None:
