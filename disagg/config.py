@@ -67,7 +67,10 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks
     max_sequences:    rows of a decode batch
-    arena_bytes:      size of the arena that holds the pages
+    arena_bytes:      size of the arena that holds the pages; None: by memory_share
+    workspace_bytes:  exact KV of prompts while they prefill, at most; None: by memory_share
+    memory_share:     of an accelerator, for weights, arena and workspaces; on a CPU the arena has
+                      256 MiB, and workspaces this share of an eighth of the memory
     watermark:        share of the arena that is kept free for sequences that grow
     prefix_cache:     what a prompt shares with earlier ones is not computed again
     torch_threads:    None: the cores of the host shared among its workers
@@ -75,7 +78,9 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: int = at_least(1, default=512)
     max_sequences: int = at_least(1, default=64)
-    arena_bytes: int = at_least(1 << 20, default=256 << 20)
+    arena_bytes: int | None = at_least(1 << 20, default=None)
+    workspace_bytes: int | None = at_least(1, default=None)
+    memory_share: float = at_least(0.01, default=0.9)
     watermark: float = at_least(0, default=0.02)
     prefix_cache: bool = True
     torch_threads: int | None = at_least(1, default=None)

@@ -11,10 +11,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
+from disagg.engine.arena import measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Prefilled, Token
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
@@ -65,6 +66,10 @@ class LLM:
         self._runner = load_runner(ModelConfig(model, dtype, device))
         self._tokenizer = Tokenizer.load(model)
         self._codec = codec
+        config = config or EngineConfig()
+        halves = [nbytes // 2 for nbytes in measure_memory(config, self._runner)]
+        given = config.arena_bytes or halves[0], config.workspace_bytes or halves[1]
+        config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
         self._rids = count()
@@ -75,7 +80,7 @@ class LLM:
             epoch=EPOCH,
             capacity_bytes=self._decode.pool.arena.nbytes,
             lease_s=math.inf,
-            max_sequences=(config or EngineConfig()).max_sequences,
+            max_sequences=config.max_sequences,
             may_reserve=self._decode.may_reserve,
         )
         pool = self._decode.pool

@@ -134,13 +134,33 @@ class LayerGroup:
         tokens = self.page.tokens
         return tokens * (max(0, n - self.sink - self.residual) // tokens)
 
+    def dropped(self, n: int) -> int:
+        """Leading tokens in pages that no query behind n tokens sees: neither kept nor sent.
+
+        Of what becomes final together all or nothing; nothing where pages say their positions.
+        """
+        if self.window is None or self.kept_limit or self.final_at is FinalAt.PROMPT:
+            return 0
+        return min(self.sealed(n), max(0, n + 1 - self.window)) // self.step * self.step
+
+    @property
+    def step(self) -> int:
+        """Tokens in pages that become final, and are shared and dropped, together."""
+        whole = self.segment is not None or self.final_at is FinalAt.SEGMENT
+        return self.segment_tokens if whole else self.page.tokens
+
+    def numbers(self, n: int) -> int:
+        """Values of K and V that n tokens have, of those that the next query sees."""
+        seen = n if self.window is None else min(n, self.window)
+        return 2 * seen * len(self.layers) * self.heads * self.head_dim
+
     def inventory(self, n: int) -> Inventory:
         """The records that a prompt of n tokens fills."""
-        sealed = self.sealed(n)
-        segments = -(-sealed // self.segment_tokens) if self.segment else 0
+        sealed, dropped = self.sealed(n), self.dropped(n)
+        segments = -(-(sealed - dropped) // self.segment_tokens) if self.segment else 0
         tail_len = n - sealed
         raws = -(-tail_len // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
-        pages, sides = sealed // self.page.tokens, 1 if self.side else 0
+        pages, sides = (sealed - dropped) // self.page.tokens, 1 if self.side else 0
         return Inventory(pages, segments, sides, raws, tail_len)
 
     def is_side_sent(self, n: int) -> bool:
@@ -170,6 +190,10 @@ class Plan:
         if len(self.groups) == 1:
             return self.groups[0].codec
         return ";".join(f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups)
+
+    def numbers(self, n: int) -> int:
+        """Values of K and V that n tokens have in all layers, of those that the next query sees."""
+        return sum(group.numbers(n) for group in self.groups)
 
     def nbytes(self, n: int) -> int:
         """Bytes resident for n tokens: pages, segments, side records and tail, all layers."""

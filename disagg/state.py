@@ -38,7 +38,8 @@ class Run:
 class GroupState:
     """One sequence in one group, as page ids; `seals`: how often a prompt or tail was sealed.
 
-    tail: the raw pages in token order, those of the sink in front
+    tail:    the raw pages in token order, those of the sink in front
+    dropped: pages in front of the runs that are not kept, since no query sees them any more
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -46,11 +47,28 @@ class GroupState:
     side: int | None = None
     kept: list[int] = field(default_factory=list)
     seals: int = 0
+    dropped: int = 0
 
     @property
     def num_pages(self) -> int:
-        """Pages of all runs."""
-        return sum(len(run.pages) for run in self.runs)
+        """Pages that were sealed: those of all runs, and those dropped."""
+        return self.dropped + sum(len(run.pages) for run in self.runs)
+
+    def drop(self, pages: int) -> list[int]:
+        """Keep the first `pages` of all that were sealed no longer; the records to release."""
+        segments = {run.segment: None for run in self.runs}
+        freed: list[int] = []
+        while self.dropped < pages:
+            run = self.runs[0]
+            some = run.pages[: pages - self.dropped]
+            freed += some
+            del run.pages[: len(some)]
+            run.first += len(some) * run.layout.tokens
+            self.dropped += len(some)
+            if not run.pages:
+                del self.runs[0]
+        left = {run.segment for run in self.runs}
+        return freed + [x for x in segments if x is not None and x not in left]
 
     def page_ids(self) -> list[int]:
         """The pages of all runs, in token order."""
@@ -70,7 +88,7 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
 
     Pages of one segment form one run; a codec without segments has a single run.
     """
-    inventory = group.inventory(n)
+    inventory, dropped = group.inventory(n), group.dropped(n)
     ids: dict[Kind, list[int]] = {}
     try:
         for kind in Kind:
@@ -84,9 +102,10 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
     step = group.segment_tokens // group.page.tokens if segments else max(1, len(pages))
     owners: Sequence[int | None] = segments or [None]
     runs = [
-        Run(group.page, owner, i * group.page.tokens, array("i", pages[i : i + step]))
+        Run(group.page, owner, dropped + i * group.page.tokens, array("i", pages[i : i + step]))
         for i, owner in zip(range(0, len(pages), step), owners, strict=False)
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
     raws, split = ids.get(Kind.RAW, []), -(-inventory.tail_len // RAW_TOKENS)
-    return GroupState(runs, raws[:split], side, raws[split:], 1 if pages else 0)
+    seals = 1 if group.sealed(n) else 0
+    return GroupState(runs, raws[:split], side, raws[split:], seals, dropped // group.page.tokens)

@@ -47,8 +47,9 @@ def check_device(device: str, otherwise: str) -> None:
 
 
 def fp16_bytes(shape: KVShape, tokens: int) -> int:
-    """Exact K and V of so many tokens."""
-    return 2 * 2 * tokens * shape.num_layers * shape.heads * shape.head_dim
+    """Exact K and V of so many tokens, of those that windows still see."""
+    seen = sum(min(tokens, window or tokens) for window in shape.windows)
+    return 2 * 2 * seen * shape.heads * shape.head_dim
 
 
 def slabs_for(

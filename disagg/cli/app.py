@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, eval, fetch, look, serve, submit, workers
+from disagg.cli import bench, eval, fetch, look, models, serve, submit, workers
 from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command()(look.page)
 app.command("fetch")(fetch.fetch)
 app.command("eval")(eval.evaluate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(models.app, name="models")
 
 
 def _print_version(wanted: bool) -> None:

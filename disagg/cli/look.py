@@ -66,12 +66,11 @@ def page(spec: Spec, model: options.Model = None, as_json: options.Json = False)
 
 def layouts_of(spec: str, model: str | None) -> dict[str, Any]:
     """Every layout of every layer group of a model's KV, with its planes, as plain values."""
-    from disagg.codecs.planning import KVShape, parse_plan
+    from disagg.codecs.planning import parse_plan
+    from disagg.model.capacity import kv_shape
     from disagg.model.describe import describe_model
 
-    info = describe_model(model)
-    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
-    plan = parse_plan(spec, shape)
+    plan = parse_plan(spec, kv_shape(describe_model(model)))
     groups = [
         {
             "layers": ", ".join(map(str, group.layers)),

@@ -201,10 +201,10 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     """
     if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_DIM == 0:
         return
-    from disagg.codecs.planning import KVShape, parse_plan
+    from disagg.codecs.planning import parse_plan
+    from disagg.model.capacity import kv_shape
 
-    shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
-    parse_plan(spec, shape)
+    parse_plan(spec, kv_shape(info))
 
 
 def _open_to_all(config: Config) -> list[str]:

@@ -74,16 +74,17 @@ def write_prompt(
     done, sink, raw = k.shape[1], group.sink, exact_format(group.raw)
     prompt = Prompt(total, k, queries)
     written: list[Written] = []
-    start, end = encodable(group, before, total), encodable(group, done, total)
+    dropped, end = group.dropped(total), encodable(group, done, total)
+    start = max(dropped, encodable(group, before, total))
     if end > start:
         some = slice(sink + start, sink + end)
-        first, count = start // group.page.tokens, (end - start) // group.page.tokens
+        first, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[first : first + count]
         target = _target(group, group.page, layer, arena, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
         encoded = codec.encode(new_k, new_v, some.start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
-            index = start // group.segment_tokens
+            index = (start - dropped) // group.segment_tokens
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)

@@ -72,8 +72,10 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
         options[key] = _value(name, key, value.strip(), types[key])
     if head_dim is None or "group" not in types or "group" in options:
         return codec(**options)
-    makers = (partial(codec, **options, group=group) for group in (codec.group, *GROUPS))
-    return next((make() for make in makers if _divides(make, head_dim)), codec(**options))
+    default = codec(**options)
+    groups = ({"group": group} for group in (getattr(default, "group", 0), *GROUPS))
+    makers = (partial(codec, **options | group) for group in groups)
+    return next((make() for make in makers if _divides(make, head_dim)), default)
 
 
 def _divides(make: Callable[[], Codec], head_dim: int) -> bool:

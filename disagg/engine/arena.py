@@ -1,5 +1,6 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -8,9 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disagg.config import EngineConfig
+from disagg.model.capacity import split_memory
+from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, RAW_TOKENS, align
 from disagg.pool import DEFAULT_SLAB_BYTES, HostArena, Pool
 
+CPU_ARENA_BYTES = 256 << 20
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 
@@ -120,6 +125,19 @@ def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool,
         return Pool(HostArena(buffer.data), slab_bytes), torch.from_numpy(buffer)
     tensor = torch.empty(size, dtype=torch.uint8, device=device)
     return Pool(DeviceArena(tensor), slab_bytes), tensor
+
+
+def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:
+    """Bytes of the arena and of the workspaces: as configured, else as there is memory."""
+    device = runner.device
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        mine = int(config.memory_share * total) - torch.cuda.memory_reserved(device)
+        arena, workspace = split_memory(min(free, mine), runner.shape, runner.info.context_length)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        arena, workspace = CPU_ARENA_BYTES, int(config.memory_share * memory) // 8
+    return config.arena_bytes or arena, config.workspace_bytes or workspace
 
 
 def slab_bytes_for(layers: int, heads: int, head_dim: int) -> int:

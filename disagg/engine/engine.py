@@ -22,7 +22,7 @@ from torch import Tensor
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.config import EngineConfig
-from disagg.engine.arena import make_pool, slab_bytes_for, wait_for_kernels
+from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -52,6 +52,7 @@ from disagg.errors import (
     TransferError,
 )
 from disagg.model.attention import Chunk
+from disagg.model.capacity import exact_bytes
 from disagg.model.runner import Runner
 from disagg.plan import Plan
 from disagg.wire import Item
@@ -73,7 +74,8 @@ class Engine:
         config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
-        self.pool, self.arena = make_pool(config.arena_bytes, slab_bytes, runner.device)
+        arena_bytes, self._workspace_bytes = measure_memory(config, runner)
+        self.pool, self.arena = make_pool(arena_bytes, slab_bytes, runner.device)
         self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
         self._runner = runner
         self._config = config
@@ -199,7 +201,18 @@ class Engine:
             raise PromptTooLongError(
                 f"prompt of {tokens} tokens needs {needed} bytes of KV; the pool holds {room}"
             )
+        if not isinstance(message, Admit):
+            self._check_workspace(tokens)
         return plan
+
+    def _check_workspace(self, tokens: int) -> None:
+        """PromptTooLongError for a prompt whose exact KV has no room here while it prefills."""
+        needed, room = exact_bytes(self._runner.shape, tokens), self._workspace_bytes
+        if needed > room:
+            raise PromptTooLongError(
+                f"prompt of {tokens} tokens needs {needed} bytes of exact KV while it prefills; "
+                f"there is room for {room}"
+            )
 
     # -- schedule
 
@@ -235,11 +248,15 @@ class Engine:
                 if victim is None:  # all that decode here are about to leave
                     self._fail(shares[-1].sequence, CapacityError("no room to grow; it moves"))
                     continue
-                victim.life.enter(Status.QUEUED, self._clock())
-                self._preempted.append(victim.rid)
-                self._refused = victim
+                self._requeued(victim)
                 if not self.pool.referenced_pages:
                     self._say(victim, "length")
+
+    def _requeued(self, sequence: Sequence) -> None:
+        """A sequence lost its records: it starts again when there is room."""
+        sequence.life.enter(Status.QUEUED, self._clock())
+        self._preempted.append(sequence.rid)
+        self._refused = sequence
 
     def _prepare(self, sequence: Sequence, left: int) -> bool:
         """Whether a prompt can compute now, of a step with so many tokens left."""
@@ -255,6 +272,11 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin with a prompt if there is room for it."""
+        self._check_workspace(sequence.prompt_len)
+        begun = [x.prompt_len for x in self._scheduler.active if x.workspace is not None]
+        wanted = exact_bytes(self._runner.shape, sequence.prompt_len + sum(begun))
+        if wanted > self._workspace_bytes:
+            return False
         try:
             if not self._scheduler.admit(sequence):
                 return False
@@ -342,14 +364,24 @@ class Engine:
             )
 
     def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
-        """A step broke and nobody can say for whom: all that were in it end."""
+        """A step broke and nobody can say for whom: all that were in it end.
+
+        But if memory did not suffice it was for the longest prompt, and what can start again does.
+        """
         wait_for_kernels(self._runner.device)
         self._prefixes.close(whole=False)
         self.pool.release(stash.lost(shares))
         told = named(error)
-        for share in shares:
-            if share.sequence.life.status is not Status.DONE:
-                self._fail(share.sequence, share.sequence.error or told)
+        prompts = [x.sequence for x in shares if not x.decodes and is_memory_error(error)]
+        asked = max(prompts, key=lambda x: x.prompt_len, default=None)
+        for sequence in (share.sequence for share in shares):
+            if sequence.life.status is Status.DONE:
+                continue
+            if asked in (None, sequence) or sequence.error or sequence.handoff:
+                self._fail(sequence, sequence.error or told)
+            else:
+                self._scheduler.restart(sequence)
+                self._requeued(sequence)
 
     # -- sample
 
@@ -491,5 +523,11 @@ def named(error: Exception) -> DisaggError:
     if isinstance(error, DisaggError):
         return error.with_traceback(None)
     log.error("a request broke", exc_info=error)
+    kind = CapacityError if is_memory_error(error) else DisaggError
+    return kind(f"{type(error).__name__}: {error}")
+
+
+def is_memory_error(error: Exception) -> bool:
+    """Whether there was not enough memory, on a host or a device."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return (CapacityError if full else DisaggError)(f"{type(error).__name__}: {error}")
+    return full or "can't allocate memory" in str(error)  # as torch says it of a host

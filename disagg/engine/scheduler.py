@@ -147,10 +147,14 @@ class Scheduler:
         """
         for sequence in reversed(self.active):
             if sequence.handoff is None:
-                self.remove(sequence)
-                self.queue(sequence)
+                self.restart(sequence)
                 return sequence
         return None
+
+    def restart(self, sequence: Sequence) -> None:
+        """Free what a sequence has, and let it wait."""
+        self.remove(sequence)
+        self.queue(sequence)
 
     def _allocate(self, sequence: Sequence) -> tuple[GroupState, ...]:
         taken: list[GroupState] = []

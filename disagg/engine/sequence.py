@@ -265,7 +265,7 @@ def handoff_stats(
     plan: Plan, tokens: int, cached_tokens: int, encode_ms: float = 0.0
 ) -> HandoffStats:
     """What the KV of the first `tokens` tokens takes, before anything of it was sent."""
-    numbers = tokens * sum(2 * len(g.layers) * g.heads * g.head_dim for g in plan.groups)
+    numbers = plan.numbers(tokens)
     return HandoffStats(
         codec=plan.spec,
         tokens=tokens,

@@ -63,9 +63,15 @@ class Tally:
 
 
 def take_stash(shares: Sequence[Share], allocator: Allocator) -> Stash:
-    """All records that decoding shares need; CapacityError and nothing taken if no room."""
+    """All records that decoding shares need; CapacityError and nothing taken if no room.
+
+    Pages that no window sees any more are released first.
+    """
     tally, stash = Tally(), Stash()
     for group, growths in _buckets(shares, [0] * len(shares)):
+        for growth in growths:
+            unseen = group.dropped(growth.n) // group.page.tokens
+            allocator.release(growth.state.drop(unseen))
         take_records(group, growths, tally)
     try:
         for shape, count in tally.wanted.items():

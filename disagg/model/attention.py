@@ -130,7 +130,10 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | No
 
     window: tokens a query sees, itself included; None: all of them
     """
-    count, total = q.shape[1], k.shape[1]
+    count = q.shape[1]
+    if window is not None:
+        k, v = (x[:, -(count + window - 1) :] for x in (k, v))
+    total = k.shape[1]
     whole = window is None or window >= total
     if count == total and whole:
         mask = None

@@ -24,7 +24,10 @@ ALIASES = {
 }
 SIZES = (*ALIASES, "vocab_size")
 WHOLE_ATTENTION = ("llama", "gpt2", "opt")  # no windows; KV heads and head dim follow from the rest
+SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+STATE_SPACES = ("mamba_", "ssm_", "time_step_")  # how what belongs to them is called
+ALIBI = ("bloom", "mpt")  # where no key says so
 GROWING_ROPE = ("dynamic", "longrope")  # frequencies change with the longest sequence of a batch
 
 
@@ -114,6 +117,10 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -123,9 +130,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config."""
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {text!r}; an object is wanted")
+    return text
+
+
 def refuse_unsupported(config: dict[str, Any]) -> None:
     """Raise ModelError for what a config tells of attention that pages cannot serve."""
-    text = config.get("text_config") or config
+    text = _text_config(config)
     kind = config.get("model_type", "unknown")
     names = config.get("architectures") or []
     if names and not any(name.endswith(CAUSAL_HEADS) for name in names):
@@ -134,6 +149,14 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(f"{kind} is an encoder-decoder model; decoder-only ones can be served")
     if text.get("attn_logit_softcapping"):
         raise ModelError(f"{kind} caps attention scores (attn_logit_softcapping): not supported")
+    if text.get("kv_lora_rank"):
+        raise ModelError(f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported")
+    if text.get("attention_chunk_size"):
+        raise ModelError(f"{kind} attends in chunks (attention_chunk_size): not supported")
+    if text.get("alibi") or kind in ALIBI:
+        raise ModelError(f"{kind} adds to scores by distance (ALiBi): not supported")
+    if states := [key for key in text if key.startswith(STATE_SPACES)]:
+        raise ModelError(f"{kind} has state-space layers ({states[0]}): not supported")
     if text.get("num_kv_shared_layers"):
         raise ModelError(f"{kind} shares KV between layers (num_kv_shared_layers): not supported")
     strange = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
@@ -154,7 +177,7 @@ def _cached_snapshot(name: str) -> Path | None:
 
 def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """The text model's sizes under their usual names, defaults of its architecture filled in."""
-    sizes = _rename(config.get("text_config") or config)
+    sizes = _rename(_text_config(config))
     if not _explicit(sizes):
         # slow, seconds: only transformers knows the defaults of this architecture
         from transformers import AutoConfig
@@ -188,9 +211,9 @@ def _explicit(sizes: dict[str, Any]) -> bool:
         return True
     if "num_key_value_heads" not in sizes or "head_dim" not in sizes:
         return False
-    patterned = "max_window_layers" in sizes or "sliding_window_pattern" in sizes
     whole = "sliding_window" in sizes and sizes["sliding_window"] is None
-    return bool(sizes.get("layer_types")) or whole or ("sliding_window" in sizes and not patterned)
+    same = "sliding_window" in sizes and sizes.get("model_type") in SAME_WINDOW
+    return bool(sizes.get("layer_types")) or whole or same
 
 
 def _windows(sizes: dict[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -227,7 +250,7 @@ def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
 def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer: generation_config.json first, as transformers does."""
     file = path / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
+    generation = _read_object(file) if file.is_file() else {}
     found = generation.get("eos_token_id", sizes.get("eos_token_id"))
     if found is None:
         return ()

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from xxhash import xxh3_128
 
-from disagg.codecs.planning import KVShape
 from disagg.codecs.tables import upload
 from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import PassThrough, Workspace
+from disagg.model.capacity import kv_shape, refuse_closed
 from disagg.model.describe import ModelInfo, describe_model, read_config
 from disagg.model.graphs import CudaRecorder, DecodeGraphs, Recorder
 from disagg.model.probe import check_attention
@@ -38,7 +38,7 @@ class Runner:
         self.info = info
         self.fingerprint = fingerprint
         self.device = model.device
-        self.shape = KVShape(info.num_layers, info.heads, info.head_dim, info.dtype, info.windows)
+        self.shape = kv_shape(info)
         self._model = model
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._graphs: DecodeGraphs | None = None
@@ -131,6 +131,7 @@ def fingerprint_model(path: Path) -> str:
 
 def _load(info: ModelInfo) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
+    refuse_closed(info)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             info.path,
@@ -140,10 +141,7 @@ def _load(info: ModelInfo) -> PreTrainedModel:
             output_loading_info=True,
         )
     except LOAD_ERRORS as error:
-        reason = f"cannot load {info.architecture} from {info.path}: {error}"
-        if error.args == (IMPLEMENTATION,):  # the architecture has a list of its own to choose from
-            reason = f"{info.architecture} takes no attention function from outside: not supported"
-        raise ModelError(reason) from error
+        raise ModelError(f"cannot load {info.architecture} from {info.path}: {error}") from error
     if missing := sorted(report["missing_keys"]):
         listed = ", ".join(missing[:3])
         raise ModelError(f"{info.path} lacks {len(missing)} weights of its model, such as {listed}")

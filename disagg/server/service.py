@@ -64,7 +64,7 @@ class Service:
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
         self._failure: DisaggError | None = None
-        self.links: list[str] = []  # what the workers measured between them, in words
+        self.links: list[str] = []  # what the workers have and measured between them, in words
         self._serving: Future[tuple[asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
         self._thread = threading.Thread(target=self._run_http, name="http", daemon=True)
 
@@ -89,7 +89,8 @@ class Service:
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start():
                 self._up(started)
-            self.links = workers.links
+                self.links.append(f"{started.name}: room for {started.room:,} tokens")
+            self.links += workers.links
             workers.watch(self._up, self._down, self._lost)
             self._workers = workers
             stack.callback(self._drain)  # first of all: answers on their way need their workers

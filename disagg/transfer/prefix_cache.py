@@ -87,10 +87,12 @@ class Holding:
 
     @property
     def cached_tokens(self) -> int:
-        """Leading tokens that all layer groups have the units of."""
-        units = units_of(self.checklist.plan, self.checklist.tokens)
-        found = zip(units, self.cached, strict=True)
-        return min(some[count - 1].end if count else 0 for some, count in found)
+        """Leading tokens that all layer groups have the units of, or need none of."""
+        plan, tokens = self.checklist.plan, self.checklist.tokens
+        found = zip(plan.groups, units_of(plan, tokens), self.cached, strict=True)
+        return min(
+            some[count - 1].end if count else group.dropped(tokens) for group, some, count in found
+        )
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,11 @@ def least_worth_sending(plan: Plan) -> int:
 
     0 if none are: the plan does not compress, so that no length is better than another.
     """
-    numbers = sum(2 * len(group.layers) * group.heads * group.head_dim for group in plan.groups)
     for end in range(LONGEST, 0, -RAW_TOKENS):  # the most bytes a token has just before a page ends
         checklist = Checklist(plan, end - 1)
         overhead = 2 * len(plan.group_of) * HEADER_BYTES
         overhead += 2 * ITEM_HEADER_BYTES * checklist.num_items
-        if checklist.total_bytes + overhead > 2 * numbers * (end - 1):
+        if checklist.total_bytes + overhead > 2 * plan.numbers(end - 1):
             return end if end < LONGEST else 0
     return RAW_TOKENS
 
@@ -428,13 +427,12 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
 
 def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
     sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
-    by_segment = group.final_at is FinalAt.SEGMENT or group.segment is not None
-    step = group.segment_tokens if by_segment else group.page.tokens
+    dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
         yield Unit(index, 0, sink, range(0), raws=range(sink // RAW_TOKENS))
-    for first in range(0, sealed, step):
-        end = min(first + step, sealed)
+    for first in range(0, sealed - dropped, group.step):
+        end = min(first + group.step, sealed - dropped)
         pages = range(first // group.page.tokens, end // group.page.tokens)
         segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
         shared = segments if group.segment else range(0)
-        yield Unit(index, sink + first, sink + end, pages, shared)
+        yield Unit(index, sink + dropped + first, sink + dropped + end, pages, shared)

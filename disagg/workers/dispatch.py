@@ -52,6 +52,7 @@ class Started:
     """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
 
     min_tokens: shorter prompts are served whole where they decode, if that is here
+    room:       tokens of its own codec that its arena holds
     """
 
     name: str
@@ -60,6 +61,7 @@ class Started:
     epoch: int
     model: str = ""
     min_tokens: int = 0
+    room: int = 0
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])

@@ -74,7 +74,8 @@ class Shell:
             try:
                 address = host or ray.util.get_node_ip_address()
                 security = protected(self._config.security, self._authority, address)
-                self._worker = Worker(self._config, self._role, self._name, address, security)
+                config = of_a_share(self._config)
+                self._worker = Worker(config, self._role, self._name, address, security)
                 self._worker.start()
                 settle_memory()
             except DisaggError as error:
@@ -455,6 +456,13 @@ def torch_threads(config: Config, here: Mapping[str, float]) -> int:
     if config.cluster.pools:
         counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
     return max(1, cores // max(1, sum(counts.values())))
+
+
+def of_a_share(config: Config) -> Config:
+    """For the share of a GPU that this process has."""
+    gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1)
+    share = config.engine.memory_share * min(1, gpus)
+    return replace(config, engine=replace(config.engine, memory_share=share))
 
 
 def resources_here() -> dict[str, float]:

@@ -22,11 +22,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from disagg.codecs.registry import codec_names
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.errors import PeerLostError, ReservationError
 from disagg.kernels.cpu.library import backend
+from disagg.model.capacity import CodecFit, fit_codec
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -198,7 +200,12 @@ class Worker:
         info |= {"node": socket.gethostname(), "backend": backend() if device == "cpu" else device}
         free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
         info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
+        fits = [self._fit(codec) for codec in (self.config.codec, *codec_names())]
+        info["arena_tokens"] = {x.spec: x.tokens for x in fits if not x.refused}
         return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
+
+    def _fit(self, codec: str) -> CodecFit:
+        return fit_codec(codec, self._runner.info, self.engine.pool.arena.nbytes)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
@@ -251,7 +258,8 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            self._started.set_result(Started(*named, self._min_tokens()))
+            room = self._fit(self.config.codec).tokens or 0
+            self._started.set_result(Started(*named, self._min_tokens(), room))
             try:
                 await self._drain(await self._stop_asked)
             finally:

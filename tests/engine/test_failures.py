@@ -12,6 +12,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Failed, Prefill, Replay
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import CapacityError, DisaggError, RequestError
+from disagg.model import attention as attention_module
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 from disagg.state import allocate_group
@@ -189,3 +190,33 @@ def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(ru
     run_until_idle(engine)
     assert len(late) >= 10
     assert not early
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError()], ids=repr)
+def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_again(
+    runner, error, monkeypatch
+):
+    good, bad = random_prompt(70), random_prompt(BROKEN)
+    (expected,) = serve(make_engine(runner), [good], KIVI, 12)
+    attend = attention_module.attend_exact
+
+    def short_of_memory(q: Any, k: Any, *rest: Any) -> Any:
+        if k.shape[1] == BROKEN:
+            raise error
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(attention_module, "attend_exact", short_of_memory)
+    engine = make_engine(runner)
+    engine.submit(Replay(request("decoding", good, KIVI, 12)))
+    engine.step()
+    engine.step()
+    for name, prompt in (("beside", good), ("bad", bad)):
+        engine.submit(Replay(request(name, prompt, KIVI, 12)))
+    outputs = run_until_idle(engine)
+    (failed,) = [failed for output in outputs for failed in output.failed]
+    assert (failed.rid, type(failed.error)) == ("bad", CapacityError)
+    said = {name: {} for name in ("decoding", "beside")}
+    for token in (token for output in outputs for token in output.tokens):
+        said[token.rid][token.index] = token.token
+    assert list(said["beside"].values()) == expected
+    assert [said["decoding"][i] for i in range(2, 12)] == expected[2:]

@@ -1,24 +1,31 @@
 """Every architecture that calls our attention answers as transformers does; others are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from disagg.errors import ModelError
+from disagg.model.capacity import check_model
 from disagg.model.runner import Runner
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
+from tests.model.architectures import KINDS, table
 from tests.model.reference import ReferenceModel
-from tests.model.tiny import random_prompt, save_tiny
+from tests.model.tiny import random_prompt, save_config, save_tiny
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma3_text", "afmoe"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bamba": ({}, "BambaForCausalLM does not run on pages"),
+    "bamba": ({}, "state-space layers"),
+    "bloom": ({}, "ALiBi"),
+    "deepseek_v3": ({"kv_lora_rank": 16}, "MLA"),
     "falcon": ({}, "no attention function"),
-    "falcon_h1": ({}, "FalconH1ForCausalLM does not run on pages"),
+    "falcon_h1": ({}, "state-space layers"),
     "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    "gpt_oss": ({}, "sinks"),
-    "jamba": ({}, "JambaForCausalLM does not run on pages"),
+    "jamba": ({}, "state-space layers"),
+    "llama4_text": ({}, "in chunks"),
+    "qwen3_next": ({}, "linear_attention"),
 }
 
 
@@ -37,9 +44,28 @@ def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
 @pytest.mark.parametrize("kind", REFUSED)
 def test_attention_that_pages_cannot_serve_is_refused_at_load(kind, tmp_path):
     changes, reason = REFUSED[kind]
-    path = save_tiny(kind, tmp_path, **changes)
+    path = save_config(kind, tmp_path, **changes)
     with pytest.raises(ModelError, match=reason):
         Runner.load(str(path))
+
+
+def test_attention_sinks_are_refused_at_load(tmp_path):
+    with pytest.raises(ModelError, match="sinks"):
+        Runner.load(str(save_tiny("gpt_oss", tmp_path)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_alone_says_what_the_page_of_models_says(kind, tmp_path):
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{kind}` |")]
+    fit = check_model(str(save_config(kind, tmp_path)))
+    assert fit.served or "refused" in row  # a refusal may also come of the probe
+    assert fit.reason in row
+    assert "\n" not in fit.reason
+
+
+@pytest.mark.slow
+def test_the_page_of_models_is_what_its_command_makes():
+    assert PAGE.read_text() == table()
 
 
 def test_a_gemma2_without_caps_is_served(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 260
 CONTEXT = 512
@@ -27,12 +28,26 @@ OWN_NAMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
     "opt": {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 3}
     | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "init_std": 0.2},
+    "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT},
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "afmoe": {"sliding_window": 20, "moe_intermediate_size": 48}
     | {"num_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": {"sliding_window": 20, "sliding_window_pattern": 2, "logit_scale": 1.0},
+    "ernie4_5": {"use_bias": False},
+    "glm4_moe": {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 20},
+    "ministral": {"sliding_window": 20},
+    "mixtral": {"sliding_window": None, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "olmo3": {"sliding_window": 20},
+    "olmoe": {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 2, "sliding_window": None},
+    "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "starcoder2": {"sliding_window": 20},
     "qwen3": {"use_sliding_window": False},
     "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}
     | {"tie_word_embeddings": False},
@@ -42,13 +57,26 @@ EXTRA: dict[str, dict[str, Any]] = {
 GENERAL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Build a random model of an architecture, and a tokenizer of bytes, and save both."""
+def tiny_config(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
+    """The config of a small model of an architecture."""
     sizes = SIZES
     if kind in OWN_NAMES:
         sizes = {name: SIZES[name] for name in GENERAL} | OWN_NAMES[kind]
-    config = transformers.CONFIG_MAPPING[kind](**(sizes | EXTRA.get(kind, {}) | changes))
+    return transformers.CONFIG_MAPPING[kind](**(sizes | EXTRA.get(kind, {}) | changes))
+
+
+def save_config(kind: str, folder: Path, **changes: Any) -> Path:
+    """A folder with the config of a small model, without weights."""
+    config = tiny_config(kind, **changes)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
+    return folder
+
+
+def save_tiny(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Build a random model of an architecture, and a tokenizer of bytes, and save both."""
     torch.manual_seed(seed)
+    config = tiny_config(kind, **changes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

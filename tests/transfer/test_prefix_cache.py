@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import Plan
+from disagg.pool import HostArena, Pool
 from disagg.transfer.messages import State
-from disagg.transfer.prefix_cache import Note, PrefixCache
+from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
 from disagg.transfer.records import Addresses, content_keys, ids_by_kind, units_of
 from disagg.transfer.reservations import Admission, Dropped
 from disagg.wire import CommitFrame, Item, Ticket
@@ -281,3 +283,24 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
     ticket = Ticket(grant.nonce, EPOCH, 1)
     assert desk.ledger._find(ticket).state is State.ABORTED
     desk.assert_nothing_held()
+
+
+def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
+    shape = KVShape(2, 2, 64, "float16", (None, 256))
+    plan, pool = parse_plan("kivi:bits=4,residual=64", shape), Pool(HostArena(bytearray(32 << 20)))
+    cache, prompt = PrefixCache(pool), list(range(1500))
+
+    def hold(tokens: list[int]) -> Holding:
+        holding = cache.hold("model", plan, tokens, 0)
+        cache.keep(holding, [7] * holding.checklist.num_items)
+        return holding
+
+    hold(prompt[:1000])
+    longer, much_longer, shorter = (hold(prompt[:n]) for n in (1100, 1500, 500))
+    sealed = plan.groups[0].sealed(1000)
+    assert longer.cached_tokens == sealed  # the window begins among what the first prompt kept
+    assert longer.cached[1] == (sealed - plan.groups[1].dropped(1100)) // 64
+    assert much_longer.cached_tokens == plan.groups[0].sealed(1100)
+    assert shorter.cached_tokens == plan.groups[1].dropped(500)  # its last window was dropped
+    for holding in (longer, much_longer, shorter):
+        assert len(holding.groups[1].page_ids()) <= 256 // 64 + 1

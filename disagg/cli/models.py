@@ -1,0 +1,77 @@
+"""`disagg models`: whether a model can be served, and what its KV takes, before it is fetched."""
+
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from disagg.cli import options
+from disagg.cli.output import print_json, print_table
+from disagg.config import EngineConfig
+from disagg.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from disagg.model.capacity import ModelFit
+
+app = typer.Typer(no_args_is_help=True, help="What models there are to serve.")
+UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+
+Ref = Annotated[str | None, typer.Argument(help="As for --model; the packaged one if none.")]
+Memory = Annotated[str | None, typer.Option(help="Of one accelerator: 80GB, 24GiB.")]
+Dtype = Annotated[
+    str, typer.Option(help="What it computes in; that of the checkpoint unless given.")
+]
+
+
+@app.callback()
+def models() -> None:
+    """What models there are to serve."""
+
+
+@app.command()
+def check(
+    ref: Ref = None, memory: Memory = None, dtype: Dtype = "auto", as_json: options.Json = False
+) -> None:
+    """Say whether a model is served, or why not, and how many tokens fit. Reads no weights."""
+    from disagg.model.capacity import check_model
+
+    room = None if memory is None else parse_bytes(memory)
+    found = check_model(ref, dtype, room, EngineConfig().memory_share)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _draw(found)
+    if not found.served:
+        raise typer.Exit(ModelError.exit_code)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "80GB" or "24GiB"; ConfigError for what is no size."""
+    match = re.fullmatch(r"([0-9.]+)\s*((?:[MGT]i?)?)B?", text.strip())
+    try:
+        return int(float(match[1]) * UNITS[match[2]])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{text!r} is no size; write 80GB or 24GiB") from None
+
+
+def _draw(fit: "ModelFit") -> None:
+    if not fit.served:
+        print(f"{fit.architecture}: not served: {fit.reason}")
+        return
+    spans = [f"{n} x {f'{w} tokens' if w else 'all'}" for w, n in fit.windows.items()]
+    print(f"{fit.architecture}: served")
+    print(f"layers that see: {', '.join(spans)} · {fit.heads} KV heads of {fit.head_dim}")
+    print(f"context {fit.context_length:,} tokens · weights {fit.weights_bytes / 1e6:,.0f} MB")
+    exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
+    print(f"{exact} · recommended: {fit.recommended}")
+    rows = [
+        [
+            codec.spec,
+            codec.refused or f"{codec.bytes_per_token:,.0f}",
+            "" if codec.tokens is None else f"{codec.tokens:,}",
+        ]
+        for codec in fit.codecs
+    ]
+    title = f"in prompts of {fit.context_length:,} tokens"
+    print_table(title, ["codec", ">bytes a token", ">tokens that fit"], rows)

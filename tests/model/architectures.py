@@ -1,0 +1,89 @@
+"""Which architectures are served, tried out on small random models, as docs/models.md.
+
+    python -m tests.model.architectures --out docs/models.md
+
+Greedy tokens under the `raw` codec against `generate` of transformers, or the refusal.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+
+from disagg.bench.result import tell
+from disagg.errors import ModelError
+from disagg.model.describe import ModelInfo, describe_model
+from disagg.model.runner import Runner
+from tests.engine.margins import assert_same
+from tests.engine.serving import make_engine, serve
+from tests.model.reference import ReferenceModel
+from tests.model.tiny import random_prompt, save_config, save_tiny
+
+PLAIN = ("cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt2", "gpt_neox", "granite", "llama")
+PLAIN += ("nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3")
+WINDOWED = ("afmoe", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral")
+WINDOWED += ("olmo3", "starcoder2")
+EXPERTS = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+OTHERS = ("bamba", "bloom", "deepseek_v3", "falcon", "falcon_h1", "jamba", "llama4_text", "mpt")
+OTHERS += ("qwen3_next", "stablelm")
+KINDS = (*PLAIN, *WINDOWED, *EXPERTS, *OTHERS)
+LENGTHS, ANSWER = (5, 37, 70), 24
+SERVED = f"the tokens of `generate`, prompts of {', '.join(map(str, LENGTHS))}, {ANSWER} generated"
+HEAD = f"""# Models
+
+Small random models of each architecture, tried out with transformers {transformers.__version__} by
+`python -m tests.model.architectures --out docs/models.md`: exact pages (`raw`) against `generate`,
+or the reason of the refusal. `disagg models check REF` says the same of a real one from its config,
+with the tokens that fit; what a config cannot say is found out by a probe when the weights load.
+
+| architecture | heads / KV heads x dim | windows of layers | result |
+|---|---|---|---|
+"""
+
+
+def table() -> str:
+    """The whole page."""
+    return HEAD + "".join(f"{row}\n" for row in rows())
+
+
+def rows() -> Iterator[str]:
+    """A line for each architecture."""
+    for kind in tell(KINDS, str):
+        with tempfile.TemporaryDirectory() as folder:
+            shape, result = try_out(kind, Path(folder))
+        yield f"| `{kind}` | {shape} | {result} |"
+
+
+def try_out(kind: str, folder: Path) -> tuple[str, str]:
+    """Shape and windows of a small model, and what came of it."""
+    shape = " | "
+    try:
+        shape = shape_of(describe_model(str(save_config(kind, folder))))
+        path = str(save_tiny(kind, folder))
+        runner = Runner.load(path)
+    except ModelError as error:
+        return shape, f"refused: {' '.join(str(error).split())}"
+    prompts, reference = [random_prompt(n) for n in LENGTHS], ReferenceModel(path)
+    engine = make_engine(runner, max_batch_tokens=29)
+    for prompt, answer in zip(prompts, serve(engine, prompts, "raw", ANSWER), strict=True):
+        assert_same(answer, reference.generate(prompt, ANSWER))
+    return shape, SERVED
+
+
+def shape_of(info: ModelInfo) -> str:
+    """Two cells."""
+    windows = ", ".join("all" if window is None else str(window) for window in info.windows)
+    return f"{info.query_heads} / {info.heads} x {info.head_dim} | {windows}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the page is written")
+    parser.parse_args().out.write_text(table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What `models check` says of a model is what the engine then does with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.app import run
+from disagg.cli.models import parse_bytes
+from disagg.codecs import codec_names
+from disagg.codecs.planning import parse_plan
+from disagg.config import DEFAULT_CODEC
+from disagg.errors import ConfigError, ModelError
+from disagg.model.capacity import check_model, kv_shape, split_memory, tokens_that_fit
+from disagg.model.describe import describe_model
+from tests.model.test_describe import write
+
+LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_8B |= {"num_hidden_layers": 32, "max_position_embeddings": 131072, "dtype": "bfloat16"}
+
+
+def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path, **LLAMA_8B)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    fit = check_model(path, memory=80 * 10**9 - 16 * 10**9)
+    assert fit.exact_bytes_per_token == 2 * 2 * 32 * 8 * 128
+    tokens = {codec.spec.partition(":")[0]: codec.tokens for codec in fit.codecs}
+    assert tokens["raw"] == pytest.approx(tokens["fp8"] / 2, rel=0.01)
+    assert tokens["raw"] > 250_000
+    assert tokens["kivi"] > 1_500_000
+    assert fit.recommended == "kivi:bits=4,group=64,residual=64"
+
+
+def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
+    fit = check_model(write(tmp_path, hidden_size=320))  # heads of 80
+    assert len(fit.codecs) == 1 + len(codec_names())
+    refused = [codec for codec in fit.codecs if codec.refused]
+    assert [codec.spec for codec in refused] == ["banded"]
+    assert "head dim is 80" in refused[0].refused
+    assert fit.recommended == "kivi:bits=4,group=16,residual=64"
+
+
+def test_as_many_tokens_fit_as_plans_count_and_not_one_more(tmp_path: Path) -> None:
+    info = describe_model(write(tmp_path))
+    plan = parse_plan(DEFAULT_CODEC, kv_shape(info))
+    room = 3 * plan.nbytes(2048) + plan.nbytes(700)
+    fitting = tokens_that_fit(plan, room, 2048)
+    assert plan.nbytes(fitting - 3 * 2048) <= plan.nbytes(700) < plan.nbytes(fitting + 1 - 3 * 2048)
+
+
+def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(tmp_path: Path) -> None:
+    info = describe_model(write(tmp_path, **LLAMA_8B), device="cuda")
+    arena, workspace = split_memory(57_600_000_000, kv_shape(info), info.context_length)
+    assert workspace == 131072 * 131072
+    assert arena + workspace == 57_600_000_000
+    arena, workspace = split_memory(9 * 10**9, kv_shape(info), info.context_length)
+    assert (arena, workspace) == (6 * 10**9, 3 * 10**9)
+
+
+def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(tmp_path, capsys):
+    path = write(tmp_path, layer_types=["linear_attention"] * 3, model_type="qwen3_next")
+    assert run(["models", "check", path]) == ModelError.exit_code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "not served: qwen3_next has layers of type linear_attention" in line
+    assert run(["models", "check", path, "--json"]) == ModelError.exit_code
+    assert not json.loads(capsys.readouterr().out)["served"]
+
+
+def test_the_command_needs_no_weights(tmp_path, capsys):
+    path = write(tmp_path, **LLAMA_8B)
+    assert run(["models", "check", path, "--memory", "24GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["served"]
+    assert all(codec["tokens"] > 0 for codec in found["codecs"])
+    assert run(["models", "check", path]) == 0
+    assert "recommended: kivi:bits=4" in capsys.readouterr().out
+
+
+def test_sizes_are_written_with_units() -> None:
+    assert parse_bytes("80GB") == 80 * 10**9
+    assert parse_bytes("1.5 GiB") == 3 << 29
+    for wrong in ("much", "80XB", "1.2.3GB", ""):
+        with pytest.raises(ConfigError, match="write 80GB"):
+            parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("changes", [{"text_config": 3}, {"num_attention_heads": "four"}])
+def test_a_config_that_makes_no_sense_is_a_refusal(changes, tmp_path):
+    fit = check_model(write(tmp_path, **changes))
+    assert not fit.served
+    assert fit.reason
