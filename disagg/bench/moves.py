@@ -8,14 +8,14 @@ the move. Beside it: prompt and answer prefilled again, as after a death.
 import asyncio
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from disagg.bench.crew import POLL_S, Crew, hired
 from disagg.bench.handoff import ask, prompt_of
 from disagg.bench.result import Row, result_of, tell
-from disagg.config import DEFAULT_CODEC, Config, TransferConfig
+from disagg.config import DEFAULT_CODEC, Config, EngineConfig, TransferConfig
 from disagg.transfer.messages import Role, WorkerStatus
 
 CODECS = (DEFAULT_CODEC, "raw")
@@ -45,7 +45,7 @@ def measure_moves(rounds: int = 20) -> Row:
 
 
 async def _measure(rounds: int) -> list[Row]:
-    config = Config(transfer=replace(TransferConfig(), dedup=False))
+    config = Config(engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False))
     rows = []
     async with hired(config, prefill=1, decode=2) as crew:
         for codec, tokens in tell([(x, y) for x in CODECS for y in LENGTHS], str):

@@ -160,7 +160,8 @@ def persist(
     The same seed makes the same answer, which is shown from where it broke off. TransferError if it
     comes out otherwise, PeerLostError if nobody answers for RESUME_S.
     """
-    body, shown = {"seed": secrets.randbits(31), **body}, ""
+    shown, seed = "", body.get("seed")
+    body = {**body, "seed": secrets.randbits(31) if seed is None else seed}
     while True:
         said = ""
 

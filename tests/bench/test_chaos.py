@@ -19,6 +19,7 @@ def check(result: Row) -> None:
     assert result["left"] == {"processes": [], "ports": []}
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_three_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill worker is killed, the decode worker drained, its successor cut off."""

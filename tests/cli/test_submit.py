@@ -12,13 +12,14 @@ import pytest
 
 from disagg.cli import client
 from disagg.cli.app import run
-from disagg.cli.client import Answer
+from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
 from tests.cli.conftest import STATS, take_ctrl_c, wait_for
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
 ROOT = Path(__file__).resolve().parents[2]
+SERVICE = RunningService("http://here", 1, "")
 
 
 def test_the_continuation_goes_to_stdout_and_a_table_follows(running, capsys):
@@ -210,7 +211,7 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
     """The second time it begins anew, by the same seed; what was shown is not shown again."""
     tries, seeds, shown = [["ab", "c"], ["a"], [], ["a", "bcd", "e"]], [], []
 
-    def complete(url, body, show):
+    def complete(url, body, show, *trust):
         seeds.append(body["seed"])
         for piece in tries.pop(0):
             show(piece)
@@ -218,28 +219,29 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
             raise PeerLostError("nobody is there")
         return Answer("abcde")
 
-    def get(url, path, looks=count()):  # gone at every other look
+    def get(url, path, certificate, looks=count()):  # gone at every other look
         if next(looks) % 2 == 0:
             raise PeerLostError("nobody is there")
 
     monkeypatch.setattr(client, "complete", complete)
     monkeypatch.setattr(client, "get", get)
     monkeypatch.setattr(client, "RETRY_S", 0.0)
-    assert client.persist("url", {"prompt": "x"}, shown.append).text == "abcde"
+    assert client.persist(SERVICE, {"prompt": "x", "seed": None}, shown.append).text == "abcde"
     assert shown == ["ab", "c", "d", "e"]
     assert len(seeds) == 4
     assert len(set(seeds)) == 1
+    assert None not in seeds
 
 
 def test_an_answer_that_comes_out_otherwise_the_second_time_is_an_error(monkeypatch):
     tries = [["ab"], ["ax"]]
 
-    def complete(url, body, show):
+    def complete(url, body, show, *trust):
         for piece in tries.pop(0):
             show(piece)
         raise PeerLostError("nobody is there")
 
     monkeypatch.setattr(client, "complete", complete)
-    monkeypatch.setattr(client, "_comes_back", lambda url: True)
+    monkeypatch.setattr(client, "_comes_back", lambda service: True)
     with pytest.raises(TransferError, match="otherwise"):
-        client.persist("url", {"prompt": "x", "seed": 7}, lambda piece: None)
+        client.persist(SERVICE, {"prompt": "x", "seed": 7}, lambda piece: None)
