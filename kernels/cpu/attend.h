@@ -34,7 +34,10 @@ static void clear(float (*x)[LINE], int64_t dim) {
 static void read_halves(float *to, const uint8_t *from, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
-    for (uint16_t h; i < count; i++) to[i] = half_to_float(*(uint16_t *)memcpy(&h, from + 2 * i, 2));
+    uint16_t rest[LANES] = {0};
+    memcpy(rest, from + 2 * i, 2 * (count - i));
+    const V x = v_half(rest);
+    memcpy(to + i, &x, 4 * (count - i));
 }
 
 static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
