@@ -243,16 +243,17 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
 }
 
 /* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
-INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *next, int64_t stride,
-                                int64_t count, int64_t columns, const float *x, float times, float *out) {
+INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *next, int64_t count,
+                                int64_t columns, const float *x, float times, float *out) {
     enum { AT_ONCE = SUMS / TILE };
+    const int64_t size = type == FP32 ? 4 : type == FP8 ? 1 : 2, stride = size * columns;
     for (int64_t r = 0; r < count; r += AT_ONCE) {
         V a[SUMS];
 #pragma GCC unroll 16
         for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
             V y[AT_ONCE];
-            __builtin_prefetch(next + r * stride + c * AT_ONCE * stride / columns);
+            __builtin_prefetch(next + r * stride + c * AT_ONCE * size);
 #pragma GCC unroll 16
             for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4
@@ -274,9 +275,9 @@ INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *ne
     else if (type == BF16) F(BF16, __VA_ARGS__);   \
     else if (type == FP32) F(FP32, __VA_ARGS__);   \
     else F(FP8, __VA_ARGS__)
-static void multiply_numbers(int64_t type, const uint8_t *rows, const uint8_t *next, int64_t stride,
-                             int64_t count, int64_t columns, const float *x, float times, float *out) {
-    BY_TYPE(type, multiply_numbers_of, rows, next, stride, count, columns, x, times, out);
+static void multiply_numbers(int64_t type, const uint8_t *rows, const uint8_t *next, int64_t count,
+                             int64_t columns, const float *x, float times, float *out) {
+    BY_TYPE(type, multiply_numbers_of, rows, next, count, columns, x, times, out);
 }
 
 static void transpose4(Four *a) {
@@ -472,8 +473,8 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     const uint8_t *block = strip->blocks[0];
     const float *x = k->turn || f->order >= 0 ? t->turned[0] : t->q[0];
     if (k->floating) {
-        multiply_numbers(FP8, block + k->codes, strip->next[0] + k->codes, f->head_dim, f->tokens,
-                         f->head_dim, x, float8_scale(k, block), out);
+        multiply_numbers(FP8, block + k->codes, strip->next[0] + k->codes, f->tokens, f->head_dim, x,
+                         float8_scale(k, block), out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
@@ -513,8 +514,8 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     if (v->floating) {
         for (int i = 0; i < strip->count; i++) {
             const uint8_t *block = strip->blocks[i];
-            multiply_numbers(FP8, block + v->codes, strip->next[i] + v->codes, f->tokens, f->head_dim,
-                             f->tokens, room->s[0] + i * f->tokens, float8_scale(v, block),
+            multiply_numbers(FP8, block + v->codes, strip->next[i] + v->codes, f->head_dim, f->tokens,
+                             room->s[0] + i * f->tokens, float8_scale(v, block),
                              (i ? room->part : out)[0]);
             for (int h = 0; h < TILE && i; h++)
                 for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
@@ -603,8 +604,8 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
     const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
     float down[TILE];
     for (int i = 0; i < strip->count; i++)
-        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, size * dim,
-                         tokens, dim, t->q[0], 1.0f, room->s[0] + i * tokens);
+        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, tokens, dim,
+                         t->q[0], 1.0f, room->s[0] + i * tokens);
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
