@@ -34,7 +34,10 @@ static void clear(float (*x)[LINE], int64_t dim) {
 static void read_halves(float *to, const uint8_t *from, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
-    for (uint16_t h; i < count; i++) to[i] = half_to_float(*(uint16_t *)memcpy(&h, from + 2 * i, 2));
+    uint16_t rest[LANES] = {0};
+    memcpy(rest, from + 2 * i, 2 * (count - i));
+    const V x = v_half(rest);
+    memcpy(to + i, &x, 4 * (count - i));
 }
 
 static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
@@ -240,15 +243,17 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
 }
 
 /* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
-INLINE void multiply_numbers_of(int type, const uint8_t *rows, int64_t stride, int64_t count,
+INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *next, int64_t count,
                                 int64_t columns, const float *x, float times, float *out) {
     enum { AT_ONCE = SUMS / TILE };
+    const int64_t size = type == FP32 ? 4 : type == FP8 ? 1 : 2, stride = size * columns;
     for (int64_t r = 0; r < count; r += AT_ONCE) {
         V a[SUMS];
 #pragma GCC unroll 16
         for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
             V y[AT_ONCE];
+            __builtin_prefetch(next + r * stride + c * AT_ONCE * size);
 #pragma GCC unroll 16
             for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4
@@ -270,9 +275,9 @@ INLINE void multiply_numbers_of(int type, const uint8_t *rows, int64_t stride, i
     else if (type == BF16) F(BF16, __VA_ARGS__);   \
     else if (type == FP32) F(FP32, __VA_ARGS__);   \
     else F(FP8, __VA_ARGS__)
-static void multiply_numbers(int64_t type, const uint8_t *rows, int64_t stride, int64_t count,
+static void multiply_numbers(int64_t type, const uint8_t *rows, const uint8_t *next, int64_t count,
                              int64_t columns, const float *x, float times, float *out) {
-    BY_TYPE(type, multiply_numbers_of, rows, stride, count, columns, x, times, out);
+    BY_TYPE(type, multiply_numbers_of, rows, next, count, columns, x, times, out);
 }
 
 static void transpose4(Four *a) {
@@ -468,7 +473,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     const uint8_t *block = strip->blocks[0];
     const float *x = k->turn || f->order >= 0 ? t->turned[0] : t->q[0];
     if (k->floating) {
-        multiply_numbers(FP8, block + k->codes, f->head_dim, f->tokens, f->head_dim, x,
+        multiply_numbers(FP8, block + k->codes, strip->next[0] + k->codes, f->tokens, f->head_dim, x,
                          float8_scale(k, block), out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
@@ -509,8 +514,9 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     if (v->floating) {
         for (int i = 0; i < strip->count; i++) {
             const uint8_t *block = strip->blocks[i];
-            multiply_numbers(FP8, block + v->codes, f->tokens, f->head_dim, f->tokens,
-                             room->s[0] + i * f->tokens, float8_scale(v, block), (i ? room->part : out)[0]);
+            multiply_numbers(FP8, block + v->codes, strip->next[i] + v->codes, f->head_dim, f->tokens,
+                             room->s[0] + i * f->tokens, float8_scale(v, block),
+                             (i ? room->part : out)[0]);
             for (int h = 0; h < TILE && i; h++)
                 for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
         }
@@ -558,13 +564,17 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
 
 /* o [D] += p [tokens] times rows [tokens][D] of V, tokens that a query sees: `wide` vectors from
  * column d on */
-INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
-                        int64_t first, int64_t tokens, int64_t d, int wide, int all) {
+INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
+                        int64_t stride, int64_t first, int64_t tokens, int64_t d, int wide, int all) {
     V o[SUMS];
+    const int size = type == FP32 ? 4 : 2;
 #pragma GCC unroll 16
     for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
     for (int64_t i = 0; i < tokens; i++) {
         V y[SUMS];
+#pragma GCC unroll 16
+        for (int j = 0; j < wide; j += 64 / size / LANES)
+            __builtin_prefetch(next + i * stride + (d + j * LANES) * size);
 #pragma GCC unroll 16
         for (int j = 0; j < wide; j++) y[j] = v_read(rows + i * stride, d + j * LANES, type);
 #pragma GCC unroll 4
@@ -579,35 +589,30 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
     for (int i = 0; i < TILE * wide; i++) v_store(t->o[i / wide] + d + i % wide * LANES, o[i]);
 }
 
-INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, int64_t stride,
-                          int64_t first, int64_t tokens, int64_t dim) {
+INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
+                          int64_t stride, int64_t first, int64_t tokens, int64_t dim) {
     enum { WIDE = TILE == 1 ? 4 : 2 };
     int all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     int64_t d = 0;
     for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
-        add_columns(type, t, p, rows, stride, first, tokens, d, WIDE, 1);
-    for (; d < dim; d += LANES) add_columns(type, t, p, rows, stride, first, tokens, d, 1, all);
+        add_columns(type, t, p, rows, next, stride, first, tokens, d, WIDE, 1);
+    for (; d < dim; d += LANES) add_columns(type, t, p, rows, next, stride, first, tokens, d, 1, all);
 }
 
 static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
     float down[TILE];
-    for (int i = 0; i < strip->count; i++) {
-        for (int64_t at = 0; at < tokens * dim * size; at += 64) {
-            __builtin_prefetch(strip->next[i] + f->raw_k + at);
-            __builtin_prefetch(strip->next[i] + f->raw_v + at);
-        }
-        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, size * dim, tokens, dim, t->q[0],
-                         1.0f, room->s[0] + i * tokens);
-    }
+    for (int i = 0; i < strip->count; i++)
+        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, tokens, dim,
+                         t->q[0], 1.0f, room->s[0] + i * tokens);
     soften(t, f, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
             v_store(t->o[h] + d, v_load(t->o[h] + d) * v_set(down[h]));
     for (int64_t i = 0, at = 0; i < strip->count; i++, at += tokens)
-        BY_TYPE(f->raw, add_values_of, t, room->s[0] + at, strip->blocks[i] + f->raw_v, size * dim,
-                first + at, tokens, dim);
+        BY_TYPE(f->raw, add_values_of, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
+                strip->next[i] + f->raw_v, size * dim, first + at, tokens, dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {

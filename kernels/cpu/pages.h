@@ -91,34 +91,4 @@ typedef struct { /* one instruction set */
 extern const Path path_c, path_avx2, path_avx512vnni;
 void one_c(const Attention *, int64_t), one_avx2(const Attention *, int64_t),
     one_avx512vnni(const Attention *, int64_t);
-
-static inline float half_to_float(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
-    float f;
-    if (rest >= 0x0f800000) rest += 0x70000000; /* infinite, or no number */
-    memcpy(&f, &rest, 4);
-    if (rest < 0x0f800000) f *= 0x1p112f;
-    memcpy(&rest, &f, 4);
-    rest |= sign;
-    memcpy(&f, &rest, 4);
-    return f;
-}
-
-/* to nearest, ties to even; x is a number */
-static inline uint16_t float_to_half(float x) {
-    uint32_t u, sign, half = 0x3f000000;
-    float f;
-    memcpy(&u, &x, 4);
-    sign = u >> 16 & 0x8000;
-    u &= 0x7fffffff;
-    if (u < 0x38800000) { /* below the normal numbers of fp16, adding 1/2 rounds the last bits */
-        memcpy(&f, &u, 4);
-        f += 0.5f;
-        memcpy(&u, &f, 4);
-        return (uint16_t)(sign | (u - half));
-    }
-    u += 0xc8000fff + (u >> 13 & 1);
-    u >>= 13;
-    return (uint16_t)(sign | (u > 0x7c00 ? 0x7c00 : u));
-}
 #endif

@@ -57,17 +57,20 @@ INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
 }
 INLINE V v_max(V a, V b) { return (V)(((W)a & (a > b)) | ((W)b & ~(a > b))); }
 INLINE V v_min(V a, V b) { return (V)(((W)a & (a < b)) | ((W)b & ~(a < b))); }
-INLINE V v_half(const void *p) {
-    uint16_t h[LANES];
-    V r;
-    memcpy(h, p, sizeof h);
-    for (int i = 0; i < LANES; i++) r[i] = half_to_float(h[i]);
-    return r;
+INLINE V v_half(const void *p) { /* fp16 counts exponents from 15, fp32 from 127 */
+    Word h;
+    memcpy(&h, p, sizeof h);
+    const W w = __builtin_convertvector(h, W), rest = (w & 0x7fff) << 13;
+    const V x = (V)(rest + (0x70000000 & (rest >= 0x0f800000))); /* infinite, or no number */
+    return (V)((W)(x * 0x1p112f) | (w & 0x8000) << 16);
 }
-INLINE void v_store_half(void *p, V a) {
-    uint16_t h[LANES];
-    for (int i = 0; i < LANES; i++) h[i] = float_to_half(a[i]);
-    memcpy(p, h, sizeof h);
+INLINE void v_store_half(void *p, V a) { /* to nearest, ties to even; of numbers */
+    const W u = (W)a & 0x7fffffff, usual = (u - 0x37fff001 + (u >> 13 & 1)) >> 13;
+    const W tiny = (W)((V)u + 0.5f) - 0x3f000000; /* this rounds what is below fp16's normal numbers */
+    const W small = u < 0x38800000, large = usual > 0x7c00;
+    const W most = (0x7c00 & large) | (usual & ~large), bits = (tiny & small) | (most & ~small);
+    const Word h = __builtin_convertvector(bits | ((W)a >> 16 & 0x8000), Word);
+    memcpy(p, &h, sizeof h);
 }
 #endif
 
