@@ -19,7 +19,7 @@ from disagg.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
-DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,group=64,residual=64"
+DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 
 
 def at_least(least: float, *, default: Any) -> Any:

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from disagg.cli import options
+from disagg.cli import bench_serve, options
 from disagg.cli.output import print_json
 from disagg.errors import ConfigError
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.command()(bench_serve.serve)
 
 Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")]
@@ -131,6 +132,24 @@ def decode(
 
     given = _set({"codecs": codec, "sizes": size})
     _show(draw_rows, run(DecodeOptions(device, model, **given)), out, as_json)
+
+
+@app.command()
+def capacity(
+    device: str = "cpu",
+    model: str = "small",
+    memory_mb: Annotated[float, typer.Option(min=1, help="For KV, of what is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each sequence.")] = 2048,
+    codec: Codecs = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
+    from disagg.bench.capacity import CapacityOptions, measure_capacity
+    from disagg.bench.result import draw_rows
+
+    asked = CapacityOptions(device, model, memory_mb, tokens, **_set({"codecs": codec}))
+    _show(draw_rows, measure_capacity(asked), out, as_json)
 
 
 @app.command()

@@ -48,7 +48,7 @@ OwnName = Annotated[
 ]
 STOP_S = 15.0
 POLL_S = 0.05
-DEFAULT_GROUP = 64  # channels: the default serves any multiple
+DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
 
 def serve(
@@ -202,9 +202,9 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     """ConfigError unless a spec makes a plan for a model.
 
     Codecs need torch, which takes a second to import: the default is known to be good for heads
-    of 64, 128 and so on, so that who asks for nothing special waits for nothing.
+    of whole 16 channels, so that who asks for nothing special waits for nothing.
     """
-    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_GROUP == 0:
+    if spec == DEFAULT_CODEC and info.head_dim % DEFAULT_DIM == 0:
         return
     from disagg.codecs.planning import KVShape, parse_plan
 

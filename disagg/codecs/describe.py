@@ -41,7 +41,7 @@ class CodecRow:
 
 def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
     """The row of one codec; UnknownNameError or ConfigError where the spec cannot be."""
-    codec = get_codec(spec)
+    codec = get_codec(spec, head_dim)
     group = codec.layer_group((0,), heads, head_dim, "float16")
     cost = measured_costs()["codecs"].get(codec.spec, {})
     spread = [fp16_percent(group, tokens + i) for i in range(64)]

@@ -43,7 +43,7 @@ class GearL(SinkCodec):
         require(self.bits in (2, 4, 8), f"{name}:bits is {self.bits}; 2, 4 and 8 are known")
         known = ", ".join(BACKBONES)
         require(self.backbone in BACKBONES, f"{name}:backbone is {self.backbone!r}; known: {known}")
-        require(self.group in (32, 64), f"{name}:group is {self.group}; 32 and 64 are known")
+        require(self.group in (16, 32, 64), f"{name}:group is {self.group}; 16, 32, 64 are known")
         for option, rank in (("rank", self.rank), ("decode_rank", self.decode_rank)):
             require(1 <= rank <= 16, f"{name}:{option} is {rank}; 1 to 16 is wanted")
 

@@ -13,7 +13,7 @@ class Kivi(SinkCodec):
     """Asymmetric round-to-nearest; K in groups of tokens per channel, V in groups of channels.
 
     bits:     2 or 4; with scales and zeros 2.5 and 4.5 a number in groups of 64, 3 and 5 of 32
-    group:    32 or 64 - tokens that share a scale of K, and channels that share a scale of V
+    group:    16, 32 or 64 - tokens that share a scale of K, and channels that share a scale of V
     residual: R, exact tokens always kept; the tail holds R .. R+63
     error:    |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
               scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
@@ -30,7 +30,7 @@ class Kivi(SinkCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.bits in (2, 4), f"kivi:bits is {self.bits}; 2 and 4 are known")
-        require(self.group in (32, 64), f"kivi:group is {self.group}; 32 and 64 are known")
+        require(self.group in (16, 32, 64), f"kivi:group is {self.group}; 16, 32 and 64 are known")
         valid = self.residual >= 0 and self.residual % RAW_TOKENS == 0
         require(valid, f"kivi:residual is {self.residual}; a multiple of 16 tokens is wanted")
 

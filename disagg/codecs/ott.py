@@ -41,7 +41,7 @@ class Ott(QuantizedCodec):
     a head whose slots do not suffice for the winners of a page lets none of them in.
 
     bits:        2, 4 or 8; by default 2.5, 4.5, 8.5 a number, without the tokens kept
-    group:       32, 64 or 128 - tokens that share a scale of K; channels that share one of V
+    group:       16, 32, 64 or 128 - tokens that share a scale of K; channels that share one of V
     residual:    R, exact tokens always kept; the tail holds R .. R+127
     skip_layers: the first layers, which are quantised without outliers
     rank:        of a low-rank matrix for what the codes miss, as in GEAR; 0: none
@@ -65,8 +65,8 @@ class Ott(QuantizedCodec):
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 4, 8), f"ott:bits is {self.bits}; 2, 4 and 8 are known")
-        known = self.group in (32, 64, 128)
-        require(known, f"ott:group is {self.group}; 32, 64 and 128 are known")
+        known = self.group in (16, 32, 64, 128)
+        require(known, f"ott:group is {self.group}; 16, 32, 64 and 128 are known")
         whole = self.residual >= 0 and self.residual % RAW_TOKENS == 0
         require(whole, f"ott:residual is {self.residual}; a multiple of 16 tokens is wanted")
         for option in ("outliers", "aux", "skip_layers"):

@@ -37,7 +37,9 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
     UnknownNameError for a codec or option nobody knows; ConfigError where a layer has no codec or
     two, or where a codec cannot hold this head dim and there is no other.
     """
-    choices = [_codec_of_layer(choice, shape.num_layers) for choice in spec.split("|")]
+    choices = [
+        _codec_of_layer(choice, shape.num_layers, shape.head_dim) for choice in spec.split("|")
+    ]
     for codec_of in choices[:-1]:
         with suppress(ConfigError):
             return _plan_of(codec_of, shape)
@@ -64,15 +66,15 @@ def codec_of(group: LayerGroup) -> Codec:
     return get_codec(group.codec)
 
 
-def _codec_of_layer(spec: str, num_layers: int) -> list[Codec]:
+def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
     if not spec.strip():
         raise ConfigError("the codec spec is empty; write one such as kivi:bits=2,group=64")
     if not spec.strip()[0].isdigit():  # of any script: such a spec names layers, if wrongly
-        return [get_codec(spec)] * num_layers
+        return [get_codec(spec, head_dim)] * num_layers
     found: dict[int, Codec] = {}
     for part in filter(None, (x.strip() for x in spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
-        codec = get_codec(codec_spec)
+        codec = get_codec(codec_spec, head_dim)
         for layer in _layers(layers, num_layers, spec):
             if layer in found:
                 raise ConfigError(f"layer {layer} has two codecs in {spec!r}")

@@ -1,6 +1,8 @@
 """From a spec string to a codec: `get_codec("kivi:bits=2,group=64,residual=64")`."""
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.banded import Banded
@@ -35,6 +37,7 @@ CODECS: dict[str, type[Codec]] = {
         Raw,
     )
 }
+GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
 
 
 def codec_names() -> list[str]:
@@ -42,8 +45,10 @@ def codec_names() -> list[str]:
     return sorted(CODECS)
 
 
-def get_codec(spec: str) -> Codec:
+def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     """The codec that a spec describes; options left out have their defaults.
+
+    head_dim: where the default group does not divide it, the largest of GROUPS that does is taken
 
     UnknownNameError lists the known codecs or options; ConfigError names a value that cannot be.
     """
@@ -65,7 +70,19 @@ def get_codec(spec: str) -> Codec:
         if key in options:
             raise ConfigError(f"option {key!r} of codec {name} is given twice in {spec!r}")
         options[key] = _value(name, key, value.strip(), types[key])
-    return codec(**options)
+    if head_dim is None or "group" not in types or "group" in options:
+        return codec(**options)
+    makers = (partial(codec, **options, group=group) for group in (codec.group, *GROUPS))
+    return next((make() for make in makers if _divides(make, head_dim)), codec(**options))
+
+
+def _divides(make: Callable[[], Codec], head_dim: int) -> bool:
+    """Whether pages of a codec can hold heads of this size."""
+    try:
+        make().page_layout(head_dim)
+    except ConfigError:
+        return False
+    return True
 
 
 def _value(name: str, key: str, text: str, kind: object) -> int | float | str:

@@ -38,6 +38,17 @@ class Tokenizer:
         """Characters of the longest token: a text of n has at least n / `longest_token` tokens."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
+    @property
+    def size(self) -> int:
+        """Tokens of the vocabulary, without those that were added to it."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Ids of the tokens that are no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.special}
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a prompt. Other threads go on meanwhile.
 

@@ -45,7 +45,9 @@ def test_people_get_a_table_and_progress_beside_it(capsys):
     assert f"1 of 4: 70 tokens, 2 Gb/s, {RAW}, ready" in said.err
 
 
-@pytest.mark.parametrize("name", ["overlap", "latency", "load", "kernels", "decode", "transfer"])
+@pytest.mark.parametrize(
+    "name", ["overlap", "latency", "load", "kernels", "decode", "transfer", "serve", "capacity"]
+)
 def test_every_benchmark_is_a_command(name, capsys):
     assert run(["bench", name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 
 from disagg.cli import workers
 from disagg.cli.app import run
-from disagg.cli.client import post
+from disagg.cli.client import RunningService, post
 from disagg.errors import AuthError, RequestError
 
 STATUS = {"model": "m", "codec": "raw", "requests": 3, "queued": 2, "moved": 1, "retried": 0}
@@ -42,9 +42,9 @@ def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
 
 def test_nobody_scales_without_the_key_or_by_nonsense(known):
     with pytest.raises(AuthError):
-        post(known.url, "/scale", "wrong", {"decode": 2})
+        post(known.url, "/scale", "wrong", body={"decode": 2})
     with pytest.raises(RequestError, match="is wanted"):
-        post(known.url, "/scale", "secret", {"decode": "two"})
+        post(known.url, "/scale", "secret", body={"decode": "two"})
     assert not known.staff.asked
 
 
@@ -59,5 +59,5 @@ def test_status_is_one_screen(capsys):
 
 def test_watching_looks_again_and_again(known, monkeypatch):
     monkeypatch.setattr(workers, "PAUSE_S", 0.0)
-    found = list(islice(workers.looks(known.url, again=True), 3))
+    found = list(islice(workers.looks(RunningService(known.url, 0, ""), again=True), 3))
     assert [x["model"] for x in found] == ["tiny"] * 3

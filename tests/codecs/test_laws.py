@@ -23,6 +23,7 @@ CODECS = [
     "kivi:bits=2,group=32,residual=128",
     "kivi:bits=4,group=64,residual=64",
     "kivi:bits=4,group=32,residual=0",
+    "kivi:bits=4,group=16,residual=64",
     "pertoken:bits=4,group=64",
     "pertoken:bits=2,group=32",
     "pertoken:bits=8,group=16",

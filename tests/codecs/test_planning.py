@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.codecs import codec_names
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, UnknownNameError
@@ -13,6 +14,29 @@ def test_one_spec_makes_one_group() -> None:
     plan = parse_plan("kivi:bits=2", SHAPE)
     assert [group.layers for group in plan.groups] == [(0, 1, 2, 3, 4, 5)]
     assert plan.spec == "kivi:bits=2,group=64,residual=128"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(64, 64), (96, 32), (80, 16), (112, 16), (128, 64)]
+)
+@pytest.mark.parametrize("codec", ["kivi", "gear:backbone=kivi", "pertoken"])
+def test_a_default_group_is_the_largest_that_divides_the_head_dim(
+    codec: str, head_dim: int, group: int
+) -> None:
+    plan = parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,)))
+    assert f"group={group}" in plan.spec
+    assert parse_plan(plan.spec, KVShape(1, 2, head_dim, "float32", (None,))) == plan
+
+
+@pytest.mark.parametrize("codec", [name for name in codec_names() if name != "banded"])
+def test_every_head_dim_of_whole_16_channels_has_a_plan(codec: str) -> None:
+    for head_dim in range(16, 257, 16):
+        assert parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,))).groups
+
+
+def test_an_explicit_group_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="group=64 does not divide the head dim 80"):
+        parse_plan("kivi:group=64", KVShape(1, 2, 80, "float32", (None,)))
 
 
 def test_layers_may_have_codecs_of_their_own() -> None:
@@ -72,8 +96,8 @@ def test_a_codec_nobody_knows_is_named() -> None:
 def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim: int, codec: str) -> None:
     shape = replace(SHAPE, head_dim=head_dim)
     assert parse_plan(DEFAULT_CODEC, shape).spec == codec
-    with pytest.raises(ConfigError, match="80"):
-        parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=80))
+    with pytest.raises(ConfigError, match="40"):
+        parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=40))
 
 
 def test_another_choice_hides_no_mistake_in_the_first() -> None:

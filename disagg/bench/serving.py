@@ -1,0 +1,305 @@
+"""`disagg bench serve`: load on any OpenAI server, in the manner of `vllm bench serve`.
+
+Same flags, same table, same keys of the JSON, and the same meaning of each: times are taken by the
+client; TTFT ends with the first event that has a choice, TPOT is the rest by the tokens but one,
+ITL is between events. Requests leave by a Poisson process of `request_rate`, or when a trace says.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import httpx
+import numpy as np
+
+from disagg.bench.result import Row
+from disagg.bench.workload import Visit
+from disagg.errors import ConfigError, PeerLostError
+
+SILENCE_S = 600.0  # a server that says nothing for so long has failed a request
+NAMES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+DETAILS = ["input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"]
+WIDTH = 50
+BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Whom to ask and how.
+
+    max_concurrency: requests on the way at once; None: as many as there are
+    request_rate:    a second; infinite: all at once
+    burstiness:      of the gamma process between them; 1: Poisson
+    self_timed:      when the trace says, instead
+    goodput:         milliseconds that "ttft", "tpot" and "e2el" may take for a request to be good
+    """
+
+    base_url: str
+    model: str
+    backend: str = "openai"
+    endpoint: str | None = None
+    max_concurrency: int | None = None
+    request_rate: float = float("inf")
+    burstiness: float = 1.0
+    self_timed: bool = False
+    ignore_eos: bool = False
+    temperature: float | None = None
+    seed: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    metrics: Sequence[str] = ("ttft", "tpot", "itl")
+    percentiles: Sequence[float] = (99.0,)
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {self.backend!r}; known: {', '.join(BACKENDS)}")
+        for name in (*self.metrics, *self.goodput):
+            if name not in NAMES or (name == "itl" and name in self.goodput):
+                raise ConfigError(f"metric {name!r}; known: {', '.join(NAMES)}; no goodput of itl")
+
+
+@dataclass
+class Visited:
+    """What the client saw of one request; seconds."""
+
+    prompt_tokens: int
+    start_s: float = 0.0
+    waited_s: float = 0.0
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float:
+        """Of a token behind the first one; 0 where there is none."""
+        return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+def first_model(base_url: str) -> str:
+    """The first model of a server; PeerLostError where nobody answers."""
+    try:
+        found = httpx.get(f"{base_url}/v1/models", timeout=30).raise_for_status().json()
+        return str(found["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise PeerLostError(f"no model is served at {base_url}: {error}") from error
+
+
+def measure_serving(options: ServeOptions, visits: Sequence[Visit]) -> Row:
+    """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
+    return summarize(options, *asyncio.run(_visit_all(options, visits)))
+
+
+async def _visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
+    """What was seen of each, and the seconds from the first request to the last answer."""
+    gate = asyncio.Semaphore(options.max_concurrency or len(visits))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=SILENCE_S) as client:
+
+        async def one(visit: Visit) -> Visited:
+            arrived = time.perf_counter()
+            async with gate:
+                seen = await _visit(client, options, visit)
+            seen.waited_s = seen.start_s - arrived
+            return seen
+
+        began, tasks = time.perf_counter(), []
+        for visit, at_s in zip(visits, departures(options, visits), strict=True):
+            await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(visit)))
+        seen = await asyncio.gather(*tasks)
+        return seen, time.perf_counter() - began
+
+
+def departures(options: ServeOptions, visits: Sequence[Visit]) -> list[float]:
+    """When each request leaves, in seconds; the last one exactly where the rate says."""
+    if options.self_timed:
+        return [visit.at_s for visit in visits]
+    if options.request_rate == float("inf"):
+        return [0.0] * len(visits)
+    rng, shape = np.random.default_rng(options.seed), options.burstiness
+    times = np.cumsum(rng.gamma(shape, 1 / (options.request_rate * shape), len(visits)))
+    found: list[float] = (times * (len(visits) / options.request_rate / times[-1])).tolist()
+    return found
+
+
+def _body(options: ServeOptions, visit: Visit) -> Row:
+    chat = options.backend == "openai-chat"
+    asked = [{"role": "user", "content": visit.prompt}] if chat else visit.prompt
+    body: Row = {"model": options.model, "messages" if chat else "prompt": asked}
+    body |= {"max_completion_tokens" if chat else "max_tokens": visit.max_tokens}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"ignore_eos": True} if options.ignore_eos else {}
+    return body | ({} if options.temperature is None else {"temperature": options.temperature})
+
+
+async def _visit(client: httpx.AsyncClient, options: ServeOptions, visit: Visit) -> Visited:
+    url = options.base_url + (options.endpoint or BACKENDS[options.backend])
+    seen = Visited(visit.prompt_tokens, start_s=time.perf_counter())
+    try:
+        async with client.stream("POST", url, json=_body(options, visit)) as response:
+            if response.status_code != 200:
+                told = (await response.aread()).decode(errors="replace")
+                seen.error = f"status {response.status_code}: {told[:200]}"
+                return seen
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    _take(seen, json.loads(line.removeprefix("data: ")))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        seen.error = f"{type(error).__name__} {error}"
+    if not seen.ttft_s:
+        seen.error = seen.error or "the answer has no token"
+    return seen
+
+
+def _take(seen: Visited, event: Row) -> None:
+    """Note what an event says, and when."""
+    if "error" in event:
+        raise ValueError(str(event["error"]))
+    if choices := event.get("choices"):
+        now = time.perf_counter() - seen.start_s
+        if seen.ttft_s:
+            seen.gaps_s.append(now - seen.latency_s)
+        else:
+            seen.ttft_s = now
+        seen.latency_s = now
+        delta = choices[0].get("delta") or choices[0]
+        seen.text += delta.get("text") or delta.get("content") or ""
+    if usage := event.get("usage"):
+        seen.tokens = usage["completion_tokens"]
+        seen.prompt_tokens = usage.get("prompt_tokens", seen.prompt_tokens)
+
+
+# -- what it comes to
+
+
+def summarize(options: ServeOptions, seen: Sequence[Visited], duration_s: float) -> Row:
+    """Figures of all requests; those that failed count only as such."""
+    done = [x for x in seen if not x.error]
+    for x in done:
+        x.tokens = x.tokens or 1 + len(x.gaps_s)  # of a server that tells no usage
+    given, made = sum(x.prompt_tokens for x in done), sum(x.tokens for x in done)
+    peak_tokens, peak_requests = _peaks(done)
+    result: Row = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(seen) - len(done),
+        "total_input_tokens": given,
+        "total_output_tokens": made,
+        "request_throughput": len(done) / duration_s,
+        "request_goodput": _goodput(options, done) / duration_s if options.goodput else None,
+        "output_throughput": made / duration_s,
+        "total_token_throughput": (given + made) / duration_s,
+        "input_lens": [x.prompt_tokens for x in seen],
+        "output_lens": [0 if x.error else x.tokens for x in seen],
+        "ttfts": [x.ttft_s for x in seen],
+        "itls": [x.gaps_s for x in seen],
+        "start_times": [x.start_s for x in seen],
+        "queue_times": [x.waited_s for x in seen],
+        "latencies": [x.latency_s for x in seen],
+        "generated_texts": [x.text for x in seen],
+        "errors": [x.error for x in seen],
+        "max_output_tokens_per_s": peak_tokens,
+        "max_concurrent_requests": peak_requests,
+    }
+    values = {
+        "ttft": [x.ttft_s for x in done],
+        "tpot": [x.tpot_s for x in done if x.tokens > 1],
+        "itl": [gap for x in done for gap in x.gaps_s],
+        "e2el": [x.latency_s for x in done],
+    }
+    for name in options.metrics:
+        result |= _spread(name, values[name], options.percentiles)
+    return result
+
+
+def _spread(name: str, seconds: Sequence[float], percentiles: Iterable[float]) -> Row:
+    some = 1e3 * np.array(seconds or [0.0])
+    found = {"mean": some.mean(), "median": np.median(some), "std": some.std()}
+    found |= {f"p{p:g}": np.percentile(some, p) for p in percentiles}
+    return {f"{kind}_{name}_ms": float(value) for kind, value in found.items()}
+
+
+def _goodput(options: ServeOptions, done: Iterable[Visited]) -> int:
+    """Requests that kept every limit."""
+    return sum(
+        all(1e3 * getattr(x, f"{_FIELDS[name]}_s") <= ms for name, ms in options.goodput.items())
+        for x in done
+    )
+
+
+_FIELDS = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}
+
+
+def _peaks(done: Sequence[Visited]) -> tuple[float, int]:
+    """Most tokens in one second of the run, and most requests that one second has seen."""
+    if not done:
+        return 0.0, 0
+    first = min(x.start_s for x in done)
+    last = max(x.start_s + x.latency_s for x in done)
+    tokens, requests = (np.zeros(int(last - first) + 2) for _ in range(2))
+    for x in done:
+        begun = x.start_s - first
+        for at in begun + x.ttft_s + np.cumsum([0.0, *x.gaps_s]):
+            tokens[int(at)] += 1
+        requests[int(begun) : int(begun + x.latency_s) + 1] += 1
+    return float(tokens.max()), int(requests.max())
+
+
+def describe(options: ServeOptions, tokenizer: str, visits: int) -> Row:
+    """What stands in front of the figures in a file of results."""
+    rate = "inf" if options.request_rate == float("inf") else options.request_rate
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options.backend,
+        "backend": options.backend,
+        "label": None,
+        "model_id": options.model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": visits,
+        "request_rate": rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+    }
+
+
+def draw_serving(result: Mapping[str, Any]) -> str:
+    """The table of `vllm bench serve`."""
+    rate = result["request_rate"]
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", result["completed"]),
+        ("Failed requests:", result["failed"]),
+        ("Maximum request concurrency:", result["max_concurrency"]),
+        ("Request rate configured (RPS):", None if rate == "inf" else float(rate)),
+        ("Benchmark duration (s):", result["duration"]),
+        ("Total input tokens:", result["total_input_tokens"]),
+        ("Total generated tokens:", result["total_output_tokens"]),
+        ("Request throughput (req/s):", result["request_throughput"]),
+        ("Request goodput (req/s):", result["request_goodput"]),
+        ("Output token throughput (tok/s):", result["output_throughput"]),
+        ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", float(result["max_concurrent_requests"])),
+        ("Total token throughput (tok/s):", result["total_token_throughput"]),
+    ]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(rows)]
+    for name, (short, long) in NAMES.items():
+        found = {x: result[x] for x in result if x.endswith(f"_{name}_ms") and x[:3] != "std"}
+        if found:
+            told = [(f"{x.split('_')[0].capitalize()} {short} (ms):", y) for x, y in found.items()]
+            lines += [f"{long:-^{WIDTH}}", *_lines(told)]
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def _lines(rows: Iterable[tuple[str, Any]]) -> list[str]:
+    form = {int: "{:<40} {:<10}", float: "{:<40} {:<10.2f}"}
+    return [form[type(y)].format(x, y) for x, y in rows if y is not None]

@@ -1,0 +1,113 @@
+"""Test vectors of docs/page-format.md: `python -m tests.vectors` writes docs/vectors/ anew.
+
+What they mean is what `CompressedKV` says of the same K and V: `reconstruct`, and `attend` in fp64.
+"""
+
+import base64
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from disagg.codecs.cache import CompressedKV
+from disagg.codecs.contract import Queries
+from disagg.codecs.layer import write_prompt
+from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.state import allocate_group
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.wire import CommitFrame, Ticket, pack
+from tests.transfer.prompts import Prompt, make_pool
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "vectors"
+QUERY_HEADS = 2  # for each KV head
+POSITIONS = (0, 63, 64, 65, 127, 128, 191, 576, 640)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One hand-off of made-up K and V."""
+
+    name: str
+    codec: str
+    tokens: int
+    layers: int = 1
+    heads: int = 1
+    head_dim: int = 64
+    dtype: str = "float16"
+
+
+VECTORS = (
+    Vector("raw-bf16", "raw:dtype=bf16", 21, layers=2, heads=2, head_dim=16),
+    Vector("kivi-2", "kivi:bits=2,group=64,residual=64", 213, heads=2),
+    Vector("kivi-4-sink", "kivi:bits=4,group=32,residual=16,sink=64", 150, dtype="bfloat16"),
+    Vector("banded-3-segments", "banded:bits=3", 709),
+    Vector("banded-2", "banded:bits=2", 261, head_dim=128),
+    Vector("banded-3-short", "banded:bits=3", 70, layers=2),
+)
+
+
+def make_vector(vector: Vector) -> dict[str, Any]:
+    """The JSON object of a vector."""
+    heads, n, dim = vector.heads, vector.tokens, vector.head_dim
+    shape = KVShape(vector.layers, heads, dim, vector.dtype, (None,) * vector.layers)
+    plan = parse_plan(vector.codec, shape)
+    (group,) = plan.groups
+    codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)
+    state = allocate_group(group, n, pool)
+    arena = torch.frombuffer(pool.arena.read(0, pool.arena.nbytes), dtype=torch.uint8)
+    rng = np.random.default_rng(n)
+    queries = numbers(rng, QUERY_HEADS * heads, dim)
+    positions = [p for p in POSITIONS if p < n] + [n - 1]
+    layers = []
+    for layer in range(vector.layers):
+        dtype = getattr(torch, vector.dtype)
+        k, v = numbers(rng, 2, heads, n, dim).to(dtype)
+        q = numbers(rng, QUERY_HEADS * heads, n, dim)
+        write_prompt(codec, group, state, layer, arena, k, v, 0, n, Queries.of(q, n))
+        cache = CompressedKV.from_prompt(codec, k, v, layer, q)
+        here_k, here_v = (x[:, positions] for x in cache.reconstruct())
+        output = cache.attend(queries.double())
+        layers.append({"k": array(here_k), "v": array(here_v), "output": array(output)})
+    checklist = Checklist(plan, n)
+    source = ArenaSource(pool.arena, checklist, [state])
+    prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
+    ticket = Ticket(nonce=1, epoch=2, gen=1)
+    frames = [*prompt.frames(ticket), CommitFrame(ticket, prompt.commit())]
+    given = asdict(vector) | {"codec": group.codec, "plan": plan.fingerprint}
+    return given | {
+        "frames": [encoded(b"".join(pack(frame))) for frame in frames],
+        "queries": array(queries),
+        "positions": positions,
+        "meaning": layers,
+    }
+
+
+def numbers(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    """Bell-shaped, of a spread for each channel; the same on every machine: thousandths of wholes,
+    times powers of two."""
+    bell = rng.integers(-1000, 1001, (3, *shape)).sum(0) / 1000
+    spread = 2.0 ** (rng.permutation(shape[-1]) % 5 - 3)
+    return torch.from_numpy((bell * spread).astype(np.float32))
+
+
+def array(x: torch.Tensor) -> str:
+    """base64 of fp32."""
+    return encoded(x.float().contiguous().numpy().astype("<f4").tobytes())
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for vector in VECTORS:
+        file = FOLDER / f"{vector.name}.json"
+        file.write_text(json.dumps(make_vector(vector), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
