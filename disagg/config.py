@@ -185,6 +185,7 @@ class ServerConfig(Bounded):
     """Where clients find the service, and what they may send.
 
     port:              0: any free one
+    pd_ports:          the first of one port for each worker, for routers of vLLM; 0: any free ones
     state_file:        where the service says where it is; None: in a folder of the user's own
     served_model_name: what clients call the model; None: its name, or that of its folder
     max_body_bytes:    longer requests are refused while they arrive
@@ -195,6 +196,7 @@ class ServerConfig(Bounded):
 
     host: str = "127.0.0.1"
     port: int = at_least(0, default=8000)
+    pd_ports: int | None = at_least(0, default=None)
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)

@@ -8,6 +8,7 @@ DisaggError
 ├── RequestError                a request that can never succeed as written
 │   ├── TooLargeError           a body of more bytes than are read
 │   ├── PromptTooLongError      more tokens than the context or the pool can hold
+│   ├── HandleError             a handle of a prompt that another worker has, and that is not good
 │   └── CancelledError          the client left, or pressed Ctrl-C
 ├── LayoutError                 bytes that belong to another layout, model or plan
 ├── WireError                   bytes from a peer that are not what they claim
@@ -85,6 +86,11 @@ class TooLargeError(RequestError):
 
 class PromptTooLongError(RequestError):
     reason = "prompt_too_long"
+
+
+class HandleError(RequestError):
+    reason = "handle"
+    http_status = 409
 
 
 class CancelledError(RequestError):

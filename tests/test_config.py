@@ -35,7 +35,7 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
     ("flags", "known"),
     [
         ({"codecs": "raw"}, "codec, engine"),
-        ({"server.prot": 1}, "server.max_body_bytes, server.port"),
+        ({"server.prot": 1}, "server.max_body_bytes, server.pd_ports, server.port"),
     ],
     ids=["top", "nested"],
 )

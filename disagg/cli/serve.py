@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
+PdPorts = Annotated[
+    int | None, typer.Option(help="First of one port for each worker, for vLLM's routers; 0: any.")
+]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="DISAGG_API_KEY", help="What clients have to show.")
@@ -54,6 +57,7 @@ def serve(
     codec: options.Codec = None,
     host: Host = None,
     port: Port = None,
+    pd_ports: PdPorts = None,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     ssl_certfile: Certificate = None,
@@ -70,6 +74,7 @@ def serve(
     """Serve completions until stopped, with workers of its own."""
     flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
+    flags |= {"server.pd_ports": pd_ports}
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
@@ -130,7 +135,7 @@ def run_service(config: Config, as_json: bool) -> None:
             if as_json:
                 print_json({"url": service.url, "pid": os.getpid()})
             told = f"serving {service.name} at {service.url}"
-            for line in (*service.links, *_open_to_all(config), told):
+            for line in (*service.links, *service.doors, *_open_to_all(config), told):
                 print(line, file=sys.stderr, flush=True)
             signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
             while not service.stopped.wait(1.0):
@@ -163,7 +168,7 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     """
     check(config, body)
     alone = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_file": None}
-    alone |= {"tls_certificate": None, "tls_key": None}
+    alone |= {"tls_certificate": None, "tls_key": None, "pd_ports": None}
     config = replace(config, server=replace(config.server, **alone))  # type: ignore[arg-type]
     from disagg.server.service import Service
 

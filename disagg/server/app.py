@@ -48,12 +48,18 @@ def create_app(
         app.include_router(admin_routes(staff, token))
 
     async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
-        request, prompts = await completions.prepare(form, http.stream())  # of any content type
+        host, port = http.scope.get("server") or ("", 0)  # where it came in
+        # of any content type
+        request, prompts = await completions.prepare(form, http.stream(), port)
         reply = Reply(completions, request, prompts, answer)
         if request.stream:
             first = await _unless_left(http, reply.begin())
             return StreamingResponse(reply.events(first), media_type="text/event-stream")
-        return JSONResponse(await _unless_left(http, reply.whole()))
+        whole = await _unless_left(http, reply.whole())
+        if request.kv_transfer_params.do_remote_decode:
+            parked = completions.doors.park(host, port, prompts[0].tokens)
+            whole |= {"kv_transfer_params": parked}
+        return JSONResponse(whole)
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:

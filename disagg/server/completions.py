@@ -13,6 +13,7 @@ from disagg.errors import CancelledError, DisaggError, ModelError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.server import limits
 from disagg.server.counts import Counts
+from disagg.server.doors import ANYWHERE, Doors
 from disagg.server.schema import (
     Body,
     ChatRequest,
@@ -53,10 +54,14 @@ class Served:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """Token ids, and the text that they stand for where it is to be echoed."""
+    """Token ids, and the text that they stand for where it is to be echoed.
+
+    at: the prefill and the decode worker that are wanted for it; "": any
+    """
 
     tokens: tuple[int, ...]
     text: str = ""
+    at: tuple[str, str] = ANYWHERE
 
 
 class Completions:
@@ -68,11 +73,13 @@ class Completions:
         tokenizer: TextTokenizer,
         router: Router,
         chat: ChatTemplate | None = None,
+        doors: Doors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.served = served
         self.router = router
         self.counts = Counts(served.name)
+        self.doors = doors or Doors(router, {}, 0.0)
         self._tokenizer = tokenizer
         self._chat = chat
         self._clock = clock
@@ -94,9 +101,9 @@ class Completions:
             raise ModelError(other, "model")
 
     async def prepare(
-        self, form: type[Asked], body: AsyncIterable[bytes]
+        self, form: type[Asked], body: AsyncIterable[bytes], port: int = 0
     ) -> tuple[Asked, list[TokenizedPrompt]]:
-        """A request and its prompts as token ids, from the pieces of a body.
+        """A request and its prompts as token ids, from the pieces of a body that came by a port.
 
         Raises RequestError and its kinds, or ModelError, for what cannot be served.
         """
@@ -115,7 +122,8 @@ class Completions:
                 limits.check_scores(len(prompt.tokens), request.sampling(1))
             limits.check_ids(request.stop_token_ids, self.served.vocab_size, "stop_token_ids")
             limits.check_ids(request.logit_bias, self.served.vocab_size, "logit_bias")
-            return request, prompts
+            at = self.doors.enter(port, request, [prompt.tokens for prompt in prompts])
+            return request, [replace(prompt, at=at) for prompt in prompts]
         except DisaggError as error:
             self.counts.failed(error.reason)
             raise
@@ -134,7 +142,7 @@ class Completions:
         text = TextStream(self._tokenizer.detokenizer(), stops, request.min_tokens, hidden)
         codec = request.codec or self.served.codec
         params = self._params(request, len(prompt.tokens), sibling)
-        outputs = self.router.generate(prompt.tokens, params, codec)
+        outputs = self.router.generate(prompt.tokens, params, codec, prompt.at)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -34,7 +34,7 @@ NEUTRAL: Mapping[str, Any] = {
         ("none", "tool_choice"),
         ([], "bad_words functions logits_processors tools"),
         (["text"], "modalities"),
-        ({}, "ec_transfer_params kv_transfer_params vllm_xargs"),
+        ({}, "ec_transfer_params vllm_xargs"),
         ({"type": "text"}, "response_format"),
     )
     for name in names.split()
@@ -135,6 +135,24 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class TransferParams(BaseModel):
+    """vLLM's `kv_transfer_params`: who has the KV of a prompt, or that somebody will want it."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: Name | None = None
+    remote_block_ids: list[int] | None = None
+    remote_host: Name | None = None
+    remote_port: int | None = None
+    remote_request_id: Name | None = None
+    tp_size: int = 1
+
+    @property
+    def remote(self) -> bool:
+        """Whether another worker has a part in the request."""
+        return self.do_remote_decode or self.do_remote_prefill
+
+
 class GenerationRequest(Body):
     """What both dialects have."""
 
@@ -156,6 +174,7 @@ class GenerationRequest(Body):
     stream_options: StreamOptions = StreamOptions()
     codec: str | None = Field(None, max_length=limits.MAX_SPEC_CHARS)
     kv: bool = False
+    kv_transfer_params: TransferParams = TransferParams()
 
     @property
     def wanted(self) -> int | None:

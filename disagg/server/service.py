@@ -55,6 +55,10 @@ class Service:
         host = "127.0.0.1" if server.host == EVERYWHERE else server.host
         scheme = "https" if server.tls_certificate else "http"
         self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        self._doors = open_doors(config)
+        self._ports = {x.getsockname()[1]: name for name, x in self._doors.items()}
+        # where foreign routers find each worker, in words
+        self.doors = [f"{name} at {scheme}://{host}:{x}" for x, name in self._ports.items()]
         self.config = config
         self.name = served_name(config)
         self._say = say
@@ -71,7 +75,8 @@ class Service:
     def __enter__(self) -> Self:
         cluster = self.config.cluster
         with ExitStack() as stack:
-            stack.callback(self._socket.close)
+            for listening in (self._socket, *self._doors.values()):
+                stack.callback(listening.close)
             os.environ.update(SILENT)
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
             self._thread.start()
@@ -138,6 +143,7 @@ class Service:
 
         from disagg.server.app import create_app
         from disagg.server.completions import Completions, Served
+        from disagg.server.doors import Doors
 
         config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
         tokenizer = Tokenizer.load(config.model.name)
@@ -152,7 +158,8 @@ class Service:
             max_body_bytes=config.server.max_body_bytes,
         )
         self._router = Router(config.router)
-        completions = Completions(served, tokenizer, self._router, chat)
+        doors = Doors(self._router, self._ports, config.transfer.lease_s)
+        completions = Completions(served, tokenizer, self._router, chat, doors)
         app = create_app(completions, self.secret, self.stopped.set, self._keys, self)
         options = uvicorn.Config(
             app,
@@ -165,7 +172,7 @@ class Service:
         )
         server = uvicorn.Server(options)
         self._serving.set_result((asyncio.get_running_loop(), server))
-        await server.serve([self._socket])
+        await server.serve([self._socket, *self._doors.values()])
         for link in self._links.values():
             await link.close()
 
@@ -212,6 +219,14 @@ def served_name(config: Config) -> str:
     folder = Path(name).expanduser()
     is_folder = name == config.model.name and folder.is_dir()
     return folder.resolve().name if is_folder else name
+
+
+def open_doors(config: Config) -> dict[str, socket.socket]:
+    """A bound socket for each worker that the service starts with, by name; none unless wanted."""
+    roles, first = config.cluster.roles, config.server.pd_ports
+    names = [f"{role}-{i}" for role, number in roles.items() for i in range(number)]
+    ports = [] if first is None else [first and first + i for i in range(len(names))]
+    return {name: bind(config.server.host, port) for name, port in zip(names, ports, strict=False)}
 
 
 def bind(host: str, port: int) -> socket.socket:

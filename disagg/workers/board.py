@@ -53,15 +53,16 @@ class Board:
         """
         free = [x for x in self._members if x.name not in self._kept]
         tokens = len(entry.job.prompt)
-        prefills = [x for x in free if x.started.role.prefills]
-        decodes = [x for x in free if x.started.role.decodes]
-        if whole := [x for x in decodes if tokens < x.started.min_tokens]:
+        prefills = _named(entry.at[0], [x for x in free if x.started.role.prefills])
+        decodes = _named(entry.at[1], [x for x in free if x.started.role.decodes])
+        anywhere = not any(entry.at)
+        if whole := [x for x in decodes if anywhere and tokens < x.started.min_tokens]:
             prefills = decodes = whole
         elif entry.single:
             decodes = prefills
         if not entry.alone:
             prefills = [x for x in prefills if self._starts_soon(entry, x)]
-            self.saturated = not prefills and not whole
+            self.saturated = anywhere and not prefills and not whole
             prefills = self._fitting(entry, nbytes, prefills)
             decodes = self._fitting(entry, nbytes, decodes)
         if not prefills or not decodes:
@@ -103,3 +104,8 @@ class Board:
         if members and not found and now - entry.arrived >= PATIENCE_S:
             self._kept.add(max(members, key=lambda x: x.load.free_bytes).name)
         return found
+
+
+def _named(name: str, members: list["Member"]) -> list["Member"]:
+    """The one of this name; all where it is not among them."""
+    return [x for x in members if x.name == name] or members

@@ -73,6 +73,7 @@ class Entry:
 
     job:      its attempt of now, from `began` on · emitted: what was delivered
     prefill, decode: its workers, one for local work · target: where it is to go on
+    at:       its prefill and its decode worker, while they take part; "": any
     exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
@@ -83,6 +84,7 @@ class Entry:
     arrived: float
     deadline: float
     phase: Phase = Phase.QUEUED
+    at: tuple[str, str] = ("", "")
     exact: tuple[bytes, ...] = ()
     pages: tuple[bytes, ...] = ()
     cached: int = 0
@@ -191,13 +193,13 @@ class Dispatch:
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
         self._stuck_since = math.inf  # all that is here waits since
 
-    def submit(self, job: Job, now: float) -> list[Action]:
-        """A new request; it starts at once if there is room."""
+    def submit(self, job: Job, now: float, at: tuple[str, str] = ("", "")) -> list[Action]:
+        """A new request; it starts at once if there is room. at: as in `Entry`."""
         if job.rid in self.entries:
             raise RequestError(f"request {job.rid!r} exists already")
         deadline = now + self._config.deadline_s
         keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
-        self.entries[job.rid] = Entry(job, now, deadline, exact=keys[0], pages=keys[1])
+        self.entries[job.rid] = Entry(job, now, deadline, at=at, exact=keys[0], pages=keys[1])
         return self._place(now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:

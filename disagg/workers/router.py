@@ -112,9 +112,15 @@ class Router:
     # -- for clients
 
     async def generate(
-        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str
+        self,
+        prompt: tuple[int, ...],
+        params: Mapping[str, Any],
+        codec: str,
+        at: tuple[str, str] = ("", ""),
     ) -> AsyncGenerator[Output]:
         """The tokens of one request, then its end. Leaving the iteration cancels the request.
+
+        at: the prefill and the decode worker it goes to while these take part; "": any
 
         Use it with `contextlib.aclosing`, so that leaving is noticed at once.
         """
@@ -127,7 +133,7 @@ class Router:
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
-            self._act(self.dispatch.submit(job, self._clock()))
+            self._act(self.dispatch.submit(job, self._clock(), at))
             while True:
                 output = await client.inbox.get()
                 if isinstance(output, DisaggError):

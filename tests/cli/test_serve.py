@@ -97,6 +97,7 @@ class Started:
     """A service that stops as soon as it is asked to wait."""
 
     url, name, secret, links = "http://127.0.0.1:7", "tiny", "secret", ("a link",)
+    doors = ("a door",)
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.stopped = threading.Event()
@@ -119,10 +120,10 @@ class Started:
 def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, capsys, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     assert run(["serve", "--state-file", str(state_file), "--host", host]) == 0
-    first, second, link, *warnings, last = capsys.readouterr().err.splitlines()
+    first, second, link, door, *warnings, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r" +\d+\.\d s  starting a private Ray \.\.\.", first)
     assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
-    assert (link, last) == ("a link", "serving tiny at http://127.0.0.1:7")
+    assert (link, door, last) == ("a link", "a door", "serving tiny at http://127.0.0.1:7")
     assert [host in line and "without a key" in line for line in warnings] == [True] * warned
 
 

@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.model.runner import Runner
+from disagg.server.service import bind
 from tests.server.running import Running, running
 
 HERE = Path(__file__).parent
@@ -61,6 +63,41 @@ def test_guidellm_finishes_every_request(service, tmp_path):
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (8, 0, 0)
     service.empty()
+
+
+def test_vllm_router_prefills_at_one_port_and_decodes_at_another(service):
+    """Unmodified, in its P/D mode; its own answers are those of the service."""
+    if shutil.which("vllm-router") is None:
+        pytest.skip("vllm-router is not on the PATH")
+    port, figures = (free_port() for _ in range(2))
+    command = ["vllm-router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--prefill", service.doors["p"], "--decode", service.doors["d"]]
+    command += ["--port", str(port), "--prometheus-port", str(figures)]
+    body = {"model": "tiny", "prompt": "Call me Ishmael. " * 30, "max_tokens": 8, "temperature": 0}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as router:
+        try:
+            transport = httpx.HTTPTransport(retries=8)  # the last pauses are of half a minute
+            with httpx.Client(transport=transport, timeout=60) as client:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                whole = client.post(url, json=body)
+                streamed = client.post(url, json=body | {"stream": True})
+        finally:
+            router.terminate()
+    alone = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
+    assert whole.json()["choices"] == alone["choices"]
+    lines = streamed.text.split("data: ")[1:-1]
+    assert (
+        "".join(json.loads(x)["choices"][0]["text"] for x in lines)
+        == whole.json()["choices"][0]["text"]
+    )
+    chosen = 'disagg_routed_total{model_name="tiny",reason="knows_most",role="prefill"}'
+    assert f"{chosen} 4.0" in httpx.get(f"{service.url}/metrics").text
+    service.empty()
+
+
+def free_port() -> int:
+    with bind("127.0.0.1", 0) as listening:
+        return listening.getsockname()[1]
 
 
 def test_the_npm_client_lists_completes_and_chats(service, tmp_path):

@@ -93,7 +93,7 @@ class FakeRouter:
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
     async def generate(
-        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str
+        self, prompt: tuple[int, ...], params: Mapping[str, Any], codec: str, at: Any = None
     ) -> AsyncGenerator[Output]:
         self.asked.append((prompt, dict(params), codec))
         scores = [SCORE] * (len(prompt) - 1) if params.get("prompt_logprobs") else []

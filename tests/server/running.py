@@ -16,6 +16,7 @@ from disagg.model.tokenizer import Tokenizer
 from disagg.server.access import read_keys
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
+from disagg.server.doors import Doors
 from disagg.server.service import bind
 from disagg.workers.router import Router
 from tests.workers.pairs import House
@@ -23,9 +24,13 @@ from tests.workers.pairs import House
 
 @dataclass(frozen=True)
 class Running:
-    """Where it is, and what is behind it; `loop` is the one that its router lives on."""
+    """Where it is, and what is behind it; `loop` is the one that its router lives on.
+
+    doors: where each worker is for foreign routers
+    """
 
     url: str
+    doors: dict[str, str]
     house: House
     loop: asyncio.AbstractEventLoop
 
@@ -40,7 +45,8 @@ def running(
 ) -> Iterator[Running]:
     """Serve a model on a thread of its own while inside."""
     config = config or Config(codec="raw", server=ServerConfig(port=0))
-    socket = bind(config.server.host, config.server.port)
+    socket, *doors = (bind(config.server.host, port) for port in (config.server.port, 0, 0))
+    ports = {x.getsockname()[1]: name for x, name in zip(doors, "pd", strict=True)}
     found: Future[tuple[Running, uvicorn.Server]] = Future()
 
     async def serve() -> None:
@@ -48,7 +54,9 @@ def running(
         sizes = info.context_length, info.vocab_size, config.codec, tokenizer.longest_token
         house = House(config, Router(config.router))
         house.pair(runners)
-        completions = Completions(Served("tiny", *sizes), tokenizer, house.router, chat)
+        behind = Doors(house.router, ports, config.transfer.lease_s)
+        served = Served("tiny", *sizes)
+        completions = Completions(served, tokenizer, house.router, chat, behind)
         app = create_app(completions, "owner", keys=read_keys(config.server))
         tls = config.server.tls_certificate, config.server.tls_key
         options = uvicorn.Config(
@@ -56,10 +64,12 @@ def running(
         )
         server = uvicorn.Server(options)
         scheme = "https" if tls[0] else "http"
-        url = f"{scheme}://127.0.0.1:{socket.getsockname()[1]}"
-        found.set_result((Running(url, house, asyncio.get_running_loop()), server))
+        host = f"{scheme}://127.0.0.1"
+        url, loop = f"{host}:{socket.getsockname()[1]}", asyncio.get_running_loop()
+        urls = {name: f"{host}:{port}" for port, name in ports.items()}
+        found.set_result((Running(url, urls, house, loop), server))
         try:
-            await server.serve([socket])
+            await server.serve([socket, *doors])
         finally:
             await house.router.close()
             for worker in house.workers.values():

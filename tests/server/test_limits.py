@@ -258,7 +258,7 @@ def strict() -> ASGIApp:
     """An application that fails where an engine would refuse what it is told."""
 
     class Router(FakeRouter):
-        async def generate(self, prompt: Any, params: Any, codec: str) -> Any:
+        async def generate(self, prompt: Any, params: Any, codec: str, at: Any = None) -> Any:
             SamplingParams(**params)
             async for output in super().generate(prompt, params, codec):
                 yield output

@@ -349,6 +349,38 @@ def test_short_prompts_stay_whole_where_they_decode() -> None:
     assert dispatch.submit(single, 0.0) == [Start("d", at(single, 1), Work.LOCAL)]
 
 
+def test_a_request_goes_to_the_workers_that_it_names() -> None:
+    dispatch = house("p1", "p2", "d1")
+    dispatch.worker_up(Started("d2", Role.DECODE, "d2", 1, min_tokens=100), 0.0)
+    wanted = ("p2", "d2"), ("p1", "d2"), ("", "d1"), ("p2", "")
+    for rid, at in zip("abce", wanted, strict=True):
+        dispatch.submit(job(rid), 0.0, at)
+    *both, third, fourth = pairs(dispatch, *"abce")
+    assert both == [("p2", "d2"), ("p1", "d2")]
+    assert (third[1], fourth[0]) == ("d1", "p2")
+
+
+def test_a_request_is_handed_over_between_workers_of_both_roles_where_it_names_two() -> None:
+    dispatch = house("b1", "b2")
+    assert dispatch.submit(job(), 0.0, ("b1", "b2")) == [Reserve("b2", at(job(), 1))]
+
+
+def test_a_request_goes_elsewhere_where_a_worker_that_it_names_is_gone() -> None:
+    dispatch = house("p", "d1", "d2")
+    dispatch.submit(job(), 0.0, ("p", "d2"))
+    dispatch.worker_down("d2", 1.0)
+    assert pairs(dispatch, "r") == [("p", "d1")]
+
+
+def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
+    dispatch = house("p1", "p2", "d")
+    for number in range(3):
+        dispatch.submit(job(f"{number}", 1000), 0.0, ("p1", "d"))
+    assert dispatch.entries["2"].phase is Phase.QUEUED
+    dispatch.submit(job("last", 2000), 0.0)
+    assert pairs(dispatch, "last") == [("p2", "d")]
+
+
 def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
     dispatch = house("p", "d2")
     dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)

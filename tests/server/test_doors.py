@@ -1,0 +1,188 @@
+"""What foreign routers do at the ports of workers: prefill at one, decode at another."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from disagg.config import ClusterConfig, Config, ServerConfig
+from disagg.errors import ConfigError, HandleError, PeerLostError
+from disagg.model.runner import Runner
+from disagg.server.doors import MOST_HANDLES, Doors
+from disagg.server.schema import CompletionRequest
+from disagg.server.service import open_doors
+from disagg.workers.dispatch import Role, Started
+from tests.model.tiny import save_tiny
+from tests.server.running import Running, running
+
+WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
+WANTED |= dict.fromkeys(["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"])
+TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, " * 3
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
+    with running([Runner.load(folder) for _ in range(2)], Config(codec="raw")) as found:
+        yield found
+        found.empty()
+
+
+def complete(url: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": TEXT, "max_tokens": 6, "temperature": 0} | fields
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def park(service: Running, **fields: Any) -> dict[str, Any]:
+    """The handle of a prompt that was prefilled."""
+    fields = {"max_tokens": 1, "kv_transfer_params": WANTED} | fields
+    answer = complete(service.doors["p"], **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_computed_at_one_port_and_its_answer_said_at_another(stream, service):
+    prompt = f"{stream}: {TEXT}"
+    handle = park(service, prompt=prompt)
+    assert (handle["do_remote_decode"], handle["do_remote_prefill"]) == (False, True)
+    assert service.doors["p"] == f"http://{handle['remote_host']}:{handle['remote_port']}"
+    fields = {"prompt": prompt, "kv_transfer_params": handle, "kv": True, "stream": stream}
+    told = complete(service.doors["d"], **fields).text.strip().removesuffix("data: [DONE]")
+    lines = told.split("data: ")[1:] if stream else [told]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert choices[-1]["kv"]["wire_bytes"] > 0
+    assert choices[-1]["kv"]["cached_tokens"] >= 64  # of what the first request had computed
+    alone = complete(service.url, prompt=prompt).json()["choices"][0]["text"]
+    assert "".join(choice["text"] for choice in choices) == alone
+
+
+def test_a_handle_is_good_once(service):
+    handle = park(service)
+    answers = [complete(service.doors["d"], kv_transfer_params=handle) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 409]
+    error = answers[1].json()["error"]
+    assert (error["type"], "consumed" in error["message"]) == ("handle", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "says"),
+    [
+        ({"remote_request_id": "f" * 32}, {}, "unknown"),
+        ({"remote_request_id": None}, {}, "unknown"),
+        ({"remote_engine_id": "another-engine"}, {}, "foreign"),
+        ({"remote_engine_id": None}, {}, "foreign"),
+        ({"remote_block_ids": [0]}, {}, "foreign"),
+        ({}, {"prompt": "another prompt"}, "foreign"),
+    ],
+)
+def test_a_handle_that_is_not_of_this_prompt_is_refused_by_what_is_wrong(
+    change, fields, says, service
+):
+    handle = park(service)
+    answer = complete(service.doors["d"], kv_transfer_params=handle | change, **fields)
+    assert answer.status_code == 409
+    assert f"the handle is {says}" in answer.json()["error"]["message"]
+    assert complete(service.doors["d"], kv_transfer_params=handle).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("door", "fields"),
+    [
+        ("p", {"kv_transfer_params": WANTED}),
+        ("p", {"kv_transfer_params": WANTED, "max_tokens": 1, "stream": True}),
+        ("p", {"kv_transfer_params": WANTED, "max_tokens": 1, "prompt": ["a", "b"]}),
+        ("d", {"kv_transfer_params": WANTED, "max_tokens": 1}),
+        ("p", {"kv_transfer_params": {"do_remote_prefill": True}}),
+        ("d", {"kv_transfer_params": {"do_remote_prefill": "what"}}),
+        ("", {"kv_transfer_params": WANTED, "max_tokens": 1}),
+    ],
+)
+def test_what_a_port_does_not_do_is_refused_by_the_field(door, fields, service):
+    answer = complete(service.doors.get(door, service.url), **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "kv_transfer_params"
+
+
+@pytest.mark.parametrize("door", ["p", "d"])
+def test_a_plain_request_is_served_at_any_port(door, service):
+    alone = complete(service.url).json()["choices"][0]["text"]
+    assert complete(service.doors[door]).json()["choices"][0]["text"] == alone
+
+
+@pytest.mark.parametrize(
+    ("cluster", "names"),
+    [
+        (ClusterConfig(prefill=2, decode=1), ["prefill-0", "prefill-1", "decode-0"]),
+        (ClusterConfig(prefill=2, colocated=True), ["both-0", "both-1"]),
+    ],
+)
+def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
+    assert open_doors(Config(cluster=cluster)) == {}
+    doors = open_doors(Config(cluster=cluster, server=ServerConfig(pd_ports=0)))
+    with ExitStack() as stack:
+        ports = {stack.enter_context(door).getsockname()[1] for door in doors.values()}
+        assert (list(doors), len(ports)) == (names, len(names))
+        taken = Config(cluster=cluster, server=ServerConfig(pd_ports=min(ports)))
+        with pytest.raises(ConfigError, match="cannot listen"):
+            open_doors(taken)
+
+
+class Yard:
+    """Doors of a prefill worker at port 1 and a decode worker at port 2, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        started = [Started("p-0", Role.PREFILL, "", 7), Started("d-0.3", Role.DECODE, "", 7)]
+        self.peers = {x.name: SimpleNamespace(name=x.name, started=x) for x in started}
+        router: Any = SimpleNamespace(id="us", peers=self.peers)
+        self.doors = Doors(router, {1: "p-0", 2: "d-0"}, 10.0, lambda: self.now)
+
+    def bind(self, handle: dict[str, Any]) -> tuple[str, str]:
+        body = {"prompt": [1, 2], "kv_transfer_params": handle}
+        return self.doors.enter(2, CompletionRequest.read(json.dumps(body).encode()), [(1, 2)])
+
+
+def test_a_handle_names_both_workers_as_they_are_now():
+    yard = Yard()
+    assert yard.bind(yard.doors.park("here", 1, (1, 2))) == ("p-0", "d-0.3")
+
+
+def test_a_handle_is_expired_after_its_lease():
+    yard = Yard()
+    first = yard.doors.park("here", 1, (1, 2))
+    yard.now = 10.0
+    with pytest.raises(HandleError, match="the handle is expired"):
+        yard.bind(first)
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "anew"])
+def test_a_handle_of_a_worker_that_was_started_anew_is_stale(gone):
+    yard = Yard()
+    handle = yard.doors.park("here", 1, (1, 2))
+    peer = yard.peers.pop("p-0")
+    if not gone:
+        yard.peers["p-0"] = SimpleNamespace(name="p-0", started=replace(peer.started, epoch=8))
+    with pytest.raises(HandleError, match="the handle is stale"):
+        yard.bind(handle)
+
+
+def test_the_oldest_handles_are_forgotten():
+    yard = Yard()
+    first, *_, last = [yard.doors.park("here", 1, (1, 2)) for _ in range(MOST_HANDLES + 1)]
+    with pytest.raises(HandleError, match="the handle is unknown"):
+        yard.bind(first)
+    assert yard.bind(last)
+
+
+def test_a_port_whose_worker_does_not_run_says_so():
+    yard = Yard()
+    handle = yard.doors.park("here", 1, (1, 2))
+    del yard.peers["d-0.3"]
+    with pytest.raises(PeerLostError, match="d-0 does not run"):
+        yard.bind(handle)
