@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, eval, fetch, look, serve, submit
+from disagg.cli import bench, doctor, eval, fetch, look, serve, submit
 from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(serve.status)
 app.command()(serve.stop)
 app.command()(look.codecs)
 app.command()(look.page)
+app.command("doctor")(doctor.doctor)
 app.command("fetch")(fetch.fetch)
 app.command("eval")(eval.evaluate)
 app.add_typer(bench.app, name="bench")
