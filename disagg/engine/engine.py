@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.layer import write_prompt
-from disagg.codecs.planning import codec_of, parse_plan
+from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import make_pool, slab_bytes_for, wait_for_kernels
 from disagg.engine.messages import (
@@ -47,6 +47,7 @@ from disagg.errors import (
     PeerLostError,
     PromptTooLongError,
     RequestError,
+    UnknownNameError,
 )
 from disagg.model.attention import Chunk
 from disagg.model.runner import Runner
@@ -66,12 +67,14 @@ class Engine:
         runner: Runner,
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        codecs: Seq[str] = (),
     ):
         config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         self.pool, self.arena = make_pool(config.arena_bytes, slab_bytes, runner.device)
-        self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
+        self.listed = {parse_plan(spec, shape): spec for spec in codecs}
+        self.plan = lru_cache(maxsize=64)(lambda spec: self._listed_plan(spec, shape))
         self._runner = runner
         self._config = config
         self._clock = clock
@@ -86,6 +89,13 @@ class Engine:
         self._refused: Sequence | None = None  # who last found no room
         self._events: list[Token | Prefilled | Failed] = []
         self._preempted: list[str] = []
+
+    def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
+        """The plan of a spec; UnknownNameError where only listed ones are served."""
+        plan = parse_plan(spec, shape)
+        if self.listed and plan not in self.listed:
+            raise UnknownNameError("codec of this service", spec, self.listed.values())
+        return plan
 
     def submit(self, message: Message) -> None:
         """Put a message into the inbox, from any thread."""

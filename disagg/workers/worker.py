@@ -12,6 +12,7 @@ io thread lives in one group: one that ends before its time ends the worker, whi
 import asyncio
 import atexit
 import gc
+import logging
 import os
 import threading
 import time
@@ -21,10 +22,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from disagg.codecs.doctor import check_plans
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
+from disagg.engine.warm import warm_up
 from disagg.errors import PeerLostError, RequestError, ReservationError
+from disagg.kernels.cpu.library import describe_backend
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -44,6 +48,8 @@ from disagg.workers.prefill import PrefillSide, check_job
 POLL_S = 0.02
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
+log = logging.getLogger(__name__)
+
 
 class Worker:
     """One model, one pool, hand-offs in and out. `start` it, `stop` it."""
@@ -61,7 +67,9 @@ class Worker:
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
         self._runner = runner or load_runner(config.model)
-        self.engine = Engine(self._runner, config.engine)
+        self._listed = list(dict.fromkeys((config.codec, *config.codecs)))
+        compiled = self._listed if self._runner.records else ()
+        self.engine = Engine(self._runner, config.engine, codecs=compiled)
         self._started: Future[Started] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
@@ -74,11 +82,25 @@ class Worker:
     # -- from any thread
 
     def start(self) -> Started:
-        """Serve; returns when it can be reached. ConfigError if its codec does not fit."""
+        """Serve; returns when it can be reached.
+
+        ConfigError if its codec does not fit, or is not sound on its GPU.
+        """
+        missing = self.backend.startswith("torch")  # the C library
+        log.log(logging.WARNING if missing else logging.INFO, "%s: %s", self.name, self.backend)
+        if self._runner.records:
+            check_plans(list(self.engine.listed), self._runner.device)
+            limits = self.config.engine.max_sequences, self._runner.info.context_length
+            warm_up(self.engine, self._listed, *limits)
         self._threads[0].start()
         self._started.result()
         self._threads[1].start()
         return self.started
+
+    @property
+    def backend(self) -> str:
+        """What computes here, in words."""
+        return "triton" if self._runner.device.type == "cuda" else describe_backend()
 
     @property
     def started(self) -> Started:
@@ -174,7 +196,7 @@ class Worker:
         counts = {**self.receiver.reservations.counts, "preempted": self._preempted}
         counts |= self.engine.counts
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
-        info["failures"] = dict(failures)
+        info |= {"failures": dict(failures), "backend": self.backend}
         return WorkerStatus(self.epoch, model, plan, gauges, info)
 
     def _accept(self, job: Job, epoch: int) -> Job:
