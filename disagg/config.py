@@ -227,9 +227,14 @@ class SecurityConfig(Bounded):
 
 @dataclass(frozen=True)
 class Config:
-    """All of it. `codec` is a spec for every layer, or a plan "0-1:kivi:bits=4;2-:kivi:bits=2"."""
+    """All of it.
+
+    codec:  a spec for every layer, or a plan "0-1:kivi:bits=4;2-:kivi:bits=2"
+    codecs: others that requests may name where a worker compiles them at its start: on a GPU
+    """
 
     codec: str = DEFAULT_CODEC
+    codecs: list = field(default_factory=list)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

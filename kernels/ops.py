@@ -19,6 +19,7 @@ from torch import Tensor
 from disagg.kernels.cpu import append as cpu_append
 from disagg.kernels.cpu import attend as cpu_attend
 from disagg.kernels.cpu import encode as cpu_encode
+from disagg.kernels.cpu.library import TORCH, backend
 from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
 from disagg.kernels.reference import aligned, codes, exact, kept, pages, softmax
@@ -27,6 +28,8 @@ from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
 from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
 from disagg.kernels.view import Partial, Units, View
+
+TRITON = "triton"
 
 
 def attend(q: Tensor, views: Sequence[View], scale: float, units: Units | None = None) -> Tensor:
@@ -89,6 +92,28 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
 def serves_gpu(fmt: Format) -> bool:
     """Whether a GPU attends to such pages by kernels, which a CUDA graph can hold."""
     return not isinstance(fmt, PageFormat) or bool(_gpu("plan").is_supported(fmt))
+
+
+def attends_by(formats: Sequence[Format], q: Tensor) -> str:
+    """What attends to pages of these formats: Triton, a path of the C library, torch, or two."""
+    if on_gpu(q):
+        return TRITON if all(map(serves_gpu, formats)) else TORCH
+    served = (backend() if cpu_attend.is_served(fmt, q) else TORCH for fmt in formats)
+    return " + ".join(dict.fromkeys(served))
+
+
+def encodes_by(fmt: Format, k: Tensor) -> str:
+    """What seals pages of this format."""
+    if not isinstance(fmt, PageFormat):
+        return TORCH
+    if on_gpu(k):
+        return TRITON if fmt.is_encodable else TORCH
+    return backend() if cpu_encode.is_encoded(fmt, k) else TORCH
+
+
+def appends_by(device: torch.device) -> str:
+    """What writes new tokens into raw pages."""
+    return TRITON if device.type == "cuda" else backend()
 
 
 def encode(

@@ -34,7 +34,7 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "known"),
     [
-        ({"codecs": "raw"}, "codec, engine"),
+        ({"codex": "raw"}, "codec, codecs, engine"),
         ({"server.prot": 1}, "server.max_body_bytes, server.pd_ports, server.port"),
     ],
     ids=["top", "nested"],

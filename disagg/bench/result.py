@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from disagg.kernels.cpu.library import describe_backend
+
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "xxhash", "numpy")
 
 TELL_S = 1.0
@@ -63,8 +65,8 @@ def version_of(package: str) -> str:
 
 def describe_machine() -> Row:
     """Where it runs; `load` counts the processes that wanted a core during the last minute."""
-    load = round(os.getloadavg()[0], 2)
-    return {"system": platform.platform(), "cores": os.cpu_count() or 1, "load": load}
+    machine = {"system": platform.platform(), "cores": os.cpu_count() or 1}
+    return machine | {"load": round(os.getloadavg()[0], 2), "kernels": describe_backend()}
 
 
 def write(result: Row, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli import bench, eval, fetch, look, models, serve, submit, workers
+from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
 from disagg.errors import CancelledError, ConfigError, DisaggError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command()(workers.scale)
 app.command()(workers.drain)
 app.command()(look.codecs)
 app.command()(look.page)
+app.command("doctor")(doctor.doctor)
 app.command("fetch")(fetch.fetch)
 app.command("eval")(eval.evaluate)
 app.add_typer(bench.app, name="bench")

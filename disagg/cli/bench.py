@@ -4,6 +4,7 @@ Each has a function in disagg.bench that gives a JSON object, and one that draws
 people read of it. Progress goes to stderr.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -221,3 +222,4 @@ def _show(
         print_json(result)
     else:
         print(draw(result))
+        print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)

@@ -121,7 +121,8 @@ def run_service(config: Config, as_json: bool) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    check_codec(config.codec, describe_model(config.model.name, config.model.dtype))
+    for spec in (config.codec, *config.codecs):
+        check_codec(spec, describe_model(config.model.name, config.model.dtype))
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with ExitStack() as stack:

@@ -13,6 +13,7 @@ from disagg.codecs.layer import (
     attend_tables,
     read_blocks,
     read_tail,
+    views_of,
     write_prompt,
     write_step,
 )
@@ -26,7 +27,7 @@ from disagg.codecs.tables import (
     upload,
 )
 from disagg.errors import RequestError
-from disagg.kernels.formats import AlignedFormat
+from disagg.kernels.formats import AlignedFormat, Format
 from disagg.kernels.ops import bits_read
 from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.view import Units
@@ -150,6 +151,13 @@ class CompressedKV:
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
         k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
         return k, v
+
+    def formats(self) -> list[Format]:
+        """Of the pages that attention reads; sealed ones first."""
+        now, device = Growth(self._state, self.num_tokens - 1, 1, 0), self._arena.bytes.device
+        tables = build_tables(self.group, [now], 1, device)
+        views = views_of(self.codec, self.group, self.layer, self._arena.bytes, tables)
+        return [view.fmt for view in views]
 
     def _view(self, q: Tensor) -> tuple[Tensor, tuple[PageTable, ...], Units | None]:
         """The query as a batch of one, the page tables that it sees, and its units of work."""

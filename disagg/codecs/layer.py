@@ -148,7 +148,7 @@ class StepLayers:
             first = step.group.layers[0]
             rows, views = (
                 _new_rows(step, first),
-                _views(codec, step.group, first, arena, step.tables),
+                views_of(codec, step.group, first, arena, step.tables),
             )
             self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1), scale)
             self._alone = self._calls is not None
@@ -184,12 +184,13 @@ def attend_tables(
     units: Units | None = None,
 ) -> Tensor:
     """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
-    return attend(q, _views(codec, group, layer, arena, tables), scale, units)
+    return attend(q, views_of(codec, group, layer, arena, tables), scale, units)
 
 
-def _views(
+def views_of(
     codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
+    """What attention over all tables reads, over disjoint tokens."""
     views: list[View] = []
     for table in tables:
         if table.layout == group.raw:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.layer import write_prompt
-from disagg.codecs.planning import codec_of, parse_plan
+from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
 from disagg.engine.messages import (
@@ -50,6 +50,7 @@ from disagg.errors import (
     PromptTooLongError,
     RequestError,
     TransferError,
+    UnknownNameError,
 )
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes
@@ -70,13 +71,15 @@ class Engine:
         runner: Runner,
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        codecs: Seq[str] = (),
     ):
         config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         arena_bytes, self._workspace_bytes = measure_memory(config, runner)
         self.pool, self.arena = make_pool(arena_bytes, slab_bytes, runner.device)
-        self.plan = lru_cache(maxsize=64)(lambda spec: parse_plan(spec, shape))
+        self.listed = {parse_plan(spec, shape): spec for spec in codecs}
+        self.plan = lru_cache(maxsize=64)(lambda spec: self._listed_plan(spec, shape))
         self._runner = runner
         self._config = config
         self._clock = clock
@@ -91,6 +94,13 @@ class Engine:
         self._refused: Sequence | None = None  # who last found no room
         self._events: list[Token | Prefilled | Moved | Failed] = []
         self._preempted: list[str] = []
+
+    def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
+        """The plan of a spec; UnknownNameError where only listed ones are served."""
+        plan = parse_plan(spec, shape)
+        if self.listed and plan not in self.listed:
+            raise UnknownNameError("codec of this service", spec, self.listed.values())
+        return plan
 
     def submit(self, message: Message) -> None:
         """Put a message into the inbox, from any thread."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from disagg.model.attention import Batch
 from disagg.model.static import Key, StaticStep, is_plain, key_of
 
-MOST_SHAPES = 64  # recorded at one time; the one unused for longest makes room
+MOST_SHAPES = 256  # recorded at one time; the one unused for longest makes room
 WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allocated in them
 
 log = logging.getLogger(__name__)

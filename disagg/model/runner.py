@@ -69,6 +69,11 @@ class Runner:
             )
         return cls(model.eval().requires_grad_(False), info, "random")
 
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are recorded: then kernels are compiled too, better at the start."""
+        return self._graphs is not None
+
     def record_steps(self, recorder: Recorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay those that are alike."""
         self._graphs = DecodeGraphs(self._static_step, recorder)

@@ -1,9 +1,10 @@
 """Decode steps in buffers that stay where they are, so that a recorded step can run on new inputs.
 
 A step is cut to a shape that many steps have: its rows and the rows of each layer group are padded
-to a bucket, page tables to a power of two. Padding is inert: a row that nobody asked for has token
-0 at position 0, and a padding row of a group is its first row once more; neither is written to any
-page or sees a token, so a padding row adds 0 to the attention of the row that it repeats.
+to a bucket, page tables to a power of two, tails to their longest. Padding is inert: a row that
+nobody asked for has token 0 at position 0, and a padding row of a group is its first row once more;
+neither is written to any page or sees a token, so a padding row adds 0 to the attention of the row
+that it repeats.
 
     rows     │ a │ b │ c │ - │        bucket of 4
     group 1  │ a │ c │                bucket of 2
@@ -20,6 +21,8 @@ from disagg.codecs.tables import GroupStep, PageTable, Upload, room_for_units
 from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.kernels.view import Units
 from disagg.model.attention import Batch, Decode
+from disagg.page import RAW_TOKENS
+from disagg.plan import LayerGroup
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # above, buckets are multiples of this
@@ -56,7 +59,7 @@ def key_of(batch: Batch) -> Key:
             decode.step.group.fingerprint,
             decode.whole,
             bucket_of(len(decode.step.rows)),
-            *map(_shape_of, decode.step.tables),
+            *(_shape_of(table, decode.step.group) for table in decode.step.tables),
         )
         for decode in _in_order(batch)
     ]
@@ -106,16 +109,23 @@ def _in_order(batch: Batch) -> list[Decode]:
     return sorted(batch.decodes, key=lambda decode: decode.step.group.fingerprint)
 
 
-def _shape_of(table: PageTable) -> Key:
+def _shape_of(table: PageTable, group: LayerGroup) -> Key:
     """The layout of a table, and how wide its columns are."""
-    widths = (0 if x is None else width_of(x.shape[1]) for x in (table.pages, table.segments))
+    widths = (0 if x is None else _width(x, table, group) for x in (table.pages, table.segments))
     return (table.layout.fingerprint, table.sides is None, *widths)
+
+
+def _width(x: Tensor, table: PageTable, group: LayerGroup) -> int:
+    """Of the columns of a padded table; a tail, which is short, is as wide as it ever is."""
+    tokens = group.sink + group.residual + group.page.tokens
+    is_tail = table.layout == group.raw != group.page
+    return width_of(max(x.shape[1], -(-tokens // RAW_TOKENS) if is_tail else 0))
 
 
 def _padded_step(decode: Decode, device: torch.device) -> GroupStep:
     step = decode.step
     rows = bucket_of(len(step.rows))
-    tables = tuple(_padded_table(table, rows) for table in step.tables)
+    tables = tuple(_padded_table(table, rows, step.group) for table in step.tables)
     units = step.units
     if units is not None:
         room = room_for_units(step.group, tables, device)
@@ -144,13 +154,13 @@ def _padded_rows(step: GroupStep, rows: int) -> SealRows:
     return SealRows(**padded)
 
 
-def _padded_table(table: PageTable, rows: int) -> PageTable:
+def _padded_table(table: PageTable, rows: int, group: LayerGroup) -> PageTable:
     """A table with more rows and columns, which see nothing and point to what is there."""
 
     def wider(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        wide = x[:1, :1].repeat(rows, width_of(x.shape[1]))
+        wide = x[:1, :1].repeat(rows, _width(x, table, group))
         wide[: x.shape[0], : x.shape[1]] = x
         return wide
 

@@ -12,6 +12,7 @@ io thread lives in one group: one that ends before its time ends the worker, whi
 import asyncio
 import atexit
 import gc
+import logging
 import os
 import socket
 import threading
@@ -22,12 +23,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from disagg.codecs.doctor import check_plans
 from disagg.codecs.registry import codec_names
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
+from disagg.engine.warm import warm_up
 from disagg.errors import PeerLostError, ReservationError
-from disagg.kernels.cpu.library import backend
+from disagg.kernels.cpu.library import describe_backend
 from disagg.model.capacity import CodecFit, fit_codec
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
@@ -59,6 +62,8 @@ POLL_S = 0.02
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
+log = logging.getLogger(__name__)
+
 
 class Worker:
     """One model, one pool, hand-offs in and out. `start` it, `stop` it."""
@@ -76,7 +81,9 @@ class Worker:
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
         self._runner = runner or load_runner(config.model)
-        self.engine = Engine(self._runner, config.engine)
+        self._listed = list(dict.fromkeys((config.codec, *config.codecs)))
+        compiled = self._listed if self._runner.records else ()
+        self.engine = Engine(self._runner, config.engine, codecs=compiled)
         self._started: Future[Started] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
@@ -89,11 +96,25 @@ class Worker:
     # -- from any thread
 
     def start(self) -> Started:
-        """Serve; returns when it can be reached. ConfigError if its codec does not fit."""
+        """Serve; returns when it can be reached.
+
+        ConfigError if its codec does not fit, or is not sound on its GPU.
+        """
+        missing = self.backend.startswith("torch")  # the C library
+        log.log(logging.WARNING if missing else logging.INFO, "%s: %s", self.name, self.backend)
+        if self._runner.records:
+            check_plans(list(self.engine.listed), self._runner.device)
+            limits = self.config.engine.max_sequences, self._runner.info.context_length
+            warm_up(self.engine, self._listed, *limits)
         self._threads[0].start()
         self._started.result()
         self._threads[1].start()
         return self.started
+
+    @property
+    def backend(self) -> str:
+        """What computes here, in words."""
+        return "triton" if self._runner.device.type == "cuda" else describe_backend()
 
     @property
     def started(self) -> Started:
@@ -196,8 +217,7 @@ class Worker:
         counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
-        device = self._runner.device.type
-        info |= {"node": socket.gethostname(), "backend": backend() if device == "cpu" else device}
+        info |= {"node": socket.gethostname(), "backend": self.backend}
         free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
         info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
         fits = [self._fit(codec) for codec in (self.config.codec, *codec_names())]

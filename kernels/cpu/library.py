@@ -107,6 +107,11 @@ def backend() -> str:
     return _forced[-1] if _forced else paths()[-1] if paths() else TORCH
 
 
+def describe_backend() -> str:
+    """What computes on this CPU, in words."""
+    return backend() if paths() else "torch: no C library, the reference serves"
+
+
 @contextmanager
 def forced(name: str) -> Iterator[None]:
     """Compute by this backend, whatever this machine could do better; for tests and benchmarks."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.codecs import codec_names, get_codec
+from disagg.codecs import banded, codec_names, get_codec
 from disagg.codecs.banded import Banded
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import Prompt, Queries, lead_of, sum_squares
@@ -204,3 +204,8 @@ def test_who_has_no_sink_says_why_and_a_spec_names_one_only_where_it_is_unusual(
     assert seen == [False, True, False, True]
     with pytest.raises(ConfigError, match="0 and 64"):
         get_codec("int8:sink=16")
+
+
+def test_ranges_of_channels_are_found_without_asking_the_host():
+    k = torch.empty(2, 640, 64, dtype=torch.float16, device="meta")  # which has no numbers to ask
+    assert banded._ranges(Prompt(640, k)).shape == (2, 64)

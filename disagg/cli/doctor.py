@@ -1,0 +1,51 @@
+"""`disagg doctor`: does what serves each codec on this machine compute what it should?
+
+Exit status 1 if anything does not.
+"""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from disagg.cli import options
+from disagg.cli.output import print_json, print_table, stages
+
+Specs = Annotated[list[str] | None, typer.Argument(help="Specs; every codec's default if none.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
+HEADS = 2
+COLUMNS = ["codec", "kernel", "backend", ">error", ">bound", ">first ms", ">ms", ""]
+
+
+def doctor(
+    specs: Specs = None,
+    device: Device = "auto",
+    head_dim: HeadDim = 128,
+    as_json: options.Json = False,
+) -> None:
+    """Hold every kernel of every codec against its reference."""
+    from disagg.codecs.doctor import examine, name_of
+    from disagg.codecs.registry import codec_names
+    from disagg.model.device import pick_device
+
+    where, found = pick_device(device), []
+    with stages() as say:
+        for spec in specs or codec_names():
+            say(f"{spec} on {where}")
+            found += examine(spec, HEADS, head_dim, where)
+    sound = all(x.sound for x in found)
+    if as_json:
+        rows = [asdict(x) | {"sound": x.sound} for x in found]
+        print_json({"device": where, "name": name_of(where), "sound": sound, "rows": rows})
+    else:
+        cells = [
+            [x.codec, x.kernel, x.backend]
+            + [f"{y:.2g}" for y in (x.error, x.bound)]
+            + [f"{y:.1f}" for y in (x.first_ms, x.ms)]
+            + [x.failure or ("" if x.sound else "WRONG")]
+            for x in found
+        ]
+        print_table(f"{where}: {name_of(where)}", COLUMNS, cells)
+    if not sound:
+        raise typer.Exit(1)

@@ -1,0 +1,49 @@
+"""Before the first request on a GPU: what decode steps of the listed codecs run is compiled and
+recorded, by serving made-up prompts. Triton keeps what it compiled on disk, for the next start.
+
+Steps over wider page tables than those of these prompts are recorded when they first occur: that
+takes as long as a few steps, and compiles nothing.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Replay
+from disagg.engine.sequence import Request, SamplingParams
+from disagg.plan import Plan
+
+PAGES = (0, 1, 3)  # of a prompt; each then seals one more
+STEPS = 4  # beyond the one that seals
+
+log = logging.getLogger(__name__)
+
+
+def warm_up(engine: Engine, specs: Sequence[str], rows: int, context: int) -> None:
+    """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
+
+    context: tokens at most, answers included; raises what a request that failed here ended with
+    """
+    for number, spec in enumerate(specs, 1):
+        began = time.monotonic()
+        for tokens in _lengths(engine.plan(spec), context):
+            for row in range(rows):
+                params = SamplingParams(max_tokens=STEPS + 2 * (rows - row), ignore_eos=True)
+                engine.submit(Replay(Request(str(row), (row % 2,) * tokens, params, spec)))
+            while not engine.idle:
+                for failed in engine.step().failed:
+                    raise failed.error
+        took = time.monotonic() - began
+        log.info("%d of %d: compiled and recorded for %s, %.1f s", number, len(specs), spec, took)
+    engine.counts.clear()
+
+
+def _lengths(plan: Plan, context: int) -> list[int]:
+    """Prompts after which an answer soon seals a page of each layer group."""
+    found = {
+        group.sink + group.residual + (pages + 1) * group.page.tokens - 2
+        for group in plan.groups
+        for pages in PAGES
+    }
+    return sorted({min(tokens, context - 1) for tokens in found})

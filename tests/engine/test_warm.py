@@ -1,0 +1,89 @@
+"""Warmed up, a worker records nothing for requests; and serves only what it was warmed up for."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from disagg.config import Config, EngineConfig
+from disagg.engine.engine import Engine
+from disagg.engine.warm import warm_up
+from disagg.errors import ConfigError, UnknownNameError
+from disagg.kernels.cpu import library
+from disagg.model.runner import Runner
+from disagg.workers.dispatch import Role
+from disagg.workers.worker import Worker
+from tests.engine.serving import make_engine, serve
+from tests.model.test_graphs import EagerRecorder
+from tests.model.tiny import random_prompt, save_tiny
+
+KIVI = "kivi:bits=2,group=64,residual=16"
+ROWS = 5
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner.load(str(save_tiny("llama", tmp_path, head_dim=64)))
+
+
+@pytest.mark.parametrize("codec", [KIVI, "int8"])
+def test_prompts_like_those_of_the_start_record_nothing_more(runner, codec):
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+    engine = make_engine(runner)
+    warm_up(engine, [codec], ROWS, runner.info.context_length)
+    recorded = recorder.recorded
+    assert recorded > 0
+    assert not engine.counts
+    assert not engine.pool.referenced_pages
+    for rows in (ROWS, 1, 2, 3):
+        serve(engine, [random_prompt(90 + i) for i in range(rows)], codec, 12)
+    assert recorder.recorded == recorded
+    assert recorder.replayed > 0
+
+
+def test_where_steps_are_recorded_a_request_names_a_listed_codec(runner):
+    engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), codecs=[KIVI, "int8"])
+    assert engine.plan("kivi:residual=16,bits=2,group=64") == engine.plan(KIVI)
+    with pytest.raises(UnknownNameError, match=rf"'raw'; known: int8, {KIVI}"):
+        engine.plan("raw")
+
+
+def test_where_nothing_is_recorded_a_request_names_any(runner):
+    assert make_engine(runner).plan("raw")
+
+
+def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reached(runner):
+    recorder = EagerRecorder()
+    runner.record_steps(recorder)
+    config = Config(KIVI, ["int8"], engine=EngineConfig(arena_bytes=32 << 20, max_sequences=2))
+    worker = Worker(config, Role.BOTH, "w", runner=runner)
+    worker.start()
+    try:
+        assert set(worker.engine.listed.values()) == {KIVI, "int8"}
+        assert recorder.recorded > 0
+        assert asyncio.run(worker.status()).info["backend"] == library.describe_backend()
+    finally:
+        worker.stop(0.0)
+        worker.wait()
+
+
+def test_a_worker_whose_kernels_are_wrong_refuses_to_start(runner, monkeypatch):
+    runner.record_steps(EagerRecorder())
+    monkeypatch.setattr("disagg.codecs.doctor.GPU_BYTES", 0.0)
+    monkeypatch.setattr("disagg.codecs.doctor._error", lambda found, wanted: 0.5)
+    worker = Worker(Config(KIVI), Role.BOTH, "w", runner=runner)
+    with pytest.raises(ConfigError, match="encode of kivi"):
+        worker.start()
+
+
+def test_a_listed_codec_that_does_not_fit_is_an_error(runner):
+    runner.record_steps(EagerRecorder())
+    with pytest.raises(ConfigError, match="no-such-codec"):
+        Worker(Config(KIVI, ["no-such-codec"]), Role.BOTH, "w", runner=runner)
+
+
+def test_a_prompt_that_fails_at_the_start_is_an_error(runner):
+    engine = Engine(runner, EngineConfig(arena_bytes=1 << 20))
+    with pytest.raises(ConfigError):
+        warm_up(engine, ["no-such-codec"], 1, runner.info.context_length)
