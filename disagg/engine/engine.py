@@ -7,7 +7,6 @@ or a credit. Whatever goes wrong with one request ends that request: its pages a
 `Failed` says why. Where nobody can tell whose fault it was, all of the step end; the engine lives.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,9 @@ from torch import Tensor
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
+from disagg.engine.answers import choose, score_prompts
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
+from disagg.engine.failures import is_memory_error, named
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -39,7 +40,7 @@ from disagg.engine.messages import (
     Token,
 )
 from disagg.engine.prefixes import ExactPrefixes
-from disagg.engine.sampler import Sampled, logprobs_of, sample
+from disagg.engine.sampler import Sampled
 from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Life, Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
@@ -59,8 +60,6 @@ from disagg.plan import Plan
 from disagg.wire import Item
 
 WAIT_S = 0.05  # how often a sequence without room looks again
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -328,9 +327,9 @@ class Engine:
     def _compute(self, shares: Seq[Share], stash: Stash) -> None:
         """One forward pass, and one more token for who has fed all it knows."""
         batch = build_batch(shares, stash, self.arena, self._chunk)
-        logits = self._score(shares, self._runner.forward(batch))
+        logits = score_prompts(shares, self._runner.forward(batch))
         ready = [share.sequence for share in shares if share.completes]
-        chosen = self._choose(ready, logits)
+        chosen = choose(ready, logits, self._runner.info.eos_ids)
         wait_for_kernels(self._runner.device)  # what they read may be written once it is released
         self._prefixes.close(whole=True)
         for decode in batch.decodes:
@@ -392,43 +391,6 @@ class Engine:
             else:
                 self._scheduler.restart(sequence)
                 self._requeued(sequence)
-
-    # -- sample
-
-    def _score(self, shares: Seq[Share], logits: Tensor) -> Tensor:
-        """Keep what logits [rows, V] say of prompts; those that give the next tokens."""
-        if not any(share.scores for share in shares):
-            return logits
-        last = []
-        for share, part in zip(shares, logits.split([x.outputs for x in shares]), strict=True):
-            sequence = share.sequence
-            if share.scores:
-                del sequence.scores[sequence.n :]  # of a start that was given up
-                known = sequence.request.tokens[sequence.n + 1 :][: share.count]
-                counts = [sequence.request.params.logprobs or 0] * len(known)
-                tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)
-                sequence.scores += logprobs_of(part[: len(known)], tokens, counts)
-            if share.completes:
-                last.append(part[-1:])
-        return torch.cat(last) if last else logits[:0]
-
-    def _choose(self, sequences: Seq[Sequence], logits: Tensor) -> list[Sampled]:
-        """The next token of each; for one that cannot be sampled, an error and any token."""
-        asked = [sequence.request for sequence in sequences]
-        emitted = [sequence.emitted for sequence in sequences]
-        eos_ids = self._runner.info.eos_ids
-        try:
-            return sample(logits, asked, emitted, eos_ids)
-        except Exception:
-            chosen = [Sampled(0)] * len(sequences)
-        for i, sequence in enumerate(sequences):
-            try:
-                (chosen[i],) = sample(
-                    logits[i : i + 1], asked[i : i + 1], emitted[i : i + 1], eos_ids
-                )
-            except Exception as error:
-                sequence.error = named(error)
-        return chosen
 
     def _advance(self, shares: Seq[Share], ready: Seq[Sequence], chosen: Seq[Sampled]) -> None:
         """Count the tokens that were fed, and say which came of them."""
@@ -526,18 +488,3 @@ class Engine:
                 slots=queues.slots,
             ),
         )
-
-
-def named(error: Exception) -> DisaggError:
-    """An error that can be told to others, without the frames and the tensors that it came by."""
-    if isinstance(error, DisaggError):
-        return error.with_traceback(None)
-    log.error("a request broke", exc_info=error)
-    kind = CapacityError if is_memory_error(error) else DisaggError
-    return kind(f"{type(error).__name__}: {error}")
-
-
-def is_memory_error(error: Exception) -> bool:
-    """Whether there was not enough memory, on a host or a device."""
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return full or "can't allocate memory" in str(error)  # as torch says it of a host

@@ -17,7 +17,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.engine import Engine, named
+from disagg.engine.engine import Engine
+from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token
 from disagg.engine.sequence import handoff_stats
 from disagg.errors import DisaggError, RequestError, ReservationError

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from disagg.config import TransferConfig
-from disagg.engine.engine import Engine, named
+from disagg.engine.engine import Engine
+from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import DeadlineError, RequestError
