@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 620,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 19800  # of all these rooms together
+PACKAGE_BUDGET = 20400  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
