@@ -92,7 +92,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def test_a_cold_submit_answers_and_leaves_nothing(home):
-    process = home.start("submit", PROMPT * 8, "--max-tokens", "16", "--json")
+    process = home.start("submit", PROMPT * 32, "--max-tokens", "16", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     answer = json.loads(out)
