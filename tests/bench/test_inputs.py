@@ -5,7 +5,7 @@ from tests.codecs.test_golden import golden
 
 
 def test_the_golden_input_is_made_again():
-    """To a unit in the last place: torch sums in another order where a CPU's vectors are narrower."""
+    """To a unit in the last place: torch sums in another order where vectors are narrower."""
     made, stored = generate(1234), golden("inputs")
     for name in ("q", "k", "v"):
         found, expected = getattr(made, name), stored[name][0]

@@ -85,6 +85,8 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, ca
 @pytest.mark.parametrize("name", ["overlap", "load"])
 def test_a_benchmark_of_workers_prints_its_rows(name, capsys, monkeypatch):
     row = {"codec": "raw", "waited_s": 1.5}
-    monkeypatch.setattr(handoff, f"measure_{name}", lambda *_: {"rows": [row]})
+    monkeypatch.setattr(
+        handoff, f"measure_{name}", lambda *_: {"machine": {"kernels": "avx2"}, "rows": [row]}
+    )
     assert run(["bench", name]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["raw", "1.5"]

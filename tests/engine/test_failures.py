@@ -133,7 +133,7 @@ class Fuse:
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("what", ["forward", "plan_step", "sample_all", "advance"])
+@pytest.mark.parametrize("what", ["forward", "plan_step", "choose", "advance"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     runner, monkeypatch, what, at, done
@@ -144,9 +144,10 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
         monkeypatch.setattr(steps_module, what, Fuse(steps_module.plan_step, at, done))
     elif what == "forward":
         engine._runner = Stub(runner, Fuse(runner.forward, at, done))  # type: ignore[assignment]
+    elif what == "choose":
+        monkeypatch.setattr(engine_module, what, Fuse(engine_module.choose, at, done))
     else:
-        name = {"sample_all": "_choose", "advance": "_advance"}[what]
-        monkeypatch.setattr(engine, name, Fuse(getattr(engine, name), at, done))
+        monkeypatch.setattr(engine, "_advance", Fuse(engine._advance, at, done))
     for rid in ("a", "b"):
         engine.submit(Replay(request(rid, random_prompt(126), KIVI, 9)))
     assert {x.rid for x in failures(engine)} == {"a", "b"}

@@ -73,7 +73,7 @@ def test_what_prefill_says_of_the_first_token_is_said_again_by_who_goes_on(runne
     assert len(done.logprobs) == 1
     groups = decode.plan("raw").groups
     states = tuple(allocate_group(group, len(PROMPT), decode.pool) for group in groups)
-    decode.submit(Admit(asked, states, (done.first_token,), done.logprobs))
+    decode.submit(Admit(asked, states, (done.first_token,), logprobs=done.logprobs))
     first, second = (token for output in run_until_idle(decode) for token in output.tokens)
     assert (first.index, first.logprobs) == (0, done.logprobs)
     assert (second.index, len(second.logprobs)) == (1, 1)
