@@ -28,7 +28,7 @@ def test_an_8b_on_80_gb_holds_hundreds_of_thousands_of_tokens(tmp_path: Path) ->
     assert tokens["raw"] == pytest.approx(tokens["fp8"] / 2, rel=0.01)
     assert tokens["raw"] > 250_000
     assert tokens["kivi"] > 1_500_000
-    assert fit.recommended == "kivi:bits=4,group=64,residual=64"
+    assert fit.recommended == "banded:bits=3"
 
 
 def test_every_codec_has_a_row_or_says_why_not(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_command_needs_no_weights(tmp_path, capsys):
     assert found["served"]
     assert all(codec["tokens"] > 0 for codec in found["codecs"])
     assert run(["models", "check", path]) == 0
-    assert "recommended: kivi:bits=4" in capsys.readouterr().out
+    assert "recommended: banded:bits=3" in capsys.readouterr().out
 
 
 def test_sizes_are_written_with_units() -> None:
