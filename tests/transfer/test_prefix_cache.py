@@ -9,7 +9,7 @@ from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import Plan
 from disagg.pool import HostArena, Pool
-from disagg.transfer.messages import State
+from disagg.transfer.messages import Job, State
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
 from disagg.transfer.records import Addresses, content_keys, ids_by_kind, units_of
 from disagg.transfer.reservations import Admission, Dropped
@@ -291,7 +291,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     cache, prompt = PrefixCache(pool), list(range(1500))
 
     def hold(tokens: list[int]) -> Holding:
-        holding = cache.hold("model", plan, tokens, 0)
+        holding = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
         cache.keep(holding, [7] * holding.checklist.num_items)
         return holding
 
