@@ -207,8 +207,11 @@ class Pool:
 
     @atomic
     def keep(self, key: bytes, pages: Sequence[int], note: object) -> None:
-        """Keep owned pages under a key until their room is needed; what is kept already stays."""
-        if key in self._kept or not self._keepers.keys().isdisjoint(pages):
+        """Keep owned pages under a key until their room is needed.
+
+        No pages are not kept, and what is kept already stays as it is.
+        """
+        if not pages or key in self._kept or not self._keepers.keys().isdisjoint(pages):
             return
         self.retain(pages)
         shape = self._slabs[self._slab_index(pages[0])].shape
