@@ -20,6 +20,7 @@ from disagg.errors import ConfigError, UnknownNameError
 T = TypeVar("T")
 
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
+AUTO = "auto"  # what who leaves the codec to the service calls it
 
 
 def at_least(least: float, *, default: Any) -> Any:
@@ -119,12 +120,16 @@ class RouterConfig(Bounded):
     max_attempts: workers that may die under one request before it is refused
     silence_s:    a worker that does not answer for so long counts as dead
     max_queue:    requests that may wait for workers; more are refused
+    error_budget: relative, of attention outputs, where a request leaves its codec to the service
+    first_decode_s: until its second token, the first that decode says, such a request aims at
     """
 
     deadline_s: float = at_least(0.001, default=300.0)
     max_attempts: int = at_least(1, default=3)
     silence_s: float = at_least(0.001, default=5.0)
     max_queue: int = at_least(1, default=1024)
+    error_budget: float = at_least(0, default=0.15)
+    first_decode_s: float = at_least(0.001, default=2.0)
 
 
 @dataclass(frozen=True)
@@ -229,8 +234,10 @@ class SecurityConfig(Bounded):
 class Config:
     """All of it.
 
-    codec:  a spec for every layer, or a plan "0-1:kivi:bits=4;2-:kivi:bits=2"
-    codecs: others that requests may name where a worker compiles them at its start: on a GPU
+    codec:  a spec for every layer, a plan "0-1:kivi:bits=4;2-:kivi:bits=2", or "auto": the service
+            chooses for each request among `codecs`
+    codecs: others that requests may name where a worker compiles them at its start: on a GPU; and
+            what "auto" chooses from
     """
 
     codec: str = DEFAULT_CODEC
@@ -242,6 +249,13 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+
+    @property
+    def listed(self) -> list[str]:
+        """Every codec that is named, the one of who names none first; ConfigError without any."""
+        if found := [x for x in dict.fromkeys((self.codec, *self.codecs)) if x != AUTO]:
+            return found
+        raise ConfigError('codec "auto" chooses among `codecs`, and none are listed')
 
 
 def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:

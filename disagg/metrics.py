@@ -1,6 +1,7 @@
 """What the hand-off of one prompt cost. Knows no clock and nobody who counts."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class HandoffStats:
     verify_ms:      digests and copies at the receiver · admit_ms: from the commit to the engine
     exposed_ms:     from the last item offered to the acknowledgement: what computing did not hide
     attaches:       how often the sender attached; 1 if nothing broke
+    link_bytes_per_s: of frames on that link, since the last hand-off on it ended; 0: none came
+    attention_error:  relative, of attention outputs, by listed codec and layer group: of prompts
+                      that were sampled, see `engine/guard.py`
     """
 
     codec: str
@@ -37,3 +41,5 @@ class HandoffStats:
     admit_ms: float = 0.0
     exposed_ms: float = 0.0
     attaches: int = 1
+    link_bytes_per_s: float = 0.0
+    attention_error: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -5,6 +5,7 @@ heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
 """
 
 import os
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,12 @@ from disagg.errors import CancelledError, DeadlineError, PeerLostError
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
 
+Codecs = Annotated[
+    str | None, typer.Option(help='That --codec auto chooses from: "fp8,kivi:bits=4,banded".')
+]
+Budget = Annotated[
+    float | None, typer.Option(min=0, help="Of --codec auto: relative error of attention outputs.")
+]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
 PdPorts = Annotated[
@@ -55,6 +62,8 @@ def serve(
     model: options.Model = None,
     served_model_name: Name = None,
     codec: options.Codec = None,
+    codecs: Codecs = None,
+    error_budget: Budget = None,
     host: Host = None,
     port: Port = None,
     pd_ports: PdPorts = None,
@@ -72,9 +81,11 @@ def serve(
     as_json: options.Json = False,
 ) -> None:
     """Serve completions until stopped, with workers of its own."""
-    flags = {"model.name": model, "codec": codec, "server.host": host, "server.port": port}
+    flags: dict[str, Any] = {"model.name": model, "codec": codec, "server.host": host}
     flags |= {"server.served_model_name": served_model_name, "cluster.name": name}
-    flags |= {"server.pd_ports": pd_ports}
+    flags |= {"server.port": port, "server.pd_ports": pd_ports}
+    flags |= {"router.error_budget": error_budget}
+    flags |= {"codecs": codecs and re.split(r",(?![\w-]+=)", codecs)}  # options have = behind them
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
@@ -121,7 +132,7 @@ def run_service(config: Config, as_json: bool) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    for spec in (config.codec, *config.codecs):
+    for spec in config.listed:
         check_codec(spec, describe_model(config.model.name, config.model.dtype))
     signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -196,7 +207,7 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
-    check_codec(config.codec, info)
+    check_codec(config.listed[0], info)
 
 
 def check_codec(spec: str, info: "ModelInfo") -> None:

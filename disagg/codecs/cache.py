@@ -83,7 +83,12 @@ class CompressedKV:
 
     @classmethod
     def from_prompt(
-        cls, codec: LayerCodec, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | None = None
+        cls,
+        codec: LayerCodec,
+        k: Tensor,
+        v: Tensor,
+        layer: int = 0,
+        q: Tensor | Queries | None = None,
     ) -> "CompressedKV":
         """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)
@@ -92,7 +97,7 @@ class CompressedKV:
         group = codec.layer_group((layer,), heads, head_dim, dtype)
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
-        queries = None if q is None else Queries.of(q, n)
+        queries = Queries.of(q, n) if isinstance(q, Tensor) else q
         write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, queries)
         cache.num_tokens = n
         return cache
@@ -119,16 +124,18 @@ class CompressedKV:
             done += m
 
     def attend(self, q: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of one query over all tokens, on the compressed form: [Hq, D] -> [Hq, D].
+        """Attention on the compressed form, of shape and, where it is fp64 on a CPU, dtype of q;
+        else fp32.
 
-        q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H).
-               The result is fp32, or fp64 for q of fp64 on a CPU
+        q:     [Hq, D], a query that sees all tokens, or [Hq, W, D], those of the last W tokens; Hq
+               a multiple of the KV heads; query head i reads KV head i // (Hq / H)
         scale: of the scores; D**-0.5 unless given
         """
         rows, tables, units = self._view(q)
         codec, group, arena = self.codec, self.group, self._arena.bytes
         scale = group.head_dim**-0.5 if scale is None else scale
-        return attend_tables(codec, group, self.layer, arena, rows, tables, scale, units)[0, 0]
+        o = attend_tables(codec, group, self.layer, arena, rows, tables, scale, units)[0]
+        return o.transpose(0, 1) if q.ndim == 3 else o[0]
 
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
         """Bits of K and V that each query head reads of the pages: see AlignedKV.
@@ -160,19 +167,22 @@ class CompressedKV:
         return [view.fmt for view in views]
 
     def _view(self, q: Tensor) -> tuple[Tensor, tuple[PageTable, ...], Units | None]:
-        """The query as a batch of one, the page tables that it sees, and its units of work."""
-        if q.ndim != 2 or q.shape[1] != self.group.head_dim or q.shape[0] % self.group.heads:
+        """The queries as a batch of one, the page tables that they see, and their units of work."""
+        dims = q.ndim in (2, 3) and q.shape[-1] == self.group.head_dim
+        if not dims or q.shape[0] % self.group.heads:
             raise RequestError(
-                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}] with Hq a multiple of "
-                f"{self.group.heads} KV heads is wanted"
+                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}], or [Hq, W, "
+                f"{self.group.head_dim}], with Hq a multiple of {self.group.heads} KV heads is "
+                "wanted"
             )
         if not self.num_tokens:
             raise RequestError("there is nothing to attend to: the cache holds no token")
-        now = Growth(self._state, self.num_tokens - 1, 1, 0)
+        width = q.shape[1] if q.ndim == 3 else 1
+        now = Growth(self._state, self.num_tokens - width, width, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
-        rows = (q if exact else q.float()).contiguous()
-        tables = build_tables(self.group, [now], 1, q.device)
-        return rows[None, None], *upload(
+        rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
+        tables = build_tables(self.group, [now], width, q.device)
+        return rows[None].contiguous(), *upload(
             (tables, plan_units(self.group, tables, q.device)), q.device
         )
 

@@ -24,6 +24,7 @@ from disagg.config import EngineConfig
 from disagg.engine.answers import choose, score_prompts
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
 from disagg.engine.failures import is_memory_error, named
+from disagg.engine.guard import Guard, relative_errors
 from disagg.engine.messages import (
     Abort,
     Admit,
@@ -71,7 +72,9 @@ class Engine:
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         codecs: Seq[str] = (),
+        guarded: Seq[str] = (),
     ):
+        """codecs: all that there are, where these are compiled; guarded: errors are measured of"""
         config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
@@ -87,6 +90,7 @@ class Engine:
             self.pool, config.max_batch_tokens, config.max_sequences, config.watermark
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
+        self._guard = Guard(list(map(self.plan, guarded)))
         self.counts: Counter[str] = Counter()  # "computed_tokens", "cached_tokens" of prompts
         self._orders = count()
         self._draining = False
@@ -347,6 +351,7 @@ class Engine:
             if sequence.error is None:
                 try:
                     self._encode(sequence, layer, k, v, before)
+                    self._guard.look(sequence, layer, k, v)
                     self._prefixes.write(new, layer, k, v)
                 except Exception as error:
                     sequence.error = named(error)
@@ -451,7 +456,7 @@ class Engine:
         if sequence.life.status is Status.HELD:
             self._scheduler.hold(sequence)
             told = rid, token, reason, 1e3 * sequence.encode_s, sequence.cached, scores
-            self._events.append(Prefilled(*told))
+            self._events.append(Prefilled(*told, relative_errors(sequence)))
             return
         if reason is not None:
             self._end(sequence)

@@ -101,6 +101,7 @@ class Prefilled:
     encode_ms:     time spent compressing it
     cached_tokens: leading ones that were not computed
     logprobs:      of the first token, where they are wanted
+    errors:        of attention outputs, by codec and layer group, where `guard.py` measured them
     """
 
     rid: str
@@ -109,6 +110,7 @@ class Prefilled:
     encode_ms: float
     cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+    errors: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

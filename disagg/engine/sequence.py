@@ -31,6 +31,8 @@ from disagg.state import GroupState
 from disagg.wire import Item
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from disagg.model.cache import Workspace
     from disagg.model.describe import ModelInfo
 
@@ -206,6 +208,7 @@ class Sequence:
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
+    sample:    which one of `guard.py` it is; None: none · errors: what was measured, by codec
     scores:    log-probabilities that nobody has heard: of the prompt from its second token on,
                then of the last token
     """
@@ -225,6 +228,8 @@ class Sequence:
     workspace: "Workspace | None" = None
     encode_s: float = 0.0
     error: DisaggError | None = None
+    sample: int | None = None
+    errors: dict[str, "Tensor"] = field(default_factory=dict)
     scores: list[Logprobs] = field(default_factory=list)
 
     @property

@@ -216,7 +216,8 @@ class Completions:
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
         workers, router = (await self.status())["workers"], self.router
-        return self.counts.scrape(workers, router.waiting, router.dispatch.routed)
+        rules = router.dispatch
+        return self.counts.scrape(workers, router.waiting, rules.routed, rules.choices)
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""

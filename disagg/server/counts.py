@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from disagg.server.text import Piece
+from disagg.workers.choice import Choices
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -56,6 +57,10 @@ class Counts:
             gauge("disagg_held_sequences", held),
             gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
         )
+        wrong = "Relative error of attention outputs, of sampled prompts, by listed codec"
+        self._errors = gauge("disagg_attention_error", wrong, "codec")
+        left = "Requests that left their codec to the service, by codec and why it is that one"
+        self._chosen = counter("disagg_codec_choices", left, "codec", "reason")
         self._queued = gauge("disagg_queue_requests", "Requests that no worker has")
         chosen = "Times that a worker of a role was chosen, by why it was this one"
         self._routed = counter("disagg_routed", chosen, "reason")
@@ -138,12 +143,18 @@ class Counts:
         workers: Sequence[Mapping[str, Any]],
         queued: int = 0,
         routed: Mapping[tuple[str, str], int] = EMPTY,
+        choices: Choices | None = None,
     ) -> bytes:
-        """What Prometheus reads. `workers`: as in `Completions.status`; `routed`: of `Dispatch`."""
+        """What Prometheus reads. `workers`: as in `Completions.status`; the rest: of `Dispatch`."""
         self._of(self._queued).set(queued)
         for (role, reason), count in routed.items():
             rise = self._rise({"name": ROUTER}, f"{role}: {reason}", count)
             self._of(self._routed, role, reason=reason).inc(rise)
+        for codec, error in choices.errors.items() if choices else ():
+            self._of(self._errors, codec=codec).set(error.value)
+        for (codec, reason), count in choices.chosen.items() if choices else ():
+            rise = self._rise({"name": ROUTER}, f"{codec}: {reason}", count)
+            self._of(self._chosen, codec=codec, reason=reason).inc(rise)
         self._workers.clear()
         self._load(workers)
         for worker in workers:

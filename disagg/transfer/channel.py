@@ -29,7 +29,7 @@ from disagg.errors import (
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.control import PUSH, KvClient
 from disagg.transfer.direct import dial
-from disagg.transfer.link import LinkReport, Pace, measure
+from disagg.transfer.link import LinkReport, Meter, Pace, measure
 from disagg.transfer.messages import Ack, Attached, Credit, Nack, parse
 from disagg.transfer.rpc import Link, connect, error_of
 from disagg.transfer.security import Security
@@ -102,6 +102,7 @@ class Channel:
         self._wake = asyncio.Event()
         self._owed = 0  # frames and commits out and not answered
         self._heard_at = 0.0  # when something was answered, or began to be owed
+        self.meter = Meter()  # of the stream of now
         self._lease_s = math.inf
 
     @property
@@ -166,6 +167,7 @@ class Channel:
     async def _serve(self, attached: Attached) -> None:
         """One stream, until it ends in any way, which all that is attached on it is told."""
         error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
+        self.meter = Meter()
         try:
             stream = await self._open(attached)
             try:
@@ -197,6 +199,7 @@ class Channel:
                 await self._wake.wait()
                 continue
             sender, parcel = chosen
+            self.meter.leaves(self._clock())
             if pace is not None and (delay := pace.delay(parcel.size, self._clock())) > 0:
                 await asyncio.sleep(delay)
             self._owe()
@@ -221,6 +224,7 @@ class Channel:
             async for data in answers:
                 credit = Credit.from_message(parse(kv.PushResponse, data))
                 self._answered(credit.frames)
+                self.meter.arrived(credit.frames, credit.nbytes, self._clock())
                 if sender := self._attached.get(credit.nonce):
                     sender.credited(credit, len(data))
                 self._wake.set()

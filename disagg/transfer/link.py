@@ -90,6 +90,31 @@ async def absorb(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         yield kv.ProbeResponse(bytes=len(message)).SerializeToString()
 
 
+class Meter:
+    """Bytes a second that a link takes while something is on its way."""
+
+    def __init__(self) -> None:
+        self._out, self._nbytes = 0, 0
+        self._since = self._busy_s = self._last = 0.0
+
+    def read(self) -> float:
+        """Since it was read last, or what that was where nothing came since; 0 before anything."""
+        if self._busy_s:
+            self._last = self._nbytes / self._busy_s
+            self._nbytes, self._busy_s = 0, 0.0
+        return self._last
+
+    def leaves(self, now: float) -> None:
+        """A frame is on its way, or waits for the pace of the link."""
+        self._since = self._since if self._out else now
+        self._out += 1
+
+    def arrived(self, frames: int, nbytes: int, now: float) -> None:
+        """So many frames were answered."""
+        self._busy_s += now - self._since
+        self._out, self._nbytes, self._since = self._out - frames, self._nbytes + nbytes, now
+
+
 class Pace:
     """A token bucket: what passes at once is at most a burst or one message."""
 

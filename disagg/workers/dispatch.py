@@ -17,11 +17,12 @@ that moves stays the same attempt: what both workers say of it is delivered once
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heapify, heappop
 
-from disagg.config import RouterConfig
+from disagg.config import AUTO, RouterConfig
 from disagg.engine.sequence import urgency
 from disagg.errors import (
     CapacityError,
@@ -35,6 +36,7 @@ from disagg.errors import (
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
 from disagg.workers.board import Board
+from disagg.workers.choice import Choices
 from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
@@ -53,6 +55,7 @@ class Started:
 
     min_tokens: shorter prompts are served whole where they decode, if that is here
     room:       tokens of its own codec that its arena holds
+    sizes:      bytes of two prompts, by tokens, under each listed codec
     """
 
     name: str
@@ -62,6 +65,12 @@ class Started:
     model: str = ""
     min_tokens: int = 0
     room: int = 0
+    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    def bytes_of(self, codec: str, tokens: int) -> float:
+        """Of a prompt, on the line through those two; 0 for a codec that is not listed."""
+        (short, few), (long, many) = self.sizes.get(codec, {0: 0, 1: 0}).items()
+        return few + (many - few) * (tokens - short) / (long - short)
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -77,6 +86,7 @@ class Entry:
     exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute
+    choice:   why it has its codec, where that was left to the service · nbytes: of its records
     deaths:   of workers that computed nothing else · alone: it may cost one more
     """
 
@@ -100,6 +110,8 @@ class Entry:
     refusals: int = 0
     not_before: float = 0.0
     began: float = 0.0
+    choice: str = ""
+    nbytes: float = 0.0
 
     @property
     def workers(self) -> list[str]:
@@ -188,6 +200,7 @@ class Dispatch:
         self.unequal_tokens = 0  # repeated tokens that were not what was delivered before
         self.retries = self.moves = 0
         self.routed: Counter[tuple[str, str]] = Counter()  # (role, why a worker of it was chosen)
+        self.choices = Choices()
         self._config = config or RouterConfig()
         self._told: dict[tuple[str, str], float] = {}  # (worker, rid) -> when it was told to forget
         self._token_bytes = 0.0  # of the smallest codec seen: what a prompt takes at least
@@ -262,6 +275,7 @@ class Dispatch:
             seen = event.stats.get("resident_bytes", 0) / tokens
             self._token_bytes = min(seen, self._token_bytes or seen)
         entry = self._current(rid, event.attempt)
+        self.choices.learn(event.stats or {}, (worker, (entry and entry.decode) or ""))
         if entry is None:  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
             return self._tell(worker, rid, event.attempt, now) if more else []
@@ -329,6 +343,9 @@ class Dispatch:
 
     def _begin(self, entry: Entry, prefill: Member, decode: Member, now: float) -> Action:
         """The next attempt, on this pair."""
+        if entry.job.codec == AUTO:
+            self._choose(entry, prefill, decode, now)
+        entry.nbytes = decode.started.bytes_of(entry.job.codec, len(entry.job.prompt))
         self._count(entry, prefill, decode)
         prefill.recent += len(entry.job.prompt) - entry.cached
         for member in (prefill, decode):
@@ -343,6 +360,16 @@ class Dispatch:
         if prefill is decode:
             return Start(prefill.name, entry.job, Work.LOCAL)
         return Reserve(decode.name, entry.job)
+
+    def _choose(self, entry: Entry, prefill: Member, decode: Member, now: float) -> None:
+        """Its codec, for life: of those that the decode worker lists."""
+        prompt, config, here = entry.job.prompt, self._config, self.entries.values()
+        sizes = {x: decode.started.bytes_of(x, len(prompt)) for x in decode.started.sizes}
+        ahead = sum(x.nbytes for x in here if x.prefill == prefill.name and not x.decodes)
+        left_s = entry.arrived + config.first_decode_s - now
+        facts = config.error_budget, decode.load.free_bytes, (prefill.name, decode.name)
+        codec, entry.choice = self.choices.choose(sizes, *facts, left_s, ahead)
+        entry.job, entry.pages = replace(entry.job, codec=codec), keys_of(prompt, codec)
 
     def _leaves(self, entry: Entry, now: float) -> bool:
         """Whether a sequence has to go on elsewhere, and has not so little left that it may end.

@@ -31,7 +31,15 @@ from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.sender import Sender
 from disagg.wire import Item, Ticket
 
-OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms", "cached_tokens")
+OF_THE_CODEC = (
+    "codec",
+    "fp16_bytes",
+    "fp8_bytes",
+    "resident_bytes",
+    "encode_ms",
+    "cached_tokens",
+    "attention_error",
+)
 
 Say = Callable[[Iterable[TokenEvent]], None]
 
@@ -129,6 +137,7 @@ class PrefillSide:
         try:
             done = await self._compute(request, offering, sending)
             stats = handoff_stats(plan, tokens, done.cached_tokens, done.encode_ms)
+            stats = replace(stats, attention_error=done.errors)
             said: list[Any] = [*done.logprobs]
             first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
             if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
@@ -139,6 +148,7 @@ class PrefillSide:
             sender.finish(done.first_token, extras={"logprobs": said} if said else None)
             sent = await sending
             kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
+            kept["link_bytes_per_s"] = channel.meter.read()
             figures = asdict(replace(sent, **kept))
             self.say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])
         finally:

@@ -64,6 +64,7 @@ class Client:
     """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
 
     logprobs: of the token that was heard of last · asked, waited_s: when, and how long in the queue
+    choice:   why it has its codec, where that was left to the service
     """
 
     asked: float
@@ -72,6 +73,7 @@ class Client:
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
     logprobs: Sequence[Any] = ()
+    choice: str = ""
 
 
 @dataclass
@@ -264,7 +266,8 @@ class Router:
                 client.logprobs = event.logprobs
                 if event.stats is not None:
                     self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
-                    client.kv = event.stats
+                    choice = {"choice": client.choice} if client.choice else {}
+                    client.kv = {**event.stats, **choice}
                     client.receipt.set()
             self._act(self.dispatch.hear(name, event, now))
         self._act(self.dispatch.load(name, step.load, now))
@@ -308,6 +311,7 @@ class Router:
                     peer, submit = self.peers[worker], self._submit(action)
                     if not job.emitted and (client := self._clients.get(job.rid)):
                         client.waited_s = self._clock() - client.asked
+                        client.choice = self.dispatch.entries[job.rid].choice
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget() | Acknowledge():
                     self._spawn(self._forget(action))

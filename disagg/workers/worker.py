@@ -60,6 +60,7 @@ from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
+SIZES = (1024, LONG_TOKENS)  # of prompts, whose bytes routers are told
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
 log = logging.getLogger(__name__)
@@ -81,9 +82,10 @@ class Worker:
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
         self._runner = runner or load_runner(config.model)
-        self._listed = list(dict.fromkeys((config.codec, *config.codecs)))
+        self._listed = config.listed
+        self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.records else ()
-        self.engine = Engine(self._runner, config.engine, codecs=compiled)
+        self.engine = Engine(self._runner, config.engine, codecs=compiled, guarded=self._listed)
         self._started: Future[Started] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
@@ -138,7 +140,7 @@ class Worker:
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
-        meeting = self._peers.meet(addresses)
+        meeting = self.peers.meet(addresses)
         return asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -211,16 +213,16 @@ class Worker:
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
-        plan, model = self.engine.plan(self.config.codec), self._runner.fingerprint
+        plan, model = self.engine.plan(self._codec), self._runner.fingerprint
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
-        info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
+        info = {"pid": os.getpid(), "links": self.peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         info |= {"node": socket.gethostname(), "backend": self.backend}
         free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
         info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
-        fits = [self._fit(codec) for codec in (self.config.codec, *codec_names())]
+        fits = [self._fit(codec) for codec in (self._codec, *codec_names())]
         info["arena_tokens"] = {x.spec: x.tokens for x in fits if not x.refused}
         return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
 
@@ -232,7 +234,7 @@ class Worker:
         self._events.check(router)
         if epoch != self.epoch:
             raise ReservationError(f"epoch {epoch} is over; {self.name} is in {self.epoch}")
-        return replace(job, codec=job.codec or self.config.codec)
+        return replace(job, codec=job.codec or self._codec)
 
     def _room(self) -> Load:
         """What it could take now: reservations count as sequences that are here."""
@@ -278,21 +280,23 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            room = self._fit(self.config.codec).tokens or 0
-            self._started.set_result(Started(*named, self._min_tokens(), room))
+            room = self._fit(self._codec).tokens or 0
+            plans = list(map(self.engine.plan, self._listed))
+            sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
+            self._started.set_result(Started(*named, self._min_tokens(), room, sizes))
             try:
                 await self._drain(await self._stop_asked)
             finally:
                 for task in kept:
                     task.cancel()
                 await server.stop(0)
-                await self._peers.close_all()
+                await self.peers.close_all()
         await asyncio.to_thread(self._threads[1].join)
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""
         least = self.config.transfer.min_disagg_tokens
-        return least_worth_sending(self.engine.plan(self.config.codec)) if least is None else least
+        return least_worth_sending(self.engine.plan(self._codec)) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
@@ -302,12 +306,12 @@ class Worker:
         engine, pool, transfer = self.engine, self.engine.pool, self.config.transfer
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
-        self._peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
+        self.peers = Peers(self._security, transfer)
+        self.prefill = PrefillSide(engine, model, transfer, self.peers, tasks, events.say)
         self.decode = decode = DecodeSide(
             engine,
             model,
-            self._peers,
+            self.peers,
             tasks,
             say=events.say,
             on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),
@@ -315,7 +319,7 @@ class Worker:
         )
         terms = Terms(
             model=model,
-            plan=engine.plan(self.config.codec),
+            plan=engine.plan(self._codec),
             plan_of=engine.plan,
             epoch=self.epoch,
             capacity_bytes=pool.arena.nbytes,

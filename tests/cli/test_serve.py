@@ -258,6 +258,17 @@ def test_show_config_prints_what_config_reads(tmp_path, capsys):
     assert load_config(path) == load_config(None, wanted)
 
 
+def test_auto_chooses_among_codecs_that_are_listed_with_their_options(capsys):
+    listed = "fp8,kivi:bits=4,residual=64,0-1:raw;2-:banded:bits=3"
+    flags = ["--codec", "auto", "--codecs", listed, "--error-budget", "0.2", "--json"]
+    assert run(["serve", "--show-config", *flags]) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert config["codecs"] == ["fp8", "kivi:bits=4,residual=64", "0-1:raw;2-:banded:bits=3"]
+    assert (config["codec"], config["router"]["error_budget"]) == ("auto", 0.2)
+    assert run(["serve", "--codec", "auto"]) == 2
+    assert "none are listed" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_a_config_error(running, state_file, capsys):
     port = running.url.rpartition(":")[2]
     assert run(["serve", "--port", port, "--state-file", str(state_file)]) == 2

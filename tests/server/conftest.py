@@ -14,6 +14,7 @@ from disagg.errors import DisaggError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
+from disagg.workers.choice import Choices
 from disagg.workers.router import Output
 
 KV = {
@@ -82,7 +83,8 @@ class FakeRouter:
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
         self.running = self.waiting = 0
-        self.dispatch = SimpleNamespace(routed=Counter[tuple[str, str]]())
+        counted = Counter[tuple[str, str]]()
+        self.dispatch = SimpleNamespace(routed=counted, choices=Choices())
         self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()

@@ -135,6 +135,17 @@ def test_why_workers_were_chosen_is_counted_as_it_rises(app, router):
     assert_counted(app, line.format(3))
 
 
+def test_what_codecs_cost_and_why_they_were_chosen_is_told(app, router):
+    router.dispatch.choices.learn({"attention_error": {"fp8": [0.0625]}}, ("p", "d"))
+    router.dispatch.choices.chosen["fp8", "deadline"] = 3
+    assert_counted(
+        app,
+        'disagg_attention_error{codec="fp8",model_name="tiny",role="router"} 0.0625',
+        'disagg_codec_choices_total{codec="fp8",model_name="tiny",reason="deadline",role="router"} '
+        "3.0",
+    )
+
+
 def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):
     router.kv = KV | {"cached_tokens": 2}
     answer = post(app, prompt=["abc", "abcd"], n=2).json()

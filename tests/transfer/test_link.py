@@ -8,7 +8,7 @@ from disagg.config import TransferConfig
 from disagg.errors import ConfigError, PeerLostError, VersionError
 from disagg.transfer import channel
 from disagg.transfer.channel import Channel, Peers
-from disagg.transfer.link import FIRST_BYTES, LEAST_FRAME_BYTES, LinkReport, Pace, measure
+from disagg.transfer.link import FIRST_BYTES, LEAST_FRAME_BYTES, LinkReport, Meter, Pace, measure
 from disagg.transfer.rpc import Link, start_server
 from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES, frame_message
@@ -33,6 +33,22 @@ async def test_the_figures_are_those_of_the_clock():
         report = await measure(channel.link, clock=lambda: 0.010 * next(ticks))
         assert report.round_trip_ms == pytest.approx(10.0)
         assert report.gbytes_per_s == pytest.approx(FRAME_BYTES / 0.005 / 1e9)
+
+
+def test_of_a_link_the_time_counts_in_which_something_was_on_its_way():
+    meter = Meter()
+    assert meter.read() == 0
+    meter.leaves(1.0)
+    meter.leaves(1.5)  # a second frame behind the first
+    meter.arrived(1, 400, 2.0)
+    meter.arrived(1, 600, 3.0)
+    meter.leaves(9.0)  # after a pause
+    meter.arrived(1, 500, 10.0)
+    assert meter.read() == 500
+    assert meter.read() == 500, "nothing came since"
+    meter.leaves(20.0)
+    meter.arrived(1, 7, 21.0)
+    assert meter.read() == 7
 
 
 async def test_a_slow_link_is_not_kept_busy_for_long(monkeypatch):

@@ -1,0 +1,100 @@
+"""What compression costs is measured on samples, by the pages that a codec gives."""
+
+from typing import Any
+
+import pytest
+
+from disagg.codecs.planning import parse_plan
+from disagg.config import EngineConfig
+from disagg.engine import guard
+from disagg.engine.engine import Engine
+from disagg.engine.messages import Prefill, Prefilled, Release
+from disagg.eval.paged import EXACT, PagedKV, prefill
+from tests.engine.serving import request
+from tests.model.tiny import random_prompt
+
+CODECS = [
+    "raw:dtype=fp16",
+    "fp8",
+    "kivi:bits=4,group=64,residual=64",
+    "kivi:bits=2,group=64,residual=64",
+]
+TWO = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
+
+
+class Nowhere:
+    """A hand-off that nobody takes."""
+
+    def begin(self, plan: Any, groups: Any) -> None:
+        pass
+
+    def offer(self, items: Any) -> None:
+        pass
+
+
+def computed(runner: Any, codecs: list[str], prompt: Any, count: int = 1) -> list[Prefilled]:
+    """What an engine says of some prompts, one after another, the same but for their last token."""
+    engine = Engine(runner, EngineConfig(arena_bytes=32 << 20), guarded=codecs)
+    found: list[Prefilled] = []
+    for number in range(count):
+        tokens = [*prompt[:-1], number]
+        engine.submit(Prefill(request(str(number), tokens, "raw", 2), Nowhere()))
+        while len(found) == number:
+            found += engine.step().prefilled
+        engine.submit(Release(str(number)))
+    return found
+
+
+def test_every_eighth_prompt_says_the_error_of_each_codec(runner):
+    found = computed(runner, CODECS, random_prompt(300), 9)
+    assert [bool(x.errors) for x in found] == [True] + 7 * [False] + [True]
+    for one in (found[0], found[8]):
+        raw, fp8, four, two = (one.errors[codec][0] for codec in CODECS)
+        assert raw < 1e-3 < fp8 < two
+        assert 1e-3 < four < two
+
+
+def test_each_layer_group_of_a_plan_has_an_error_of_its_own(runner):
+    (one,) = computed(runner, [TWO], random_prompt(300))
+    ((fp8, two),) = one.errors.values()
+    assert 1e-3 < fp8 < two
+
+
+def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
+    """As evaluation has it, of all heads of the layers that the first sample takes."""
+    looked: list[tuple[int, int]] = []
+    inner = guard._error
+
+    def note(group: Any, layer: int, *rest: Any) -> Any:
+        looked.append((layer, rest[-1]))
+        return inner(group, layer, *rest)
+
+    monkeypatch.setattr(guard, "_error", note)
+    codec, prompt = CODECS[3], [*random_prompt(300)[:-1], 0]
+    (one,) = computed(runner, [codec], prompt)
+    exact = prefill(runner, prompt)
+    outputs, wanted = (PagedKV(runner, spec, exact).attend(exact) for spec in (codec, EXACT))
+    share = outputs[0].shape[1] // parse_plan(codec, runner.shape).groups[0].heads
+    off = whole = 0.0
+    assert looked
+    for layer, head in looked:
+        some = slice(head * share, (head + 1) * share)
+        off += float((outputs[layer][:, some] - wanted[layer][:, some]).square().sum())
+        whole += float(wanted[layer][:, some].square().sum())
+    assert one.errors[codec][0] == pytest.approx((off / whole) ** 0.5, rel=0.01)
+
+
+def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypatch):
+    assert not computed(runner, CODECS, random_prompt(255))[0].errors
+    monkeypatch.setattr(guard, "MOST_TOKENS", 256)
+    assert not computed(runner, CODECS, random_prompt(257))[0].errors
+
+
+def test_what_breaks_a_measurement_breaks_no_request(runner, monkeypatch, caplog):
+    def broken(*_: Any) -> None:
+        raise MemoryError("of the guard")
+
+    monkeypatch.setattr(guard, "_error", broken)
+    (one,) = computed(runner, CODECS[:1], random_prompt(300))
+    assert not one.errors
+    assert "cannot be measured" in caplog.text
