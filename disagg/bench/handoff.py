@@ -32,7 +32,7 @@ from torch import Tensor
 from disagg.bench.child import Child
 from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import urgency
 from disagg.model.attention import Batch
@@ -77,9 +77,9 @@ class TimedRunner:
 class NotingWorker(Worker):
     """A worker that notes when its engine said each token: (name of the request there, time)."""
 
-    def __init__(self, config: Config, role: Role):
+    def __init__(self, config: Config, role: Role, name: str):
         self.timed = TimedRunner(load_runner(config.model))
-        super().__init__(config, role, role.value, runner=cast(Runner, self.timed))
+        super().__init__(config, role, name, runner=cast(Runner, self.timed))
         self.said: list[tuple[str, float]] = []
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -94,11 +94,11 @@ class NotingWorker(Worker):
 class WorkerEnd:
     """A worker in a process of its own, without Ray, as a benchmark sees it."""
 
-    async def start(self, config: Config, role: Role) -> Started:
-        """Where it can be reached; no router need follow it."""
+    async def start(self, config: Config, role: Role, name: str = "") -> Started:
+        """Where it can be reached; no router need follow it. name: its role, unless given."""
         torch.set_num_threads(1)
         config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
-        self._worker = NotingWorker(config, role)
+        self._worker = NotingWorker(config, role, name or role.value)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
 
@@ -106,6 +106,17 @@ class WorkerEnd:
         """Its steps with chunks of prompts so far; all are forgotten."""
         found, self._worker.timed.steps = self._worker.timed.steps, []
         return found
+
+    async def assume(self, role: Role) -> Started:
+        """Do something else from now on."""
+        self._worker.assume(role)
+        return replace(self._worker.started, role=role)
+
+    async def pace(self, bytes_per_s: float) -> None:
+        """Another rate of a link that is paced."""
+        pace = self._worker.peers.options.pace
+        assert pace is not None, "the config of the worker paces no link"
+        pace.bytes_per_s = bytes_per_s
 
     async def plan(self, codec: str) -> Plan:
         """The plan of its model under a codec."""
@@ -293,9 +304,11 @@ async def _ask_all(
 
 
 @asynccontextmanager
-async def routed(pair: Sequence[Started]) -> AsyncIterator[Router]:
+async def routed(
+    pair: Sequence[Started], config: RouterConfig | None = None
+) -> AsyncIterator[Router]:
     """A router of these workers."""
-    router, links = Router(), [connect(started.address) for started in pair]
+    router, links = Router(config), [connect(started.address) for started in pair]
     for started, link in zip(pair, links, strict=True):
         router.add(Peer(started, WorkerClient(link)))
     yield router

@@ -85,6 +85,15 @@ class Visited:
         """Of a token behind the first one; 0 where there is none."""
         return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
+    def note(self) -> None:
+        """Something of the answer came, now."""
+        now = time.perf_counter() - self.start_s
+        if self.ttft_s:
+            self.gaps_s.append(now - self.latency_s)
+        else:
+            self.ttft_s = now
+        self.latency_s = now
+
 
 def first_model(base_url: str) -> str:
     """The first model of a server; PeerLostError where nobody answers."""
@@ -167,12 +176,7 @@ def _take(seen: Visited, event: Row) -> None:
     if "error" in event:
         raise ValueError(str(event["error"]))
     if choices := event.get("choices"):
-        now = time.perf_counter() - seen.start_s
-        if seen.ttft_s:
-            seen.gaps_s.append(now - seen.latency_s)
-        else:
-            seen.ttft_s = now
-        seen.latency_s = now
+        seen.note()
         delta = choices[0].get("delta") or choices[0]
         seen.text += delta.get("text") or delta.get("content") or ""
     if usage := event.get("usage"):

@@ -154,6 +154,48 @@ def capacity(
 
 
 @app.command()
+def compare(
+    model: options.Model = None,
+    codec: Codecs = None,
+    cached: Annotated[bool, typer.Option("--cached", help="Prefill knows the prompts.")] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 512,
+    plot: Plot = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Co-located against disaggregated, codecs against raw, on links that are paced."""
+    from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
+
+    given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
+    if plot is not None:
+        from disagg.report.compare import draw
+        from disagg.report.transfer import check_name
+
+        check_name(plot)
+    result = measure_compare(CompareOptions(model, **given))
+    if plot is not None:
+        draw(result, plot)
+    _show(draw_compare, result, out, as_json)
+
+
+@app.command()
+def auto(
+    model: options.Model = None,
+    codec: Codecs = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of each phase and codec.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 512,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Codecs that the service chooses, on a link that drops and returns."""
+    from disagg.bench.auto import AutoOptions, draw_auto, measure_auto
+
+    asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))
+    _show(draw_auto, measure_auto(asked), out, as_json)
+
+
+@app.command()
 def transfer(
     codec: Codecs = None,
     tokens: Lengths = None,

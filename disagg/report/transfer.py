@@ -88,14 +88,19 @@ def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
                 size = 8 if marker == "X" else 3.5
                 panel.plot(row["gbps"], row["seconds"], marker, color=color, markersize=size)
     panel.set_xscale("log")
-    panel.set_yscale("log")
+    draw_log_scale(panel)
     panel.set_xticks(sorted({row["gbps"] for row in rows}))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    panel.set_xlabel("link, Gb/s")
+
+
+def draw_log_scale(panel: Axes) -> None:
+    """Plain numbers on a logarithmic axis of y, and a grid."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    panel.set_xlabel("link, Gb/s")
     panel.grid(which="major", color="#dddddd", linewidth=0.8)
     panel.spines[["top", "right"]].set_visible(False)
 

@@ -1,0 +1,200 @@
+"""`disagg bench compare`: co-located against disaggregated serving, by codec and by link.
+
+Two workers with a thread each. Co-located, both do everything; disaggregated, one computes prompts
+and the other decodes, over a link whose rate is a multiple of the KV in fp16 that prefill makes a
+second. That rate is measured first. It is what matters: an 8B meets the same ratios on a GPU.
+
+A prompt arrives whenever one could have been computed. With `cached`, prefill has its exact KV
+already, so that the link is all there is to wait for. What was sent before is sent again.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from statistics import mean, median
+from typing import Any
+
+from disagg.bench.child import Child
+from disagg.bench.handoff import WorkerEnd, routed
+from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.serving import ServeOptions, Visited, summarize
+from disagg.config import AUTO, DEFAULT_CODEC, Config, EngineConfig, ModelConfig, TransferConfig
+from disagg.model.tokenizer import Tokenizer
+from disagg.transfer.messages import Role
+from disagg.workers.dispatch import Started
+from disagg.workers.router import Router
+
+RAW = "raw:dtype=fp16"
+CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)
+RATES = (1 / 8, 1 / 2, 1.0, 8.0)
+MOST_CHARS = 8  # of a token, on average
+TOGETHER, APART = "co-located", "disaggregated"
+CLIENT = ServeOptions("", "", metrics=("ttft", "tpot", "itl", "e2el"))
+SHOWN = "serving codec link_times first_decode_s request_s longest_pause_s wire_bytes ratio"
+NOTES = (
+    "seconds, means of the prompts: to the second token, which decode says, and to the last; "
+    "link_times: of the KV that prefill makes a second; ratio: of request_s to co-located"
+)
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """rates: of the link, in multiples of the KV that prefill makes · prompts: of each cell, of so
+    many tokens, with so many tokens of answer · cached: prefill knows them"""
+
+    model: str | None = None
+    codecs: Sequence[str] = CODECS
+    rates: Sequence[float] = RATES
+    prompts: int = 3
+    tokens: int = 512
+    answer: int = 16
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of prefill, alone: seconds of one prompt, and bytes of its KV in fp16."""
+
+    prompt_s: float
+    fp16_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.fp16_bytes / self.prompt_s
+
+    def __str__(self) -> str:
+        return f"prefill makes {1e-6 * self.bytes_per_s:.3g} MB of KV a second, in fp16"
+
+
+def measure_compare(options: CompareOptions) -> Row:
+    """A row for co-located serving, and for every link and codec."""
+    with started_workers(config_of(options.model, prefix_cache=options.cached)) as workers:
+        speed, rows = asyncio.run(_measure(options, workers))
+    for row in rows:
+        row["ratio"] = row["request_s"] / rows[0]["request_s"]
+    measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
+    measured |= {"model": options.model or "packaged", "cached": options.cached}
+    return result_of(rows, NOTES, **measured, tokens=options.tokens, answer=options.answer)
+
+
+async def _measure(options: CompareOptions, workers: Sequence[Child]) -> tuple[Speed, list[Row]]:
+    pair = assume(workers, Role.BOTH, Role.BOTH)
+    speed = await measure_speed(pair, options.model, options.tokens)
+    row = await _cell(options, pair, speed, DEFAULT_CODEC)
+    rows: list[Row] = [{"serving": TOGETHER, "codec": DEFAULT_CODEC} | row]
+    pair = assume(workers, Role.PREFILL, Role.DECODE)
+    cases = [(rate, codec) for rate in options.rates for codec in options.codecs]
+    for rate, codec in tell(cases, "{0[0]:g} times, {0[1]}".format):
+        workers[0].ask("pace", rate * speed.bytes_per_s)
+        row = await _cell(options, pair, speed, codec)
+        rows.append({"serving": APART, "codec": codec, "link_times": rate} | row)
+    return speed, rows
+
+
+def config_of(model: str | None, codecs: Sequence[str] = (), prefix_cache: bool = False) -> Config:
+    """Of workers whose link can be paced, and that send every page of every prompt.
+
+    codecs: that they choose from
+    """
+    transfer = TransferConfig(link_mbps=1e5, dedup=False, min_disagg_tokens=0)
+    engine = EngineConfig(prefix_cache=prefix_cache)
+    codec = AUTO if codecs else DEFAULT_CODEC
+    return Config(codec, [*codecs], ModelConfig(model), engine, transfer)
+
+
+@contextmanager
+def started_workers(config: Config) -> Iterator[list[Child]]:
+    """Two workers in processes of their own."""
+    with Child(WorkerEnd) as one, Child(WorkerEnd) as other:
+        for number, end in enumerate((one, other)):
+            end.ask("start", config, Role.BOTH, f"worker-{number}")
+        yield [one, other]
+
+
+def assume(workers: Sequence[Child], *roles: Role) -> list[Started]:
+    """Let them do something else from now on."""
+    return [end.ask("assume", role) for end, role in zip(workers, roles, strict=True)]
+
+
+def texts_of(model: str | None, tokens: int, count: int) -> list[tuple[int, ...]]:
+    """Prompts of so many tokens, one after another in Python's documentation."""
+    text = "\n".join(topics.values())[: MOST_CHARS * tokens * count]
+    ids = Tokenizer.load(model).encode(text)
+    return [tuple(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
+
+
+async def measure_speed(pair: Sequence[Started], model: str | None, tokens: int) -> Speed:
+    """Of the last three prompts of five; the others warm everything."""
+    async with routed(pair) as router:
+        prompts = texts_of(model, tokens + 1, 5)
+        seen = [await visit(router, x[1:], DEFAULT_CODEC, 1) for x in prompts]
+    speed = Speed(median(x.ttft_s for x, _ in seen[2:]), seen[0][1]["fp16_bytes"])
+    print(speed, file=sys.stderr, flush=True)
+    return speed
+
+
+async def visit(
+    router: Router, prompt: tuple[int, ...], codec: str, answer: int, at_s: float = 0.0
+) -> tuple[Visited, Row]:
+    """What a client sees of a request that leaves in so many seconds, and its figures."""
+    await asyncio.sleep(at_s)
+    seen, kv = Visited(len(prompt), start_s=time.perf_counter()), dict[str, Any]()
+    params = {"max_tokens": answer, "ignore_eos": True}
+    async with aclosing(router.generate(prompt, params, codec)) as outputs:
+        async for output in outputs:
+            if output.token is not None:
+                seen.tokens += 1
+                seen.note()
+            kv = dict(output.kv) or kv
+    return seen, kv
+
+
+async def _cell(
+    options: CompareOptions,
+    pair: Sequence[Started],
+    speed: Speed,
+    codec: str,
+) -> Row:
+    prompts = texts_of(options.model, options.tokens, options.prompts)
+    async with routed(pair) as router:
+        if options.cached:
+            for prompt in prompts:
+                await visit(router, prompt, codec, 1)
+        began = time.perf_counter()
+        timed = ((x, i * speed.prompt_s) for i, x in enumerate(prompts))
+        calls = [visit(router, x, codec, options.answer, at_s) for x, at_s in timed]
+        found = await asyncio.gather(*calls)
+    seen = [x for x, _ in found]
+    return {
+        "first_decode_s": mean(x.ttft_s + x.gaps_s[0] for x in seen),
+        "request_s": mean(x.latency_s for x in seen),
+        "longest_pause_s": max(gap for x in seen for gap in x.gaps_s[1:]),
+        "wire_bytes": int(mean(kv["wire_bytes"] for _, kv in found)),
+    } | {
+        key: value
+        for key, value in summarize(CLIENT, seen, time.perf_counter() - began).items()
+        if key.endswith("_ms") or key == "output_throughput"
+    }
+
+
+def verdict(result: Row) -> str:
+    """When disaggregation loses, in one line."""
+    together, *apart = result["rows"]
+    lost: dict[str, list[str]] = {}
+    for row in apart:
+        if row["ratio"] > 1:
+            lost.setdefault(row["codec"], []).append(f"{row['link_times']:g}")
+    where = "; ".join(f"with {codec} at {', '.join(rates)} times" for codec, rates in lost.items())
+    of = f"a request takes longer than the {together['request_s']:.2f} s of co-located workers"
+    if not lost:
+        return f"Disaggregation loses nowhere here: at no link that was measured {of}."
+    return f"Disaggregation loses, {of}: {where} the KV that prefill makes a second."
+
+
+def draw_compare(result: Row) -> str:
+    """What people read."""
+    return f"{table(result['rows'], SHOWN.split())}\n\n{verdict(result)}"
