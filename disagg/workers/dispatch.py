@@ -65,7 +65,7 @@ class Started:
     model: str = ""
     min_tokens: int = 0
     room: int = 0
-    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def bytes_of(self, codec: str, tokens: int) -> float:
         """Of a prompt, on the line through those two; 0 for a codec that is not listed."""
