@@ -66,9 +66,8 @@ class ReceivingEnd(End):
         """A pool, for prompts under any of these plans."""
         self._pool, arena = make_pool(nbytes, SLAB_BYTES, CPU)
         arena.fill_(0)  # no page faults later
-        first = next(iter(plans.values()))
         # nothing is kept: every prompt is sent whole, and no page is read beside
-        self._terms = Terms(MODEL, first, EPOCH, nbytes, plan_of=plans.__getitem__, share=False)
+        self._terms = Terms(MODEL, plans.__getitem__, EPOCH, share=False)
 
     async def listen(self, host: str, security: Security | None = None) -> Started:
         """A new receiver before the pool: where it is reached."""

@@ -307,7 +307,7 @@ class DirectServer:
                 frame = unpack_parts(head, scratch[:payload_bytes])
                 if not isinstance(frame, PageFrame):
                     raise CorruptFrameError("a commit where pages were expected")
-                whole, memory = False, intake.begin(frame, size)
+                whole, memory = False, intake.begin(frame)
                 try:
                     await sock.read_into(memory)
                     whole = True

@@ -17,29 +17,30 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError, PeerLostError
 from disagg.pool import Arena, Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.control import KV_SERVICE
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
+    KV_SERVICE,
     Ack,
     Attach,
     Credit,
     Grant,
     Job,
-    State,
     answer_to,
     parse,
     read,
 )
-from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Reservations, Terms, Write
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
+EXPIRE_S = 0.25  # leases end so late where nothing else happens
 SCRUB_S = 1.0
 SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ log = logging.getLogger(__name__)
 class Intake:
     """The receiving end of one channel: frames of any number of hand-offs in, credit out.
 
-    A frame that is refused is dropped, and credited back with the error; the channel goes on. A
-    gRPC stream calls `take` with each message, a direct connection `begin` and `end`.
+    A frame that is refused is dropped, and answered with the error; the channel goes on. A direct
+    connection calls `begin` and `end` around the payload, a gRPC stream `take` with all of it.
 
     on_news:  called when nothing more is expected of a hand-off, or the channel is over
     failures: refusals by reason
@@ -63,7 +64,6 @@ class Intake:
     failures: Counter[str] = field(default_factory=Counter)
     _frame: PageFrame | None = None
     _opened: Write | DisaggError | None = None
-    _nbytes: int = 0  # of the message
 
     def take(self, message: Buffer) -> Credit:
         """What became of the frame in a PushRequest.
@@ -73,40 +73,28 @@ class Intake:
         frame = unpack(message_frame(message))
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
-        self._open(frame, len(message))
-        return self._store(whole=True, landed=False)
+        for place, data in zip(self.begin(frame), frame.payload, strict=True):
+            if not place.readonly:  # else it stays in the message
+                place[:] = data
+        return self.end(whole=True)
 
-    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
+    def begin(self, frame: PageFrame) -> Sequence[memoryview]:
         """Where to receive the payload of a frame that is still to come: each item where it belongs
         in the arena, if it lies there in one piece; else in the memory that the frame came with.
         """
-        write, payload = self._open(frame, nbytes), [memoryview(data) for data in frame.payload]
-        if isinstance(write, Write) and self.arena.on_host:
-            for place, spans in enumerate(write.spans):
-                if len(spans) == 1:
-                    payload[place] = self.arena.read(*spans[0])
-            self._frame = replace(frame, payload=tuple(payload))
+        payload = [memoryview(data) for data in frame.payload]
+        try:
+            self._opened = write = self.reservations.begin_write(frame, self.clock(), self)
+            for i, spans in enumerate(write.spans):
+                if self.arena.on_host and len(spans) == 1:
+                    payload[i] = self.arena.read(*spans[0])
+        except DisaggError as error:
+            self._opened = error
+        self._frame = replace(frame, payload=tuple(payload))
         return payload
 
     def end(self, whole: bool) -> Credit:
-        """The payload came, or it never will."""
-        return self._store(whole, landed=self.arena.on_host)
-
-    def close(self) -> None:
-        """The channel is over, however it ended: nothing is complete without a commit."""
-        self.reservations.channel_ended(self)
-        self.on_news()
-
-    def _open(self, frame: PageFrame, nbytes: int) -> Write | DisaggError:
-        self._frame, self._nbytes = frame, nbytes
-        try:
-            self._opened = self.reservations.begin_write(frame, self.clock(), self)
-        except DisaggError as error:
-            self._opened = error
-        return self._opened
-
-    def _store(self, whole: bool, landed: bool) -> Credit:
-        """What becomes of the frame; what has `landed` is in place already."""
+        """The payload came, or it never will: what becomes of the frame."""
         frame, opened = self._frame, self._opened
         assert frame is not None
         error = opened if isinstance(opened, DisaggError) else None
@@ -116,7 +104,7 @@ class Intake:
                 if not whole:
                     raise PeerLostError("the frame was cut short")
                 frame.verify()
-                self.arena.write(list(opened.pieces(frame.payload, landed)))
+                self.arena.write(list(opened.pieces(frame.payload, self.arena.on_host)))
                 written = True
             except DisaggError as failure:
                 error = failure
@@ -125,16 +113,18 @@ class Intake:
         self.failures.update([error.reason] if error else [])
         if not self.reservations.expects(frame.ticket):
             self.on_news()
-        return Credit(frame.ticket.nonce, frame.ticket.gen, self._nbytes, error=error)
+        return Credit(frame.ticket.nonce, frame.ticket.gen, error)
+
+    def close(self) -> None:
+        """The channel is over, however it ended: nothing is complete without a commit."""
+        self.reservations.channel_ended(self)
+        self.on_news()
 
 
 class Receiver:
     """Takes prompts in and hands them to the engine.
 
-    on_admit:  called with every complete prompt; only enqueues. If it raises anything the prompt is
-               refused with that, and its records are freed here.
-    on_drop:   called with (rid, attempt, reason) of a prompt that the engine was given and must
-               drop and free
+    on_admit, on_drop: as in `Reservations`
     on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
     direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
                nowhere. Its frames go through `open_channel`.
@@ -150,12 +140,11 @@ class Receiver:
         on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.reservations = Reservations(terms, pool, lambda: secrets.randbits(64))
+        nonces = partial(secrets.randbits, 64)
+        self.reservations = Reservations(terms, pool, nonces, on_admit, on_drop)
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
         self.failures: Counter[str] = Counter()  # refusals by reason
         self._arena = arena
-        self._on_admit = on_admit
-        self._on_drop = on_drop
         self._on_damage = on_damage
         self._clock = clock
         self._news = asyncio.Event()  # set once, when something happened; then there is another
@@ -165,9 +154,9 @@ class Receiver:
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service, for `rpc.start_server`."""
         calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
-        streams = {"Push": self.push, "Probe": absorb}
+        calls["Probe"] = absorb
         note = lambda error: self.failures.update([error.reason])  # noqa: E731
-        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=note)
+        return rpc_handlers(KV_SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
 
     async def run(self) -> None:
         """End leases when they are due and verify what is kept, until it is cancelled.
@@ -230,7 +219,7 @@ class Receiver:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         with self._event() as now:
             attached = self.reservations.attach(attach, now)
-        if attach.direct and attached.state is State.ATTACHED:
+        if attach.direct and not attached.admitted:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
         return attached.to_message().SerializeToString()
@@ -263,7 +252,7 @@ class Receiver:
             async with asyncio.timeout(self.reservations.terms.lease_s):
                 while self.reservations.expects(frame.ticket):
                     await self._news.wait()
-        with self._event() as began:  # where this completes a prompt, the engine has it then
+        with self._event() as began:
             answer = self.reservations.commit(frame, began)
         if isinstance(answer, Ack):
             admit_ms = 1000 * (self._clock() - began)
@@ -274,28 +263,11 @@ class Receiver:
 
     @contextmanager
     def _event(self) -> Iterator[float]:
-        """One event of the rules, at the time that this gives; then what they decided is done."""
+        """One event of the rules, at the time that this gives."""
         try:
             yield self._clock()
         finally:
             self._wake()
-            self._act()
-
-    def _act(self) -> None:
-        """Do all that was decided; raises the first failure of it."""
-        failures = []
-        for action in self.reservations.take_actions():
-            try:
-                if isinstance(action, Dropped):
-                    self._on_drop(action.rid, action.attempt, action.reason)
-                else:
-                    self._on_admit(action)
-            except Exception as error:
-                failures.append(error)
-                if isinstance(action, Admission):
-                    self.reservations.reject(action, str(error), self._clock())
-        if failures:
-            raise failures[0]
 
     def _wake(self) -> None:
         """Something happened: who waits for that looks again."""
@@ -304,11 +276,7 @@ class Receiver:
 
     async def _keep_time(self) -> None:
         while True:
-            news, due = self._news, self.reservations.next_event()
-            wait_s = None if due is None else max(0.0, due - self._clock())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await news.wait()
+            await asyncio.sleep(EXPIRE_S)
             with self._event() as now:
                 self.reservations.expire(now)
 

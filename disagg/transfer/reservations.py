@@ -9,34 +9,34 @@
                        └─► from HELD, ATTACHED and BROKEN:
                            EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
 
-One thread calls it, and carries out `take_actions()` after every call. Records are freed when a
-reservation is over and no write is open; what ended is remembered by its names, so that what comes
-late is refused by name and lands nowhere.
+One thread calls it. Records are freed when a reservation is over and no write is open; what ended
+is remembered by its names, so that what comes late is refused by name and lands nowhere.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import accumulate
 
 from disagg.errors import (
     CapacityError,
     CorruptFrameError,
     LayoutError,
-    PromptTooLongError,
     RequestError,
     ReservationError,
 )
 from disagg.plan import Plan
 from disagg.pool import Pool
 from disagg.state import GroupState
-from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack, State
+from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.transfer.records import Arrivals, Span
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
+MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,22 @@ class Terms:
     """What a decode worker promises and accepts.
 
     model:           fingerprint of config and weights
-    plan:            the plan whose records it allocates
+    plan_of:         the plan of a job's codec, whose records it allocates
     epoch:           its incarnation; a fence raises it by one
-    capacity_bytes:  of the whole pool; longer prompts are refused at once
     lease_s:         a reservation ends this long after the last sign of life
-    memory_s:        how long ended reservations and aborts are remembered
     max_sequences:   reservations and admitted prompts together
     watermark_bytes: what a reservation leaves free for sequences that grow
-    plan_of:         plans of jobs that name a codec of their own; None: there is one plan
     check:           raises RequestError for a job that the engine can never serve
     may_reserve:     False while sequences here wait for room
     share:           prompts that begin alike share the records of their beginning
     """
 
     model: str
-    plan: Plan
+    plan_of: Callable[[str], Plan]
     epoch: int
-    capacity_bytes: int
     lease_s: float = 10.0
-    memory_s: float = 900.0
     max_sequences: int = 1 << 16
     watermark_bytes: int = 0
-    plan_of: Callable[[str], Plan] | None = None
     check: Callable[[Job], None] = lambda job: None
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
@@ -78,32 +72,42 @@ class Terms:
                 f"{MAX_CODEC_CHARS}; these have {len(job.rid)} and {len(job.codec)}"
             )
         self.check(job)
-        plan = self.plan_of(job.codec) if job.codec and self.plan_of else self.plan
-        tokens, limit = job.tokens, self.capacity_bytes
-        if tokens < len(job.prompt):
-            raise RequestError(f"{job.name} moves with {tokens} of {len(job.prompt)} tokens")
-        if not tokens or plan.nbytes(tokens) > limit:
-            raise PromptTooLongError(f"a prompt of {tokens} tokens for a pool of {limit} bytes")
-        return plan
+        if not job.prompt or job.tokens < len(job.prompt):
+            has = f"{job.tokens} of {len(job.prompt)} tokens"
+            raise RequestError(f"{job.name} has no prompt, or moves with {has}")
+        return self.plan_of(job.codec)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Do: give a complete prompt to the engine. Its groups are the engine's from here on."""
+    """A complete prompt for the engine. Its groups are the engine's from here on."""
 
     job: Job
     groups: tuple[GroupState, ...]
     commit: Commit
-    nonce: int
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """Do: abort a prompt that was admitted; the engine frees its records."""
+class State(StrEnum):
+    """Where a reservation is in its life."""
 
-    rid: str
-    attempt: int
-    reason: str
+    HELD = "held"
+    ATTACHED = "attached"
+    BROKEN = "broken"
+    ADMITTED = "admitted"
+    FINISHED = "finished"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    SUPERSEDED = "superseded"
+
+    @property
+    def live(self) -> bool:
+        """Still waiting for its pages."""
+        return self in (State.HELD, State.ATTACHED, State.BROKEN)
+
+    @property
+    def admitted(self) -> bool:
+        """Its pages are the engine's."""
+        return self in (State.ADMITTED, State.FINISHED)
 
 
 class Contents:
@@ -177,22 +181,34 @@ class Write:
 
 
 class Reservations:
-    """All hand-offs of one decode worker."""
+    """All hand-offs of one decode worker.
 
-    def __init__(self, terms: Terms, pool: Pool, nonces: Callable[[], int]):
+    on_admit: called with every complete prompt; only enqueues. If it raises anything the prompt is
+              refused with that, and its records are freed here.
+    on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must drop
+              and free; only enqueues
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        pool: Pool,
+        nonces: Callable[[], int],
+        on_admit: Callable[[Admission], None],
+        on_drop: Callable[[str, int, str], None],
+    ):
         self.terms = terms
         self.epoch = terms.epoch
         # what went wrong: "expired", "damaged"; tokens of prompts: "received_tokens", and
         # "shared_tokens" whose records were here
         self.counts: Counter[str] = Counter()
         self.cache = PrefixCache(pool, terms.share)
-        self._nonces = nonces
+        self._nonces, self._on_admit, self._on_drop = nonces, on_admit, on_drop
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it
         self._by_nonce: dict[int, Reservation] = {}
         self._ended: deque[Reservation] = deque()  # oldest first
         self._tombstones: OrderedDict[str, tuple[int, float]] = OrderedDict()  # oldest first
-        self._actions: list[Admission | Dropped] = []
 
     # -- what the router says
 
@@ -245,8 +261,8 @@ class Reservations:
         """
         self.expire(now)
         reservation = self._find(attach.ticket)
-        if reservation.state.admitted or reservation.state is State.EXPIRED:
-            return Attached(State.ADMITTED if reservation.state.admitted else State.EXPIRED)
+        if reservation.state.admitted:
+            return Attached(admitted=True)
         contents, gen = reservation.live(), attach.ticket.gen
         checklist = contents.holding.checklist
         ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
@@ -257,9 +273,8 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel, reservation.lossy = None, False
         self._renew(reservation, now)
-        have, cached = contents.arrivals.have(), contents.holding.cached
-        credit = checklist.window_bytes
-        return Attached(State.ATTACHED, have, cached, self.terms.lease_s, credit)
+        have, credit = contents.arrivals.have(), checklist.window_bytes
+        return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
@@ -326,8 +341,7 @@ class Reservations:
     def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
         """Admit a hand-off whose items are all here with the digests of the commit.
 
-        The Admission is carried out before the answer is sent; the same commit again gets the same
-        answer and no second one.
+        The same commit again gets the same answer and admits nothing.
         """
         self.expire(now)
         reservation = self._find(frame.ticket)
@@ -341,7 +355,7 @@ class Reservations:
             return Nack(missing)
         reservation.committed = _hash(frame.commit)
         reservation.ack = Ack(reservation.verify_ms)
-        self._admit(reservation, contents, frame.commit)
+        self._admit(reservation, contents, frame.commit, now)
         return reservation.ack
 
     # -- what the engine says, and time
@@ -354,11 +368,6 @@ class Reservations:
             reservation.ack = replace(reservation.ack, admit_ms=admit_ms)
         return reservation.ack
 
-    def reject(self, admission: Admission, reason: str, now: float) -> None:
-        """The engine did not take what was admitted: it is freed, and the commit is refused."""
-        self.cache.release(admission.groups)
-        self._end(self._by_nonce[admission.nonce], State.ABORTED, reason, now)
-
     def finished(self, rid: str, attempt: int, now: float) -> None:
         """The engine is done with a prompt and has freed it."""
         if (running := self._running.get(rid)) and running.attempt == attempt:
@@ -368,16 +377,13 @@ class Reservations:
         """End what is over by now: leases and memories. Every event begins with it."""
         while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
             self.counts["expired"] += 1
-            self._stop(first, State.EXPIRED, f"no sign of life for {self.terms.lease_s} s", now)
-        before = now - self.terms.memory_s
+            why = f"no sign of life for a lease, {self.terms.lease_s:g} s"
+            self._stop(first, State.EXPIRED, why, now)
+        before = now - MEMORY_S
         while self._ended and self._ended[0].ended_at < before:
             self._by_nonce.pop(self._ended.popleft().nonce, None)
         while self._tombstones and next(iter(self._tombstones.values()))[1] < before:
             self._tombstones.popitem(last=False)
-
-    def next_event(self) -> float | None:
-        """When `expire` next ends a lease, if nothing else happens."""
-        return next((x.lease_until for x in self._live.values()), None)
 
     def end_scrub(
         self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
@@ -393,11 +399,6 @@ class Reservations:
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
-
-    def take_actions(self) -> list[Admission | Dropped]:
-        """What the worker must do now, in order."""
-        actions, self._actions = self._actions, []
-        return actions
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
@@ -443,7 +444,9 @@ class Reservations:
         reservation.lease_until = now + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
+    def _admit(
+        self, reservation: Reservation, contents: Contents, commit: Commit, now: float
+    ) -> None:
         """Give the records away, to the engine; keep what can be shared."""
         reservation.pages = self.cache.keep(contents.holding, commit.digests)
         reservation.contents, reservation.state = None, State.ADMITTED
@@ -452,12 +455,18 @@ class Reservations:
         groups, shared = contents.holding.groups, contents.holding.cached_tokens
         self.counts["shared_tokens"] += shared
         self.counts["received_tokens"] += commit.tokens - shared
-        self._actions.append(Admission(contents.job, groups, commit, reservation.nonce))
+        try:
+            self._on_admit(Admission(contents.job, groups, commit))
+        except BaseException as error:
+            self.cache.release(groups)
+            self._end(reservation, State.ABORTED, str(error), now)
+            raise
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
-        if reservation.state.admitted:
-            self._actions.append(Dropped(reservation.rid, reservation.attempt, reason))
+        admitted = reservation.state.admitted
         self._end(reservation, state, reason, now)
+        if admitted:
+            self._on_drop(reservation.rid, reservation.attempt, reason)
 
     def _end(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
         """Only its names stay. Its records are freed now or when its last write closes."""

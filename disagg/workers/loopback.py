@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Admit, Prefilled, Release
+from disagg.engine.messages import Prefilled, Release
 from disagg.engine.sequence import Request, handoff_stats
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
@@ -17,7 +17,6 @@ from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Job, answer_to
 from disagg.transfer.receiver import Intake
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission
 from disagg.transfer.sender import Outbox
 from disagg.wire import (
     Commit,
@@ -37,13 +36,12 @@ class Loopback:
     Making one reserves room; CapacityError if there is none now. `stats`: once it is over.
     """
 
-    def __init__(self, request: Request, intake: Intake, sender: Engine, receiver: Engine):
+    def __init__(self, request: Request, intake: Intake, sender: Engine):
         self.stats: HandoffStats | None = None
         self._request = request
         self._intake = intake
         self._rules = intake.reservations
         self._sender = sender
-        self._receiver = receiver
         job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
         grant = self._rules.reserve(job, self._rules.epoch, time.monotonic())
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
@@ -59,7 +57,7 @@ class Loopback:
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach, time.monotonic())
         self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
-        self._outbox.attached(attached.have, attached.have, attached.credit)
+        self._outbox.attached(attached.have, attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final."""
@@ -104,19 +102,15 @@ class Loopback:
                 raise credit.error
             self._wire_bytes += len(message) + credit.to_message().ByteSize()
             self._payload_bytes += parcel.payload_bytes
-            self._outbox.grant(credit.nbytes, credit.frames)
+            self._outbox.answered()
 
     def _commit(self, commit: Commit) -> Ack:
-        """Give the complete prompt to the decode engine."""
+        """The decode engine has the complete prompt then."""
         began = time.monotonic()
         message = frame_message(pack(CommitFrame(self._ticket, commit)))
         frame = unpack(message_frame(message))
         assert isinstance(frame, CommitFrame)
         answer = self._rules.commit(frame, began)
         assert isinstance(answer, Ack), "frames do not get lost in a process"
-        for action in self._rules.take_actions():
-            assert isinstance(action, Admission)
-            emitted = (action.commit.first_token,)
-            self._receiver.submit(Admit(self._request, action.groups, emitted))
         self._wire_bytes += len(message) + answer_to(answer).ByteSize()
         return self._rules.acknowledge(self._ticket.nonce, 1e3 * (time.monotonic() - began))

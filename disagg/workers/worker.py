@@ -286,7 +286,7 @@ class Worker:
                 for task in kept:
                     task.cancel()
                 await server.stop(0)
-                await self._peers.close_all()
+                await self._peers.close()
         await asyncio.to_thread(self._threads[1].join)
 
     def _min_tokens(self) -> int:
@@ -315,10 +315,8 @@ class Worker:
         )
         terms = Terms(
             model=model,
-            plan=engine.plan(self.config.codec),
             plan_of=engine.plan,
             epoch=self.epoch,
-            capacity_bytes=pool.arena.nbytes,
             lease_s=transfer.lease_s,
             max_sequences=self.config.engine.max_sequences,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),

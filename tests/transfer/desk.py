@@ -3,9 +3,9 @@
 from itertools import count
 
 from disagg.errors import CorruptFrameError
-from disagg.transfer.messages import Ack, Attach, Attached, Grant, State
+from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.records import units_of
-from disagg.transfer.reservations import Admission, Dropped, Reservations
+from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
@@ -18,10 +18,12 @@ class Desk:
     def __init__(self, nbytes: int = 1 << 20, **terms: object):
         self.pool = make_pool(nbytes)
         nonces = count(1000)
-        self.terms = make_terms(self.pool, **terms)
-        self.ledger = Reservations(self.terms, self.pool, lambda: next(nonces))
+        self.terms = make_terms(**terms)
         self.engine: dict[str, Admission] = {}
-        self.dropped: list[Dropped] = []
+        self.dropped: list[tuple[str, int, str]] = []
+        admit = lambda x: self.engine.update({x.job.rid: x})  # noqa: E731
+        drop = lambda *what: self.dropped.append(what)  # noqa: E731
+        self.ledger = Reservations(self.terms, self.pool, nonces.__next__, admit, drop)
 
     def reserve(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Grant:
         epoch = changes.pop("epoch", self.ledger.epoch)
@@ -43,7 +45,7 @@ class Desk:
         return self.ledger.attach(attach, now)
 
     def attach(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
-        assert self.ask(prompt, grant, gen, now).state is State.ATTACHED
+        assert not self.ask(prompt, grant, gen, now).admitted
         return Ticket(grant.nonce, grant.epoch, gen)
 
     def begin(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Ticket:
@@ -81,26 +83,15 @@ class Desk:
         digests = tuple(contents.arrivals.have()[item] for item in prompt.checklist.items)
         commit = type(commit)(**{**vars(commit), "digests": digests})
         assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
-        self.act()
         return sent
 
-    def act(self) -> None:
-        for action in self.ledger.take_actions():
-            if isinstance(action, Admission):
-                self.engine[action.job.rid] = action
-            else:
-                self.dropped.append(action)
-
     def admitted(self) -> Admission:
-        """What was just given to the engine."""
-        (admission,) = self.ledger.take_actions()
-        assert isinstance(admission, Admission)
-        self.engine[admission.job.rid] = admission
+        """All that the engine has."""
+        (admission,) = self.engine.values()
         return admission
 
     def free(self, *rids: str) -> None:
         """The engine is done, with all if none is named."""
-        self.act()
         for rid in rids or list(self.engine):
             admission = self.engine.pop(rid)
             for state in admission.groups:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.control import KV_SERVICE
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
+    KV_SERVICE,
     Ack,
     Attach,
     Attached,
     Credit,
     Nack,
-    State,
     answer_to,
     parse,
     read,
@@ -46,7 +45,6 @@ class Peer:
     plan: Plan = PLAN
     address: str = ""
     have: dict[int, dict[Item, int]] = field(default_factory=dict)
-    cached: tuple[int, ...] = ()
     attaches: list[Attach] = field(default_factory=list)
     frames: list[PageFrame] = field(default_factory=list)
     commits: list[CommitFrame] = field(default_factory=list)
@@ -63,7 +61,7 @@ class Peer:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        honest = Attached(State.ATTACHED, have, self.cached, self.lease_s, self.credit)
+        honest = Attached(False, have, self.lease_s, self.credit)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -84,9 +82,8 @@ class Peer:
         answer = self.on_frame(frame)
         if answer is None:
             frame.verify()
-            ticket, size = frame.ticket, len(b"".join(frame.payload))
-            nbytes = size + 512 + 20 * len(frame.payload)
-            answer = Credit(ticket.nonce, ticket.gen, nbytes)
+            ticket = frame.ticket
+            answer = Credit(ticket.nonce, ticket.gen)
             here = self.have.setdefault(ticket.nonce, {})
             here.update(zip(frame.items(), frame.digests, strict=True))
             async with self.stored:
@@ -132,9 +129,8 @@ async def open_peer(
 ) -> AsyncIterator[tuple[Peer, Channel]]:
     """A peer on a free port and a channel to it."""
     peer = Peer(**script)
-    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit}
-    both = {"Push": peer.push, "Probe": absorb}
-    handler = rpc_handlers(KV_SERVICE, calls, both_stream=both)
+    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit, "Probe": absorb}
+    handler = rpc_handlers(KV_SERVICE, calls, both_stream={"Push": peer.push})
     server, peer.address = await start_server([handler], "127.0.0.1", security)
     channel = Channel(peer.address, client or security, options)
     try:

@@ -15,7 +15,7 @@ from disagg.errors import PeerLostError
 from disagg.transfer import direct
 from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectServer, dial
-from disagg.transfer.messages import Attached, Credit, State
+from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
 from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
 from tests.papers import make_papers
@@ -45,8 +45,8 @@ class Shelf:
         self.peer = peer
         self.closed = False
 
-    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
-        self.frame, self.nbytes = frame, nbytes
+    def begin(self, frame: PageFrame) -> Sequence[memoryview]:
+        self.frame = frame
         self.memory = [memoryview(bytearray(len(x))) for x in frame.payload]
         return self.memory
 
@@ -57,7 +57,7 @@ class Shelf:
             frame.verify()
             here = self.peer.have.setdefault(frame.ticket.nonce, {})
             here.update(zip(frame.items(), frame.digests, strict=True))
-        return Credit(frame.ticket.nonce, frame.ticket.gen, self.nbytes)
+        return Credit(frame.ticket.nonce, frame.ticket.gen)
 
     def close(self) -> None:
         self.closed = True
@@ -78,8 +78,7 @@ async def open_direct(
         server = DirectServer(make_shelf, security)
         port = server.listen(HOST)
         peer.on_attach = lambda attach: Attached(
-            State.ATTACHED,
-            peer.have.get(attach.ticket.nonce, {}),
+            have=peer.have.get(attach.ticket.nonce, {}),
             lease_s=10.0,
             credit=8000,
             port=port,

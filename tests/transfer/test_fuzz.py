@@ -51,7 +51,7 @@ def bend(source: random.Random, data: bytes) -> bytes:
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
     source, pool, admitted = random.Random(seed), make_pool(), []
-    terms = make_terms(pool, lease_s=0.001)  # a commit that waits in vain does not wait for long
+    terms = make_terms(lease_s=0.001)  # a commit that waits in vain does not wait for long
     receiver = Receiver(
         terms, pool, pool.arena, admitted.append, lambda *drop: None, clock=lambda: 0.0
     )

@@ -19,8 +19,14 @@ from hypothesis.stateful import (
 )
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
-from disagg.transfer.messages import Ack, Attach, Grant, Nack, State
-from disagg.transfer.reservations import Admission, Dropped, Reservations, Write
+from disagg.transfer.messages import Ack, Attach, Grant, Nack
+from disagg.transfer.reservations import (
+    MEMORY_S,
+    Admission,
+    Reservations,
+    State,
+    Write,
+)
 from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.desk import corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
@@ -34,7 +40,6 @@ PROMPTS = {
 }
 CHANNELS = ("one", "two")
 LEASE_S = 10.0
-MEMORY_S = 1e6
 MAX_SEQUENCES = 2
 Key = tuple[str, int]
 
@@ -47,15 +52,13 @@ class Machine(RuleBasedStateMachine):
         self.pool = make_pool(7 << 14)
         nonces = count(1)
         terms = make_terms(
-            self.pool,
             lease_s=LEASE_S,
-            memory_s=MEMORY_S,
             max_sequences=MAX_SEQUENCES,
             watermark_bytes=1 << 13,
             may_reserve=lambda: not self.engine_waits,
         )
         self.engine_waits = False
-        self.ledger = Reservations(terms, self.pool, lambda: next(nonces))
+        self.ledger = Reservations(terms, self.pool, nonces.__next__, self.admit, self.drop)
         self.now = 0.0
         self.epoch = EPOCH
         self.attempts = dict.fromkeys(RIDS, 0)
@@ -107,7 +110,7 @@ class Machine(RuleBasedStateMachine):
             attached = self.ledger.attach(attach, self.now)
         except ReservationError:
             return
-        if attached.state is State.ATTACHED:
+        if not attached.admitted:
             self.tickets.append((ticket, key))
             self.have[nonce] = dict(attached.have)
             assert gen > self.gens.get(nonce, 0)
@@ -205,7 +208,6 @@ class Machine(RuleBasedStateMachine):
         assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
         known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))
         assert (known, ack) == (commit, answer)
-        self.act()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -260,17 +262,15 @@ class Machine(RuleBasedStateMachine):
 
     # -- what must hold
 
-    @invariant()
-    def act(self) -> None:
-        for action in self.ledger.take_actions():
-            if isinstance(action, Dropped):
-                self.free((action.rid, action.attempt))
-                continue
-            key = (action.job.rid, action.job.attempt)
-            assert key not in self.gone
-            assert key not in self.engine
-            assert action.job == self.prompts[key].job(*key)
-            self.engine[key] = action
+    def admit(self, admission: Admission) -> None:
+        key = (admission.job.rid, admission.job.attempt)
+        assert key not in self.gone
+        assert key not in self.engine
+        assert admission.job == self.prompts[key].job(*key)
+        self.engine[key] = admission
+
+    def drop(self, rid: str, attempt: int, reason: str) -> None:
+        self.free((rid, attempt))
 
     @invariant()
     def the_engine_has_what_was_admitted_with_the_digests_of_its_commit(self) -> None:
@@ -315,11 +315,9 @@ class Machine(RuleBasedStateMachine):
             self.pool.release(list(state.ids()))
 
     def teardown(self) -> None:
-        self.act()
         while self.open_writes:
             self.end_write(0, True)
         self.ledger.expire(self.now + 1000.0)
-        self.act()
         for key in list(self.engine):
             self.free(key)
             self.ledger.finished(*key, self.now)

@@ -18,7 +18,7 @@ from disagg.page import Kind
 from disagg.transfer.messages import Credit
 from disagg.transfer.receiver import Intake
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Reservations, Terms
+from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.wire import Buffer, Item, PageFrame, digest, message_frame, unpack
 from disagg.workers.loopback import Loopback
 from tests.model.tiny import random_prompt, save_tiny
@@ -57,20 +57,20 @@ class Walk:
         config = EngineConfig(arena_bytes=8 << 20)
         self.sender, self.receiver = Engine(runner, config), Engine(runner, config)
         self.plan, pool = self.receiver.plan(SPEC), self.receiver.pool
-        terms = Terms(runner.fingerprint, self.plan, 1, config.arena_bytes, lease_s=1e9)
-        self.rules = Reservations(terms, pool, iter(range(1, 9)).__next__)
+        terms = Terms(runner.fingerprint, self.receiver.plan, 1, lease_s=1e9)
+        self.rules = Reservations(terms, pool, iter([7]).__next__, self.admit, lambda *what: None)
         self.intake = Tapped(self.rules, pool.arena)
         self.intake.frames = []
-        request = Request("a", PROMPT, SamplingParams(max_tokens=4), SPEC)
-        self.link = Noted(request, self.intake, self.sender, self.receiver)
+        self.request = request = Request("a", PROMPT, SamplingParams(max_tokens=4), SPEC)
+        self.link = Noted(request, self.intake, self.sender)
         self.link.layers_out = []
         self.sender.submit(Prefill(request, self.link))
         (prefilled,) = self.sender.step().prefilled
         self.link.finish(prefilled)
-        (admit,) = [self.receiver._inbox.get() for _ in range(1)]
-        assert isinstance(admit, Admit)
-        self.groups = admit.groups
-        self.receiver.submit(admit)
+
+    def admit(self, admission: Admission) -> None:
+        self.groups, first = admission.groups, admission.commit.first_token
+        self.receiver.submit(Admit(self.request, self.groups, (first,)))
 
     def close(self) -> None:
         for engine in (self.sender, self.receiver):
