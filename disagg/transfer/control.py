@@ -42,9 +42,6 @@ class WorkerHandler(Protocol):
         have: outputs of each rid that the caller has already · router: who follows
         """
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The caller has these outputs; they may be forgotten."""
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Forget an attempt and all before it, known or not, and what was said of them."""
 
@@ -106,9 +103,6 @@ class WorkerClient(WorkerHandler):
             raise error_of(failure, self._link.address) from failure
         finally:
             call.cancel()
-
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        await self._ask(pb.AcknowledgeRequest(have=have))
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         await self._ask(pb.AbortRequest(rid=rid, attempt=attempt, reason=reason))

@@ -180,10 +180,6 @@ class Worker:
             async for step in steps:
                 yield step
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The router has these outputs."""
-        self._events.acknowledge(have)
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
@@ -207,7 +203,7 @@ class Worker:
             "engine_waiting": self._load.waiting,
             "engine_held": self._load.held,
             "handoffs_out": len(self.prefill.attempts),
-            "unacknowledged": self._events.kept,
+            "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }

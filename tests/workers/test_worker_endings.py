@@ -166,8 +166,8 @@ def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(
             async for output in outputs:
                 if output.token is not None and home.workers["d"].decode.attempts:
                     break
-            for watch in home.router._watches.values():
-                watch.task.cancel()
+            for peer in home.router.peers.values():
+                peer.task.cancel()
             decode = home.workers["d"]
             await until(lambda: not decode.decode.attempts)
             await until(lambda: not decode.engine.pool.referenced_pages)
@@ -291,8 +291,8 @@ def test_the_next_router_finds_nothing_of_the_one_before(
             job = Job("r", 1, story, sampling={"max_tokens": 4})
             with pytest.raises(ConfigError, match="follows router"):
                 await anext(decode.events({}, "other"))
-            for watch in home.router._watches.values():
-                watch.task.cancel()  # as if it had been killed
+            for peer in home.router.peers.values():
+                peer.task.cancel()  # as if it had been killed
             await until(lambda: not decode._events.followed)
             steps = decode.events({}, "other")
             on_io = asyncio.run_coroutine_threadsafe(anext(steps), decode._loop)
