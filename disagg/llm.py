@@ -72,6 +72,7 @@ class LLM:
         config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
+        self._decode.plan(codec)  # its errors now
         self._rids = count()
         terms = Terms(
             model=self._runner.fingerprint,

@@ -14,7 +14,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -50,7 +49,7 @@ from disagg.wire import (
 if TYPE_CHECKING:
     from disagg.transfer.channel import Channel
 
-RETRY_S, CREDITS_S = 0.1, 0.1
+RETRY_S = 0.1
 MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
 Result = TypeVar("Result")
 
@@ -126,6 +125,11 @@ class Outbox:
     def bytes_in_flight(self) -> int:
         """Of frames that are not answered."""
         return sum(parcel.size for parcel in self._flight)
+
+    @property
+    def frames_in_flight(self) -> int:
+        """Frames that are not answered."""
+        return len(self._flight)
 
     @property
     def cached_bytes(self) -> int:
@@ -254,10 +258,9 @@ class Sender:
         self._terms = attach
         self._deadline_s = deadline_s
         self._clock = clock
-        self._ending: tuple[int, Mapping[str, float], Mapping[str, PlainValue]] | None = None
+        self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
         self._drained = asyncio.Event()  # everything has left: the commit may
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
-        self._credited, self._acknowledged_at = asyncio.Event(), 0.0
         self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0
@@ -270,14 +273,9 @@ class Sender:
         self.outbox.offer(items, self._last_offer)
         self._channel.wake()
 
-    def finish(
-        self,
-        first_token: int,
-        timings: Mapping[str, float] | None = None,
-        extras: Mapping[str, PlainValue] | None = None,
-    ) -> None:
+    def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
-        self._ending = (first_token, timings or {}, extras or {})
+        self._ending = (first_token, extras or {})
         self._note_drained()
 
     # -- the io loop's side
@@ -343,28 +341,18 @@ class Sender:
             while True:
                 await self._unless_over(self._drained.wait())
                 if isinstance(answer := await self._unless_over(self._commit()), Ack):
-                    await self._settle()
                     return answer
                 self._advanced_at = self._clock()
                 self.outbox.missing(answer.missing)
                 self._note_drained()
                 self._channel.wake()
 
-    async def _settle(self) -> None:
-        """The last credits come by another way than the acknowledgement; their bytes count too."""
-        self._acknowledged_at = self._clock()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CREDITS_S):
-                while self.outbox.bytes_in_flight:
-                    self._credited.clear()
-                    await self._credited.wait()
-
     async def _commit(self) -> Ack | Nack:
         assert self._ending is not None
-        first_token, timings, extras = self._ending
+        first_token, extras = self._ending
         checklist, digests = self.outbox.checklist, self.outbox.manifest()
         plan = checklist.plan.fingerprint
-        commit = Commit(checklist.tokens, plan, digests, first_token, extras, timings)
+        commit = Commit(checklist.tokens, plan, digests, first_token, extras)
         frame = CommitFrame(self.ticket, commit)
         answer, nbytes = await self._channel.commit(frame, self.deadline - self._clock())
         self.wire_bytes += nbytes
@@ -389,13 +377,14 @@ class Sender:
             self._drained.clear()
 
     def _stats(self, ack: Ack) -> HandoffStats:
-        now = self._acknowledged_at or self._clock()
+        now, credit = self._clock(), Credit(self.ticket.nonce, self.ticket.gen)
+        unheard = self.outbox.frames_in_flight * credit.to_message().ByteSize()  # on their way
         return HandoffStats(
             codec="",
             tokens=self._terms.tokens,
             fp16_bytes=0,
             fp8_bytes=0,
-            wire_bytes=self.wire_bytes,
+            wire_bytes=self.wire_bytes + unheard,
             payload_bytes=self.payload_bytes,
             cached_bytes=self.outbox.cached_bytes,
             queue_ms=1000 * self._longest_wait,
@@ -437,7 +426,6 @@ class Sender:
                 raise credit.error
             self.outbox.answered()
             self._advanced_at = self._clock()
-            self._credited.set()
         except DisaggError as error:
             self.end(_Dropped(error))
 

@@ -56,6 +56,7 @@ from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
+from disagg.workers.offering import Exit
 from disagg.workers.prefill import PrefillSide, check_job
 
 POLL_S = 0.02
@@ -287,8 +288,8 @@ class Worker:
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""
-        least = self.config.transfer.min_disagg_tokens
-        return least_worth_sending(self.engine.plan(self.config.codec)) if least is None else least
+        plan, least = self.engine.plan(self.config.codec), self.config.transfer.min_disagg_tokens
+        return least_worth_sending(plan) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
@@ -299,11 +300,10 @@ class Worker:
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
         self._peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
+        way = Exit(engine, model, self._peers)
+        self.prefill = PrefillSide(way, transfer.overlap, tasks, events.say)
         self.decode = decode = DecodeSide(
-            engine,
-            model,
-            self._peers,
+            way,
             tasks,
             say=events.say,
             on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),

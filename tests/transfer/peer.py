@@ -144,7 +144,7 @@ def offer_all(sender: Sender, prompt: Prompt) -> None:
     """What an engine says of a prompt."""
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.checklist.layer(layer))
-    sender.finish(42, {"encode": 1.5}, {"ids": [1, 2]})
+    sender.finish(42, {"ids": [1, 2]})
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

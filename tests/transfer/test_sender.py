@@ -54,7 +54,6 @@ async def test_a_prompt_arrives_whole_with_what_only_prefill_knows(prompt):
         assert frame.ticket == Ticket(7, EPOCH, 1)
         assert frame.commit.first_token == 42
         assert frame.commit.extras == {"ids": [1, 2]}
-        assert frame.commit.timings == {"encode": 1.5}
         assert stats.payload_bytes == prompt.checklist.total_bytes
         assert (stats.attaches, stats.verify_ms, stats.admit_ms) == (1, 1.0, 2.0)
         assert stats.exposed_ms > 0

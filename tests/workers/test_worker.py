@@ -30,7 +30,7 @@ from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Reservations, Write
 from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
-from disagg.workers.prefill import Offering
+from disagg.workers.offering import Offering
 from disagg.workers.router import Output
 from tests.workers.fakes import until
 from tests.workers.pairs import Prompt, house
@@ -291,7 +291,8 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
                         stored[item] = digest(data)
                 admit(self, admission)
 
-            home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
+            rules = home.workers["d"].receiver.reservations
+            rules._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
     monkeypatch.setattr(ops, "encode", encoding)

@@ -18,7 +18,7 @@ from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
-from disagg.workers.prefill import Offering
+from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
 from tests.workers.fakes import until
 from tests.workers.pairs import GREEDY, House, Prompt, house
@@ -246,8 +246,8 @@ def test_what_nobody_foresaw_ends_one_request_and_leaves_nothing(
     async def scene() -> None:
         async with house() as home:
             home.pair(runners)
-            receiver = home.workers["d"].receiver
-            target, name = (sender, "pack") if side == "send" else (receiver, "_on_admit")
+            rules = home.workers["d"].receiver.reservations
+            target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
             whole = getattr(target, name)
             monkeypatch.setattr(target, name, broken)
             asked = [home.complete(story, KIVI) for _ in range(4)]
