@@ -21,7 +21,7 @@ from functools import partial
 
 import grpc
 
-from disagg.errors import CorruptFrameError, DisaggError, PeerLostError
+from disagg.errors import CorruptFrameError, DisaggError
 from disagg.pool import Arena, Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
@@ -36,7 +36,7 @@ from disagg.transfer.messages import (
     parse,
     read,
 )
-from disagg.transfer.reservations import Admission, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
@@ -50,8 +50,7 @@ log = logging.getLogger(__name__)
 class Intake:
     """The receiving end of one channel: frames of any number of hand-offs in, credit out.
 
-    A frame that is refused is dropped, and answered with the error; the channel goes on. A direct
-    connection calls `begin` and `end` around the payload, a gRPC stream `take` with all of it.
+    A frame that is refused is dropped, and answered with the error; the channel goes on.
 
     on_news:  called when nothing more is expected of a hand-off, or the channel is over
     failures: refusals by reason
@@ -62,55 +61,20 @@ class Intake:
     clock: Callable[[], float] = time.monotonic
     on_news: Callable[[], None] = lambda: None
     failures: Counter[str] = field(default_factory=Counter)
-    _frame: PageFrame | None = None
-    _opened: Write | DisaggError | None = None
 
-    def take(self, message: Buffer) -> Credit:
-        """What became of the frame in a PushRequest.
+    def take(self, data: Buffer) -> Credit:
+        """What became of the frame of these bytes.
 
         Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
         """
-        frame = unpack(message_frame(message))
+        frame, error = unpack(data), None
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
-        for place, data in zip(self.begin(frame), frame.payload, strict=True):
-            if not place.readonly:  # else it stays in the message
-                place[:] = data
-        return self.end(whole=True)
-
-    def begin(self, frame: PageFrame) -> Sequence[memoryview]:
-        """Where to receive the payload of a frame that is still to come: each item where it belongs
-        in the arena, if it lies there in one piece; else in the memory that the frame came with.
-        """
-        payload = [memoryview(data) for data in frame.payload]
         try:
-            self._opened = write = self.reservations.begin_write(frame, self.clock(), self)
-            for i, spans in enumerate(write.spans):
-                if self.arena.on_host and len(spans) == 1:
-                    payload[i] = self.arena.read(*spans[0])
-        except DisaggError as error:
-            self._opened = error
-        self._frame = replace(frame, payload=tuple(payload))
-        return payload
-
-    def end(self, whole: bool) -> Credit:
-        """The payload came, or it never will: what becomes of the frame."""
-        frame, opened = self._frame, self._opened
-        assert frame is not None
-        error = opened if isinstance(opened, DisaggError) else None
-        if isinstance(opened, Write):
-            began, written = self.clock(), False
-            try:
-                if not whole:
-                    raise PeerLostError("the frame was cut short")
-                frame.verify()
-                self.arena.write(list(opened.pieces(frame.payload, self.arena.on_host)))
-                written = True
-            except DisaggError as failure:
-                error = failure
-            finally:
-                self.reservations.end_write(opened, written, 1000 * (self.clock() - began))
-        self.failures.update([error.reason] if error else [])
+            self.reservations.store(frame, self.clock(), self._put, self)
+        except DisaggError as failure:
+            error = failure
+            self.failures[error.reason] += 1
         if not self.reservations.expects(frame.ticket):
             self.on_news()
         return Credit(frame.ticket.nonce, frame.ticket.gen, error)
@@ -119,6 +83,12 @@ class Intake:
         """The channel is over, however it ended: nothing is complete without a commit."""
         self.reservations.channel_ended(self)
         self.on_news()
+
+    def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+        began = self.clock()
+        frame.verify()
+        self.arena.write(pieces)
+        return 1000 * (self.clock() - began)
 
 
 class Receiver:
@@ -229,7 +199,7 @@ class Receiver:
         intake = self.open_channel()
         try:
             async for message in messages:
-                yield intake.take(message).to_message().SerializeToString()
+                yield intake.take(message_frame(message)).to_message().SerializeToString()
         finally:
             intake.close()
 

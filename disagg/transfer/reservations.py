@@ -9,15 +9,14 @@
                        └─► from HELD, ATTACHED and BROKEN:
                            EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
 
-One thread calls it. Records are freed when a reservation is over and no write is open; what ended
-is remembered by its names, so that what comes late is refused by name and lands nowhere.
+One thread calls it. A frame is checked, verified and in place within one call. What ended is
+remembered by its names, so that what comes late is refused by name and lands nowhere.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate
 
 from disagg.errors import (
     CapacityError,
@@ -31,12 +30,15 @@ from disagg.pool import Pool
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
-from disagg.transfer.records import Arrivals, Span
+from disagg.transfer.records import Arrivals
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
 MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
+
+# verifies a frame and copies pieces of it to their offsets; the milliseconds that it took
+Put = Callable[[PageFrame, Sequence[tuple[int, Buffer]]], float]
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,6 @@ class Reservation:
         self.gen = 0
         self.channel: object = None  # what its frames come on
         self.lossy = False  # a frame of this attachment was dropped: nobody waits for it
-        self.writes = 0
         self.lease_until = self.ended_at = 0.0
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
@@ -153,31 +154,6 @@ class Reservation:
         raise ReservationError(
             f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
         )
-
-
-@dataclass(frozen=True)
-class Write:
-    """Items of a frame on their way into the arena; their records stay until it is closed.
-
-    new:   digests of what it brings, by place in the checklist
-    spans: for each item of the frame, in the order of its payload, where its bytes go; none: it is
-           here already, or being written
-    """
-
-    reservation: Reservation
-    new: Mapping[int, int]
-    spans: list[list[Span]]
-
-    def pieces(
-        self, payload: Sequence[Buffer], landed: bool = False
-    ) -> Iterator[tuple[int, Buffer]]:
-        """What to write where, of the bytes of items; `landed`: those in one piece are there."""
-        for data, spans in zip(payload, self.spans, strict=True):
-            if landed and len(spans) == 1:
-                continue
-            ends = accumulate(nbytes for _, nbytes in spans)
-            for (start, nbytes), end in zip(spans, ends, strict=True):
-                yield start, data[end - nbytes : end]
 
 
 class Reservations:
@@ -288,11 +264,8 @@ class Reservations:
                 over.append(ticket.nonce)
         return tuple(over)
 
-    def begin_write(self, frame: PageFrame, now: float, channel: object = None) -> Write:
-        """Check a frame and open a write; every one is closed by `end_write`.
-
-        Of the payload only the sizes are looked at: it may still be on the way.
-        """
+    def store(self, frame: PageFrame, now: float, put: Put, channel: object = None) -> None:
+        """Take a frame in: what `put` did not refuse is here."""
         self.expire(now)
         reservation = self._find(frame.ticket)
         contents = reservation.attached(frame.ticket, State.ATTACHED)
@@ -301,25 +274,12 @@ class Reservations:
         reservation.channel = channel
         self._renew(reservation, now)
         try:
-            write = Write(reservation, *contents.arrivals.begin_write(frame))
+            new, pieces = contents.arrivals.absent(frame)
+            reservation.verify_ms += put(frame, pieces)
         except BaseException:
             reservation.lossy = True
             raise
-        reservation.writes += 1
-        return write
-
-    def end_write(self, write: Write, written: bool, verify_ms: float = 0.0) -> None:
-        """Close a write; `written` only if the bytes have their digests and are in place.
-
-        Frees the records of a reservation that ended while it was open.
-        """
-        reservation = write.reservation
-        reservation.verify_ms += verify_ms
-        if reservation.contents is not None:  # else it had nothing to write
-            reservation.contents.arrivals.end_write(write.new, written)
-        reservation.lossy |= not written
-        reservation.writes -= 1
-        self._free(reservation)
+        contents.arrivals.add(new)
 
     def channel_ended(self, channel: object) -> None:
         """However a channel ended: nothing is complete without a commit."""
@@ -469,18 +429,15 @@ class Reservations:
             self._on_drop(reservation.rid, reservation.attempt, reason)
 
     def _end(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
-        """Only its names stay. Its records are freed now or when its last write closes."""
+        """Only its names stay."""
         reservation.state, reservation.reason, reservation.ended_at = state, reason, now
         reservation.pages = frozenset()
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:
                 del table[reservation.rid]
         self._ended.append(reservation)
-        self._free(reservation)
-
-    def _free(self, reservation: Reservation) -> None:
-        if reservation.contents and not reservation.state.live and not reservation.writes:
-            contents, reservation.contents = reservation.contents, None
+        if contents := reservation.contents:
+            reservation.contents = None
             self.cache.release(contents.holding.groups)
 
     def _bury(self, rid: str, attempt: int, now: float) -> None:

@@ -97,7 +97,7 @@ class Loopback:
         while parcel := self._outbox.next_parcel(self._ticket):
             self._first_frame = self._first_frame or time.monotonic()
             message = frame_message(parcel.parts)
-            credit = self._intake.take(message)
+            credit = self._intake.take(message_frame(message))
             if credit.error is not None:
                 raise credit.error
             self._wire_bytes += len(message) + credit.to_message().ByteSize()

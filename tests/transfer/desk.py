@@ -1,12 +1,13 @@
 """Reservations over a pool, with what a receiver does around them, for their tests."""
 
+from collections.abc import Sequence
 from itertools import count
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.records import units_of
 from disagg.transfer.reservations import Admission, Reservations
-from disagg.wire import CommitFrame, PageFrame, Ticket
+from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
@@ -52,15 +53,19 @@ class Desk:
         """Reserve and attach."""
         return self.attach(prompt, self.reserve(prompt, now, **changes), now=now)
 
-    def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> None:
-        write = self.ledger.begin_write(frame, now, channel)
-        written = False
-        try:
+    def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> int:
+        """Pieces that were written for a frame."""
+        written = 0
+
+        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+            nonlocal written
             frame.verify()
-            self.pool.arena.write(list(write.pieces(frame.payload)))
-            written = True
-        finally:
-            self.ledger.end_write(write, written)
+            self.pool.arena.write(pieces)
+            written = len(pieces)
+            return 0.0
+
+        self.ledger.store(frame, now, put, channel)
+        return written
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
         """Send all that is not there; the bytes of it."""

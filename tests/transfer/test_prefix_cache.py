@@ -84,7 +84,7 @@ def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
     ticket = desk.begin(second, rid="two")
     item = Item(Kind.PAGE, 1, 1, 2)
     same = replace(first.frame(ticket, [item]), ticket=ticket)
-    assert not list(desk.ledger.begin_write(same, 0.0).pieces(same.payload))
+    assert desk.store(same) == 0
     with pytest.raises(CorruptFrameError, match="page 2 of layer 1"):
         desk.store(second.frame(ticket, [item]))
     assert first.equals(desk.pool.arena, desk.engine["one"].groups)

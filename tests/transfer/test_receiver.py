@@ -1,7 +1,7 @@
 """The receiving end by its bytes: what a broken or hostile sender can say; and over a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from disagg.errors import (
     CorruptFrameError,
     DisaggError,
     LayoutError,
-    PeerLostError,
     RequestError,
     ReservationError,
     VersionError,
@@ -38,7 +37,6 @@ from disagg.wire import (
     CommitFrame,
     Frame,
     Item,
-    PageFrame,
     Ticket,
     frame_message,
     message_frame,
@@ -78,20 +76,25 @@ class CountingReceiver(Receiver):
     async def commit(self, data: bytes) -> bytes:
         return self.count(data, await super().commit(data))
 
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async def noted() -> AsyncIterator[bytes]:
+            async for message in messages:
+                self.nbytes += len(message) - len(message_frame(message))
+                yield message
+
+        async for answer in super().push(noted()):
+            yield answer
+
     def open_channel(self) -> Intake:
         intake = super().open_channel()
-        take, end = intake.take, intake.end
+        take = intake.take
 
-        def counted_take(message: Buffer) -> Credit:
-            self.nbytes += len(message) - len(message_frame(message))
-            return take(message)
-
-        def counted_end(whole: bool) -> Credit:
-            credit, frame = end(whole), b"".join(pack(intake._frame))
-            self.count(frame, credit.to_message().SerializeToString())
+        def counted(data: Buffer) -> Credit:
+            credit = take(data)
+            self.count(bytes(data), credit.to_message().SerializeToString())
             return credit
 
-        intake.take, intake.end = counted_take, counted_end
+        intake.take = counted
         return intake
 
     def count(self, data: bytes, answer: bytes) -> bytes:
@@ -164,6 +167,10 @@ class Booth:
         self.pool.check_integrity()
         assert self.pool.referenced_pages == 0
         assert not any(self.receiver.gauges().values())
+
+
+def bytes_of(frame: Frame) -> bytes:
+    return b"".join(pack(frame))
 
 
 def message(frame: Frame) -> bytes:
@@ -321,54 +328,6 @@ async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
 
 
-# -- payloads that are received where they belong
-
-
-def receive(intake: Intake, frame: PageFrame, payload: Sequence[bytes]) -> Credit:
-    """As a direct connection does."""
-    scratch = tuple(memoryview(bytearray(len(data))) for data in frame.payload)
-    targets = intake.begin(replace(frame, payload=scratch))
-    for target, data in zip(targets, payload, strict=True):
-        target[:] = data
-    return intake.end(whole=True)
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-async def test_payloads_may_land_in_the_arena_before_they_are_verified(
-    prompt, monkeypatch, on_host
-):
-    monkeypatch.setattr(HostArena, "on_host", on_host)
-
-    booth = Booth()
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-    *frames, last = prompt.frames(ticket)
-    for frame in (*frames, frames[0]):
-        assert receive(intake, frame, frame.payload) == Credit(ticket.nonce, 1)
-    stale = replace(last, ticket=replace(ticket, nonce=1))
-    assert isinstance(receive(intake, stale, last.payload).error, ReservationError)
-    credit = receive(intake, last, corrupt(last).payload)
-    assert isinstance(credit.error, CorruptFrameError)
-    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
-    receive(intake, last, last.payload)
-    assert isinstance(await booth.commit(ticket, prompt), Ack)
-    assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
-
-
-async def test_an_open_frame_pins_its_pages_until_it_is_given_up_and_renewals_outlast_it(prompt):
-    booth = Booth()
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-    intake.begin(prompt.frames(ticket)[0])
-    renewal = fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()
-    for _ in range(5):
-        booth.clock.now += 9.0
-        assert not kv.RenewResponse.FromString(await booth.receiver.renew(renewal)).over
-    booth.receiver.abort("r", 0, "client gone")
-    assert booth.pool.referenced_pages > 0
-    assert isinstance(intake.end(whole=False).error, PeerLostError)
-    intake.close()
-    booth.assert_nothing_held()
-
-
 async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
     booth = Booth()
     ticket = await booth.begin(prompt)
@@ -395,7 +354,7 @@ async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
     for data in pages(prompt, ticket):
         await turn()
         assert not any(answer.done() for answer in answers)
-        intake.take(data)
+        intake.take(message_frame(data))
     first, second = await asyncio.gather(*answers)
     assert isinstance(first, Ack)
     assert first == second == await booth.commit(ticket, prompt)
@@ -406,7 +365,7 @@ async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
 ENDINGS = {
     "the channel ends": (lambda booth, intake, frame: intake.close(), Nack),
     "a frame was corrupt": (
-        lambda booth, intake, frame: intake.take(message(corrupt(frame))),
+        lambda booth, intake, frame: intake.take(bytes_of(corrupt(frame))),
         Nack,
     ),
     "the router aborts": (
@@ -423,7 +382,7 @@ async def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, 
     ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
     *sent, last = prompt.frames(ticket)
     for frame in sent:
-        intake.take(message(frame))
+        intake.take(bytes_of(frame))
     waiting = waiting_commit(booth, ticket, prompt)
     await turn()
     end(booth, intake, last)

@@ -308,9 +308,7 @@ def test_the_same_frame_again_changes_nothing_and_other_bytes_are_refused(desk, 
     ticket = desk.begin(prompt)
     frame = prompt.frames(ticket)[0]
     desk.store(frame)
-    write = desk.ledger.begin_write(frame, 0.0)
-    assert not list(write.pieces(frame.payload))
-    desk.ledger.end_write(write, True)
+    assert desk.store(frame) == 0
     item = Item(Kind.PAGE, 0, 2, 1)
     desk.store(prompt.frame(ticket, [item]))
     with pytest.raises(CorruptFrameError, match="page 1 of layer 2"):
@@ -321,11 +319,11 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     ticket = desk.begin(prompt)
     (item,) = items = [Item(Kind.PAGE, 0, 2, 1)]
     frame = prompt.frame(ticket, items * 2)
-    assert len(list(desk.ledger.begin_write(frame, 0.0).pieces(frame.payload))) == 1
+    assert desk.store(frame) == 1
     other = desk.begin(prompt, rid="other")
     wrong = replace(frame, ticket=other, digests=(frame.digests[0], 5))
     with pytest.raises(CorruptFrameError, match=str(item)):
-        desk.ledger.begin_write(wrong, 0.0)
+        desk.store(wrong)
     desk.store(prompt.frame(other, items))
 
 
@@ -337,29 +335,17 @@ def test_frames_may_come_in_any_order(desk, prompt):
     assert prompt.equals(desk.pool.arena, desk.admitted().groups)
 
 
-def test_memory_is_freed_only_when_the_last_write_closes(desk, prompt):
-    ticket = desk.begin(prompt)
-    write = desk.ledger.begin_write(prompt.frames(ticket)[0], 0.0)
-    desk.ledger.abort("r", 0, "client gone", 0.0)
-    assert desk.pool.referenced_pages > 0
-    desk.ledger.expire(5000.0)
-    desk.ledger.end_write(write, True)
-    desk.assert_nothing_held()
-
-
-def test_an_item_whose_write_is_open_is_missing_and_not_waited_for_once_it_failed(desk, prompt):
+def test_an_item_whose_frame_was_dropped_is_missing_and_not_waited_for(desk, prompt):
     ticket = desk.begin(prompt)
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         desk.store(frame)
-    write = desk.ledger.begin_write(last, 0.0)
-    commit, missing = CommitFrame(ticket, prompt.commit()), Nack(tuple(last.items()))
-    desk.store(last)  # again: it has no bytes of its own to write
+    commit = CommitFrame(ticket, prompt.commit())
     assert desk.ledger.expects(ticket)
-    assert desk.ledger.commit(commit, 0.0) == missing
-    desk.ledger.end_write(write, False)
+    with pytest.raises(CorruptFrameError):
+        desk.store(corrupt(last))
     assert not desk.ledger.expects(ticket)
-    assert desk.ledger.commit(commit, 0.0) == missing
+    assert desk.ledger.commit(commit, 0.0) == Nack(tuple(last.items()))
     desk.store(last)
     assert isinstance(desk.ledger.commit(commit, 0.0), Ack)
 
@@ -445,21 +431,16 @@ def test_a_fence_goes_one_up_and_ends_everything_of_the_old_epoch(desk, prompt):
 
 def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
     tickets = {
-        sign: desk.begin(prompt, rid=sign)
-        for sign in ("none", "renew", "frame", "open write", "same job")
+        sign: desk.begin(prompt, rid=sign) for sign in ("none", "renew", "frame", "same job")
     }
     frames = {sign: prompt.frames(ticket) for sign, ticket in tickets.items()}
-    write = desk.ledger.begin_write(frames["open write"][0], 0.0)
     for now in (7.0, 14.0, 21.0):
         assert desk.ledger.renew([tickets["renew"]], now) == ()
         desk.store(frames["frame"][int(now) % 2], now)
-        assert desk.ledger.renew([tickets["open write"]], now) == ()
         desk.reserve(prompt, now, rid="same job")
     assert desk.ledger.renew(tickets.values(), 22.0) == (tickets["none"].nonce,)
     assert desk.ledger.counts["expired"] == 1
     desk.ledger.expire(40.0)
-    assert desk.pool.referenced_pages > 0
-    desk.ledger.end_write(write, False)
     desk.assert_nothing_held()
     attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
     with pytest.raises(ReservationError, match="expired: no sign of life"):

@@ -5,6 +5,7 @@ channels; frames are lost, duplicated, reordered, corrupted and late, channels b
 routers abort and fence, and the engine refuses.
 """
 
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -20,14 +21,8 @@ from hypothesis.stateful import (
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.transfer.messages import Ack, Attach, Grant, Nack
-from disagg.transfer.reservations import (
-    MEMORY_S,
-    Admission,
-    Reservations,
-    State,
-    Write,
-)
-from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket
+from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
+from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.desk import corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
 
@@ -67,7 +62,6 @@ class Machine(RuleBasedStateMachine):
         self.gens: dict[int, int] = {}  # by nonce: the last attachment
         self.have: dict[int, dict[Item, int]] = {}  # by nonce: what an attachment was told
         self.tickets: list[tuple[Ticket, Key]] = []
-        self.open_writes: list[tuple[Write, PageFrame]] = []
         self.engine: dict[Key, Admission] = {}
         self.acks: dict[int, tuple[Commit, Ack]] = {}
         self.gone: set[Key] = set()  # aborted by the router
@@ -119,7 +113,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(
         data=st.data(),
-        how=st.sampled_from(["whole", "open", "corrupt", "foreign"]),
+        how=st.sampled_from(["whole", "corrupt", "foreign"]),
         channel=st.sampled_from(CHANNELS),
     )
     def frame(self, data: st.DataObject, how: str, channel: str) -> None:
@@ -132,36 +126,26 @@ class Machine(RuleBasedStateMachine):
         elif how == "foreign":
             other = PROMPTS[{"a": "b", "b": "c", "c": "a"}[key[0]]]
             frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
-        self.write(frame, how == "open", channel)
+        self.write(frame, channel)
 
-    def write(self, frame: PageFrame, stays_open: bool, channel: str) -> bool:
-        """Whether the frame was taken."""
+    def write(self, frame: PageFrame, channel: str) -> bool:
+        """Whether the frame was taken; what is shared is never written to."""
+        reservation = self.ledger._by_nonce.get(frame.ticket.nonce)
+
+        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+            named = frame.ticket.gen, frame.ticket.epoch
+            assert named == (self.gens[frame.ticket.nonce], self.epoch)
+            assert reservation.channel == channel
+            assert not {start // 128 for start, _ in pieces} & reservation.contents.holding.shared
+            frame.verify()
+            self.pool.arena.write(pieces)
+            return 0.0
+
         try:
-            write = self.ledger.begin_write(frame, self.now, channel)
+            self.ledger.store(frame, self.now, put, channel)
         except (ReservationError, CorruptFrameError):
             return False
-        assert write.reservation.channel == channel
-        assert (frame.ticket.gen, frame.ticket.epoch) == (self.gens[frame.ticket.nonce], self.epoch)
-        try:
-            frame.verify()
-        except CorruptFrameError:
-            self.ledger.end_write(write, False)
-            return False
-        self.open_writes.append((write, frame))
-        if not stays_open:
-            self.end_write(len(self.open_writes) - 1, True)
         return True
-
-    @precondition(lambda self: self.open_writes)
-    @rule(data=st.data(), written=st.booleans())
-    def close_write(self, data: st.DataObject, written: bool) -> None:
-        self.end_write(data.draw(st.integers(0, len(self.open_writes) - 1)), written)
-
-    def end_write(self, place: int, written: bool) -> None:
-        write, frame = self.open_writes.pop(place)
-        if written:
-            self.pool.arena.write(list(write.pieces(frame.payload)))
-        self.ledger.end_write(write, written)
 
     @precondition(lambda self: self.tickets)
     @rule(
@@ -178,9 +162,9 @@ class Machine(RuleBasedStateMachine):
         prompt, have = self.prompts[key], self.have[ticket.nonce]
         items = [item for item in prompt.checklist.items if item not in have]
         if spoilt and items:
-            self.write(corrupt(prompt.frame(ticket, items[-1:])), False, channel)
+            self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
         for item in data.draw(st.permutations(items)):
-            if not self.write(prompt.frame(ticket, [item]), False, channel):
+            if not self.write(prompt.frame(ticket, [item]), channel):
                 return
         if then_commit:
             self.send_commit(ticket, key)
@@ -292,31 +276,20 @@ class Machine(RuleBasedStateMachine):
         self.pool.check_integrity()
         gauges = self.ledger.gauges()
         assert gauges["reservations"] + gauges["running"] <= MAX_SEQUENCES
-        if not (gauges["reservations"] or self.engine or self.open_writes):
+        if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
-
-    @invariant()
-    def what_is_written_to_is_neither_free_nor_shared(self) -> None:
-        for write, _ in self.open_writes:
-            if any(write.spans):
-                contents = write.reservation.contents
-                assert contents is not None
-                for start, _ in (span for spans in write.spans for span in spans):
-                    assert start // 128 not in contents.holding.shared
 
     @invariant()
     def what_ended_keeps_nothing(self) -> None:
         for reservation in self.ledger._ended:
             assert not reservation.state.live
-            assert reservation.contents is None or reservation.writes
+            assert reservation.contents is None
 
     def free(self, key: Key) -> None:
         for state in self.engine.pop(key).groups:
             self.pool.release(list(state.ids()))
 
     def teardown(self) -> None:
-        while self.open_writes:
-            self.end_write(0, True)
         self.ledger.expire(self.now + 1000.0)
         for key in list(self.engine):
             self.free(key)

@@ -19,7 +19,7 @@ from disagg.transfer.messages import Credit
 from disagg.transfer.receiver import Intake
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Reservations, Terms
-from disagg.wire import Buffer, Item, PageFrame, digest, message_frame, unpack
+from disagg.wire import Buffer, Item, PageFrame, digest, unpack
 from disagg.workers.loopback import Loopback
 from tests.model.tiny import random_prompt, save_tiny
 
@@ -32,11 +32,11 @@ class Tapped(Intake):
 
     frames: list[PageFrame]
 
-    def take(self, message: Buffer) -> Credit:
-        frame = unpack(message_frame(message))
+    def take(self, data: Buffer) -> Credit:
+        frame = unpack(data)
         assert isinstance(frame, PageFrame)
         self.frames.append(frame)
-        return super().take(message)
+        return super().take(data)
 
 
 class Noted(Loopback):
