@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -97,14 +97,12 @@ class Channel:
         address: str,
         security: Security | None = None,
         options: ChannelOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.address = address
         self.options = options or ChannelOptions()
         self.link = connect(address, security)  # it connects when first used
         self.report: LinkReport | None = None
         self._security = security
-        self._clock = clock
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -134,7 +132,7 @@ class Channel:
             yield
         finally:
             self._attached.pop(sender.ticket.nonce, None)
-            self._needed_at = self._clock()
+            self._needed_at = time.monotonic()
 
     def wake(self) -> None:
         """There is something to send."""
@@ -195,7 +193,7 @@ class Channel:
                 await self._wake.wait()
                 continue
             sender, parcel = chosen
-            if pace is not None and (delay := pace.delay(parcel.size, self._clock())) > 0:
+            if pace is not None and (delay := pace.delay(parcel.size, time.monotonic())) > 0:
                 await asyncio.sleep(delay)
             self._owe()
             size = await stream.send(parcel.parts)
@@ -249,20 +247,20 @@ class Channel:
         """PeerLostError once nothing is answered any more, or nobody needs the stream."""
         while True:
             await asyncio.sleep(self.options.stall_s / 4)
-            if not self._attached and self._clock() - self._needed_at > self.options.idle_s:
+            if not self._attached and time.monotonic() - self._needed_at > self.options.idle_s:
                 raise PeerLostError(f"no hand-off for {self.options.idle_s:g} s")
-            quiet_s = self._clock() - self._heard_at
+            quiet_s = time.monotonic() - self._heard_at
             if self._owed > 0 and quiet_s > self.options.stall_s:
                 raise PeerLostError(f"{self.address} answered nothing for {quiet_s:.1f} s")
 
     def _owe(self) -> None:
         if self._owed <= 0:
-            self._owed, self._heard_at = 0, self._clock()
+            self._owed, self._heard_at = 0, time.monotonic()
         self._owed += 1
 
     def _answered(self) -> None:
         self._owed -= 1
-        self._heard_at = self._clock()
+        self._heard_at = time.monotonic()
 
     def _why(self, failure: Exception) -> DisaggError:
         """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""

@@ -51,7 +51,6 @@ class Terms:
     lease_s:         a reservation ends this long after the last sign of life
     max_sequences:   reservations and admitted prompts together
     watermark_bytes: what a reservation leaves free for sequences that grow
-    check:           raises RequestError for a job that the engine can never serve
     may_reserve:     False while sequences here wait for room
     share:           prompts that begin alike share the records of their beginning
     """
@@ -62,7 +61,6 @@ class Terms:
     lease_s: float = 10.0
     max_sequences: int = 1 << 16
     watermark_bytes: int = 0
-    check: Callable[[Job], None] = lambda job: None
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
 
@@ -73,7 +71,6 @@ class Terms:
                 f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
                 f"{MAX_CODEC_CHARS}; these have {len(job.rid)} and {len(job.codec)}"
             )
-        self.check(job)
         if not job.prompt or job.tokens < len(job.prompt):
             has = f"{job.tokens} of {len(job.prompt)} tokens"
             raise RequestError(f"{job.name} has no prompt, or moves with {has}")

@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -246,18 +246,16 @@ class Sender:
         plan: Plan,
         source: Source,
         deadline_s: float = 120.0,
-        clock: Callable[[], float] = time.monotonic,
     ):
         checklist = Checklist(plan, attach.tokens)
         _check_sizes(checklist)
         self.ticket = attach.ticket
-        self.deadline = clock() + deadline_s
+        self.deadline = time.monotonic() + deadline_s
         self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
         self.wire_bytes = self.payload_bytes = self.frames = 0
         self._channel = channel
         self._terms = attach
         self._deadline_s = deadline_s
-        self._clock = clock
         self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
         self._drained = asyncio.Event()  # everything has left: the commit may
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
@@ -269,7 +267,7 @@ class Sender:
 
     def offer(self, items: Iterable[Item]) -> None:
         """The bytes of these items are final; they leave in this order, each offered once."""
-        self._last_offer = self._clock()
+        self._last_offer = time.monotonic()
         self.outbox.offer(items, self._last_offer)
         self._channel.wake()
 
@@ -288,7 +286,7 @@ class Sender:
         once the reservation is over, and whatever else the receiver refused.
         """
         try:
-            async with asyncio.timeout(self.deadline - self._clock()):
+            async with asyncio.timeout(self.deadline - time.monotonic()):
                 return self._stats(await self._until_acknowledged())
         except TimeoutError as error:
             raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
@@ -302,14 +300,14 @@ class Sender:
                 self._over = asyncio.Future()
             attached_at = math.inf
             try:
-                attached, attached_at = await self._attach(), self._clock()
+                attached, attached_at = await self._attach(), time.monotonic()
                 return await self._push(attached)
             except _Dropped as dropped:
                 refusals = 1 if self._advanced_at >= attached_at else refusals + 1
                 if refusals == MAX_REFUSALS:
                     raise dropped.args[0] from dropped
             except PeerLostError:
-                now = self._clock()
+                now = time.monotonic()
                 if self._advanced_at >= broken_at or now - attached_at > silence_s:
                     broken_at = now  # it went well until now
                 elif now - broken_at > silence_s:
@@ -342,7 +340,7 @@ class Sender:
                 await self._unless_over(self._drained.wait())
                 if isinstance(answer := await self._unless_over(self._commit()), Ack):
                     return answer
-                self._advanced_at = self._clock()
+                self._advanced_at = time.monotonic()
                 self.outbox.missing(answer.missing)
                 self._note_drained()
                 self._channel.wake()
@@ -354,7 +352,7 @@ class Sender:
         plan = checklist.plan.fingerprint
         commit = Commit(checklist.tokens, plan, digests, first_token, extras)
         frame = CommitFrame(self.ticket, commit)
-        answer, nbytes = await self._channel.commit(frame, self.deadline - self._clock())
+        answer, nbytes = await self._channel.commit(frame, self.deadline - time.monotonic())
         self.wire_bytes += nbytes
         return answer
 
@@ -377,7 +375,7 @@ class Sender:
             self._drained.clear()
 
     def _stats(self, ack: Ack) -> HandoffStats:
-        now, credit = self._clock(), Credit(self.ticket.nonce, self.ticket.gen)
+        now, credit = time.monotonic(), Credit(self.ticket.nonce, self.ticket.gen)
         unheard = self.outbox.frames_in_flight * credit.to_message().ByteSize()  # on their way
         return HandoffStats(
             codec="",
@@ -408,7 +406,7 @@ class Sender:
         """The next frame, if there is credit for it; it leaves now."""
         parcel = self.outbox.next_parcel(self.ticket)
         if parcel is not None:
-            now = self._clock()
+            now = time.monotonic()
             self._first_sent = min(self._first_sent, now)
             self._longest_wait = max(self._longest_wait, now - parcel.queued_since)
             self.payload_bytes += parcel.payload_bytes
@@ -425,7 +423,7 @@ class Sender:
             if credit.error is not None:
                 raise credit.error
             self.outbox.answered()
-            self._advanced_at = self._clock()
+            self._advanced_at = time.monotonic()
         except DisaggError as error:
             self.end(_Dropped(error))
 

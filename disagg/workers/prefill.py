@@ -17,7 +17,7 @@ from typing import Any
 from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
-from disagg.errors import DeadlineError, RequestError
+from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.workers.offering import Exit, Offering
 
@@ -36,11 +36,6 @@ def request_of(job: Job, side: str) -> Request:
     except TypeError as error:
         raise RequestError(f"{job.name}: {error}") from None
     return Request(f"{job.rid}#{job.attempt}/{side}", job.prompt, params, job.codec)
-
-
-def check_job(job: Job) -> None:
-    """RequestError for a job that no engine can ever serve."""
-    request_of(job, "d")
 
 
 @dataclass(eq=False)
@@ -92,12 +87,9 @@ class PrefillSide:
         """One hand-off from begin to end; its error goes to the router."""
         job = submit.job
         try:
-            async with asyncio.timeout(job.deadline_s):
-                await self._hand_over(submit)
+            await self._hand_over(submit)
         except Exception as failure:
             error = named(failure)
-            if isinstance(failure, TimeoutError):
-                error = DeadlineError(f"{job.name} was not handed over in {job.deadline_s:.0f} s")
             self.failures[error.reason] += 1
             self.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
 

@@ -57,7 +57,7 @@ from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
 from disagg.workers.offering import Exit
-from disagg.workers.prefill import PrefillSide, check_job
+from disagg.workers.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
@@ -157,6 +157,7 @@ class Worker:
         job = self._accept(job, epoch, router)
         if not self.role.decodes:
             raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
+        request_of(job, "d")  # RequestError for what no engine can serve
         return self.receiver.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
@@ -316,7 +317,6 @@ class Worker:
             lease_s=transfer.lease_s,
             max_sequences=self.config.engine.max_sequences,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
-            check=check_job,
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
