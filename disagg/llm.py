@@ -8,7 +8,6 @@ the service; only sockets, processes and Ray are missing.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,8 @@ from disagg.errors import CapacityError
 from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.receiver import Intake
-from disagg.transfer.reservations import Admission, Reservations, Terms
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Admission, Terms
 from disagg.workers.loopback import Loopback
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
@@ -82,10 +81,8 @@ class LLM:
             max_sequences=config.max_sequences,
             may_reserve=self._decode.may_reserve,
         )
-        pool, nonces = self._decode.pool, count(1).__next__
         drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
-        self._rules = Reservations(terms, pool, nonces, self._take, drop)
-        self._intake = Intake(self._rules, pool.arena)
+        self._receiver = Receiver(terms, self._decode.pool, self._take, drop)
 
     def generate(
         self,
@@ -122,7 +119,7 @@ class LLM:
         while waiting:
             x = waiting[0]
             try:
-                x.link = Loopback(x.request, self._intake, self._prefill)
+                x.link = Loopback(x.request, self._receiver, self._prefill)
             except CapacityError:
                 return
             self._prefill.submit(Prefill(waiting.popleft().request, x.link))
@@ -138,7 +135,7 @@ class LLM:
         for token in following.tokens:
             work[token.rid].take(token)
             if token.finish_reason:
-                self._rules.finished(token.rid, 0, time.monotonic())
+                self._receiver.finished(token.rid, 0)
 
     def _take(self, admission: Admission) -> None:
         """A complete prompt, for the decode engine."""
@@ -149,7 +146,7 @@ class LLM:
     def _abandon(self, work: Sequence["_Work"]) -> None:
         """Leave nothing behind of a call that failed."""
         for x in work:
-            self._rules.abort(x.request.rid, 0, "the call failed", time.monotonic())
+            self._receiver.abort(x.request.rid, 0, "the call failed")
             self._prefill.submit(Abort(x.request.rid))
         self._prefill.step()
         self._decode.step()

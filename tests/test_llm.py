@@ -44,7 +44,7 @@ def assert_empty(llm: LLM) -> None:
         engine.pool.check_integrity()
         assert engine.idle
         assert not engine.pool.referenced_pages
-    assert not any(llm._intake.reservations.gauges().values())
+    assert not any(llm._receiver.gauges().values())
 
 
 def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(path):

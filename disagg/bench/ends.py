@@ -74,13 +74,11 @@ class ReceivingEnd(End):
         receiver = Receiver(
             self._terms,
             self._pool,
-            self._pool.arena,
             lambda admission: self._admit(receiver, admission),
             lambda rid, attempt, reason: None,
         )
-        direct = DirectServer(receiver.open_channel, security)
-        port = direct.listen(host)
-        receiver.direct = lambda: (port, direct.make_key())
+        direct = DirectServer(receiver, security)
+        direct.listen(host)
 
         async def reserve(data: bytes) -> bytes:
             message = parse(pb.ReserveRequest, data)

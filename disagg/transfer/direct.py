@@ -16,12 +16,12 @@ import ssl
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
-from disagg.transfer.receiver import Intake
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, client_context, server_context
 from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
@@ -201,20 +201,17 @@ async def dial(
 
 
 class DirectServer:
-    """Takes the frames of direct connections. Lives on the io loop.
+    """Takes the frames of direct connections to a receiver. Lives on the io loop."""
 
-    intake: makes what stores the frames of a new connection
-    """
-
-    def __init__(self, intake: Callable[[], Intake], security: Security | None = None):
-        self._intake = intake
+    def __init__(self, receiver: Receiver, security: Security | None = None):
+        self._receiver = receiver
         self._context = server_context(security or Security())
         self._keys: dict[bytes, float] = {}  # until when each opens a connection; oldest first
         self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._socket: socket.socket | None = None
 
     def listen(self, host: str, ports: Sequence[int] | None = None) -> int:
-        """Bind to a free port of `host`, within a range if one is given: which one."""
+        """Bind to a free port of `host`, within a range if one is given; Attach tells which."""
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -223,7 +220,9 @@ class DirectServer:
             self._socket.setblocking(False)
             return int(self._socket.getsockname()[1])
 
-        return bind_within(ports, bind)
+        port = bind_within(ports, bind)
+        self._receiver.direct = lambda: (port, self.make_key())
+        return port
 
     def make_key(self) -> bytes:
         """A key that opens one connection, soon."""
@@ -281,11 +280,13 @@ class DirectServer:
     async def _frames(self, sock: AsyncSocket) -> None:
         """Frames in, answers out, one at a time: the next one waits in the kernel."""
         memory = memoryview(bytearray(MAX_FRAME_BYTES))
-        with closing(self._intake()) as intake:
+        try:
             while True:
                 await sock.read_into(memory[:PRELUDE_BYTES])
                 if (size := frame_bytes(memory)) > MAX_FRAME_BYTES:
                     raise CorruptFrameError(f"a frame of {size} bytes; {MAX_FRAME_BYTES} go")
                 await sock.read_into(memory[PRELUDE_BYTES:size])
-                answer = intake.take(memory[:size]).to_message().SerializeToString()
+                answer = self._receiver.take(memory[:size], sock).to_message().SerializeToString()
                 await sock.write([_LENGTH.pack(len(answer)), answer])
+        finally:
+            self._receiver.channel_ended(sock)

@@ -1,7 +1,7 @@
 """KvTransferService of a decode worker: the rules of `reservations.py` around channels and a clock.
 
     Attach, Renew, Commit ──► Receiver ──► Reservations ──► on_admit, on_drop: the engine
-    Push, or a direct one ──► Intake  ──►      │
+    Push, or a direct one ──► take    ──►      │
                                                └──► arena: verified, then in place
 
 Frames are verified and copied inline, at most 2 MiB at a time, so that nothing comes between a
@@ -16,13 +16,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError
-from disagg.pool import Arena, Pool
+from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
@@ -46,65 +46,19 @@ SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Intake:
-    """The receiving end of one channel: frames of any number of hand-offs in, credit out.
-
-    A frame that is refused is dropped, and answered with the error; the channel goes on.
-
-    on_news:  called when nothing more is expected of a hand-off, or the channel is over
-    failures: refusals by reason
-    """
-
-    reservations: Reservations
-    arena: Arena
-    clock: Callable[[], float] = time.monotonic
-    on_news: Callable[[], None] = lambda: None
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def take(self, data: Buffer) -> Credit:
-        """What became of the frame of these bytes.
-
-        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
-        """
-        frame, error = unpack(data), None
-        if not isinstance(frame, PageFrame):
-            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
-        try:
-            self.reservations.store(frame, self.clock(), self._put, self)
-        except DisaggError as failure:
-            error = failure
-            self.failures[error.reason] += 1
-        if not self.reservations.expects(frame.ticket):
-            self.on_news()
-        return Credit(frame.ticket.nonce, frame.ticket.gen, error)
-
-    def close(self) -> None:
-        """The channel is over, however it ended: nothing is complete without a commit."""
-        self.reservations.channel_ended(self)
-        self.on_news()
-
-    def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
-        began = self.clock()
-        frame.verify()
-        self.arena.write(pieces)
-        return 1000 * (self.clock() - began)
-
-
 class Receiver:
     """Takes prompts in and hands them to the engine.
 
     on_admit, on_drop: as in `Reservations`
     on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
     direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
-               nowhere. Its frames go through `open_channel`.
+               nowhere
     """
 
     def __init__(
         self,
         terms: Terms,
         pool: Pool,
-        arena: Arena,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
         on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
@@ -114,7 +68,7 @@ class Receiver:
         self.reservations = Reservations(terms, pool, nonces, on_admit, on_drop)
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
         self.failures: Counter[str] = Counter()  # refusals by reason
-        self._arena = arena
+        self._arena = pool.arena
         self._on_damage = on_damage
         self._clock = clock
         self._news = asyncio.Event()  # set once, when something happened; then there is another
@@ -161,9 +115,28 @@ class Receiver:
         """What is held; all zero when nothing goes on."""
         return self.reservations.gauges()
 
-    def open_channel(self) -> Intake:
-        """The receiving end of a new channel; close it when that ends."""
-        return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
+    def take(self, data: Buffer, channel: object) -> Credit:
+        """What became of the frame of these bytes. One that is refused is dropped, and answered
+        with the error; the channel goes on.
+
+        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
+        """
+        frame, error = unpack(data), None
+        if not isinstance(frame, PageFrame):
+            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
+        try:
+            self.reservations.store(frame, self._clock(), self._put, channel)
+        except DisaggError as failure:
+            error = failure
+            self.failures[error.reason] += 1
+        if not self.reservations.expects(frame.ticket):
+            self._wake()
+        return Credit(frame.ticket.nonce, frame.ticket.gen, error)
+
+    def channel_ended(self, channel: object) -> None:
+        """However it ended: nothing is complete without a commit."""
+        self.reservations.channel_ended(channel)
+        self._wake()
 
     async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
@@ -196,12 +169,13 @@ class Receiver:
 
     async def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one channel."""
-        intake = self.open_channel()
+        channel = object()
         try:
             async for message in messages:
-                yield intake.take(message_frame(message)).to_message().SerializeToString()
+                credit = self.take(message_frame(message), channel)
+                yield credit.to_message().SerializeToString()
         finally:
-            intake.close()
+            self.channel_ended(channel)
 
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
@@ -230,6 +204,12 @@ class Receiver:
         return answer_to(answer).SerializeToString()
 
     # -- what happens by itself
+
+    def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+        began = self._clock()
+        frame.verify()
+        self._arena.write(pieces)
+        return 1000 * (self._clock() - began)
 
     @contextmanager
     def _event(self) -> Iterator[float]:

@@ -15,7 +15,7 @@ from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Job, answer_to
-from disagg.transfer.receiver import Intake
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.sender import Outbox
 from disagg.wire import (
@@ -36,14 +36,14 @@ class Loopback:
     Making one reserves room; CapacityError if there is none now. `stats`: once it is over.
     """
 
-    def __init__(self, request: Request, intake: Intake, sender: Engine):
+    def __init__(self, request: Request, receiver: Receiver, sender: Engine):
         self.stats: HandoffStats | None = None
         self._request = request
-        self._intake = intake
-        self._rules = intake.reservations
+        self._receiver = receiver
+        self._rules = receiver.reservations
         self._sender = sender
         job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
-        grant = self._rules.reserve(job, self._rules.epoch, time.monotonic())
+        grant = receiver.reserve(job, self._rules.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
         self._wire_bytes = self._payload_bytes = 0
         self._first_frame = self._last_offer = 0.0
@@ -74,7 +74,7 @@ class Loopback:
         stats = handoff_stats(plan, tokens, prefilled.cached_tokens, prefilled.encode_ms)
         ack = Ack()
         if prefilled.finish_reason:
-            self._rules.abort(self._request.rid, 0, "nothing to decode", time.monotonic())
+            self._receiver.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
             ack = self._commit(
@@ -97,7 +97,7 @@ class Loopback:
         while parcel := self._outbox.next_parcel(self._ticket):
             self._first_frame = self._first_frame or time.monotonic()
             message = frame_message(parcel.parts)
-            credit = self._intake.take(message_frame(message))
+            credit = self._receiver.take(message_frame(message), self)
             if credit.error is not None:
                 raise credit.error
             self._wire_bytes += len(message) + credit.to_message().ByteSize()

@@ -320,15 +320,14 @@ class Worker:
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
+        self.receiver = Receiver(terms, pool, decode.admit, decode.drop, decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
         """What takes direct connections, if they are wanted."""
         if self.config.transfer.channel != "direct":
             return []
-        direct = DirectServer(self.receiver.open_channel, self._security)
-        port = direct.listen(self._host, self.config.cluster.ports)
-        self.receiver.direct = lambda: (port, direct.make_key())
+        direct = DirectServer(self.receiver, self._security)
+        direct.listen(self._host, self.config.cluster.ports)
         return [direct.run()]
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:

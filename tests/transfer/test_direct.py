@@ -45,7 +45,7 @@ class Shelf:
         self.peer = peer
         self.closed = False
 
-    def take(self, data: Buffer) -> Credit:
+    def take(self, data: Buffer, channel: object) -> Credit:
         frame = unpack(bytes(data))
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError("no pages")
@@ -55,8 +55,22 @@ class Shelf:
         here.update(zip(frame.items(), frame.digests, strict=True))
         return Credit(frame.ticket.nonce, frame.ticket.gen)
 
-    def close(self) -> None:
+    def channel_ended(self, channel: object) -> None:
         self.closed = True
+
+
+class Door(DirectServer):
+    """A shelf for each connection that says a valid hello."""
+
+    def __init__(self, peer: Peer, security: Security | None = None):
+        super().__init__(Shelf(peer), security)
+        self.peer = peer
+        self.shelves: list[Shelf] = []
+
+    async def _frames(self, sock: direct.AsyncSocket) -> None:
+        self._receiver = Shelf(self.peer)
+        self.shelves.append(self._receiver)
+        await super()._frames(sock)
 
 
 @asynccontextmanager
@@ -64,14 +78,8 @@ async def open_direct(
     security: Security | None = None,
 ) -> AsyncIterator[tuple[Peer, Channel, DirectServer, list[Shelf]]]:
     """A scripted peer with a direct door."""
-    shelves: list[Shelf] = []
-
-    def make_shelf() -> Shelf:
-        shelves.append(Shelf(peer))
-        return shelves[-1]
-
     async with open_peer(replace(QUICK, direct=True), security) as (peer, channel):
-        server = DirectServer(make_shelf, security)
+        server = Door(peer, security)
         port = server.listen(HOST)
         peer.on_attach = lambda attach: Attached(
             have=peer.have.get(attach.ticket.nonce, {}),
@@ -83,12 +91,12 @@ async def open_direct(
         peer.streams = 1  # so that a commit waits for frames
         serving = asyncio.create_task(server.run())
         try:
-            yield peer, channel, server, shelves
+            yield peer, channel, server, server.shelves
         finally:
             await channel.close()
             serving.cancel()
             await asyncio.wait([serving])
-            assert all(shelf.closed for shelf in shelves)
+            assert all(shelf.closed for shelf in server.shelves)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
@@ -144,21 +152,15 @@ async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
 
 @asynccontextmanager
 async def open_door() -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
-    shelves: list[Shelf] = []
-
-    def make_shelf() -> Shelf:
-        shelves.append(Shelf(Peer()))
-        return shelves[-1]
-
-    server = DirectServer(make_shelf)
+    server = Door(Peer())
     port = server.listen(HOST)
     serving = asyncio.create_task(server.run())
     try:
-        yield server, port, shelves
+        yield server, port, server.shelves
     finally:
         serving.cancel()
         await asyncio.wait([serving])
-        assert all(shelf.closed for shelf in shelves)
+        assert all(shelf.closed for shelf in server.shelves)
 
 
 async def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):

@@ -28,7 +28,7 @@ from disagg.transfer.messages import (
     answer_from,
     fill,
 )
-from disagg.transfer.receiver import Intake, Receiver
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
@@ -85,17 +85,10 @@ class CountingReceiver(Receiver):
         async for answer in super().push(noted()):
             yield answer
 
-    def open_channel(self) -> Intake:
-        intake = super().open_channel()
-        take = intake.take
-
-        def counted(data: Buffer) -> Credit:
-            credit = take(data)
-            self.count(bytes(data), credit.to_message().SerializeToString())
-            return credit
-
-        intake.take = counted
-        return intake
+    def take(self, data: Buffer, channel: object) -> Credit:
+        credit = super().take(data, channel)
+        self.count(bytes(data), credit.to_message().SerializeToString())
+        return credit
 
     def count(self, data: bytes, answer: bytes) -> bytes:
         self.nbytes += len(data) + len(answer)
@@ -116,7 +109,6 @@ class Booth:
         self.receiver = CountingReceiver(
             make_terms(**terms),
             self.pool,
-            self.pool.arena,
             self.admit,
             lambda *drop: self.dropped.append(drop),
             lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
@@ -349,12 +341,12 @@ def waiting_commit(booth: Booth, ticket: Ticket, prompt: Prompt) -> asyncio.Task
 async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
     booth = Booth()
     booth.admit_s = 7.0
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    ticket = await booth.begin(prompt)
     answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
     for data in pages(prompt, ticket):
         await turn()
         assert not any(answer.done() for answer in answers)
-        intake.take(message_frame(data))
+        booth.receiver.take(message_frame(data), "channel")
     first, second = await asyncio.gather(*answers)
     assert isinstance(first, Ack)
     assert first == second == await booth.commit(ticket, prompt)
@@ -363,29 +355,29 @@ async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
 
 
 ENDINGS = {
-    "the channel ends": (lambda booth, intake, frame: intake.close(), Nack),
+    "the channel ends": (lambda booth, frame: booth.receiver.channel_ended("channel"), Nack),
     "a frame was corrupt": (
-        lambda booth, intake, frame: intake.take(bytes_of(corrupt(frame))),
+        lambda booth, frame: booth.receiver.take(bytes_of(corrupt(frame)), "channel"),
         Nack,
     ),
     "the router aborts": (
-        lambda booth, intake, frame: booth.receiver.abort("r", 0, "client gone"),
+        lambda booth, frame: booth.receiver.abort("r", 0, "client gone"),
         ReservationError,
     ),
-    "a fence": (lambda booth, intake, frame: booth.receiver.fence(EPOCH + 1), ReservationError),
+    "a fence": (lambda booth, frame: booth.receiver.fence(EPOCH + 1), ReservationError),
 }
 
 
 @pytest.mark.parametrize(("end", "answer"), ENDINGS.values(), ids=ENDINGS)
 async def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
     booth = Booth(lease_s=600.0)
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    ticket = await booth.begin(prompt)
     *sent, last = prompt.frames(ticket)
     for frame in sent:
-        intake.take(bytes_of(frame))
+        booth.receiver.take(bytes_of(frame), "channel")
     waiting = waiting_commit(booth, ticket, prompt)
     await turn()
-    end(booth, intake, last)
+    end(booth, last)
     if answer is Nack:
         assert await waiting == Nack(tuple(last.items()))
     else:
