@@ -14,8 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -71,7 +70,6 @@ class Receiver:
         self._arena = pool.arena
         self._on_damage = on_damage
         self._clock = clock
-        self._news = asyncio.Event()  # set once, when something happened; then there is another
 
     # -- for the worker
 
@@ -93,23 +91,19 @@ class Receiver:
 
     def reserve(self, job: Job, epoch: int) -> Grant:
         """Room for a prompt, at once or not at all."""
-        with self._event() as now:
-            return self.reservations.reserve(job, epoch, now)
+        return self.reservations.reserve(job, epoch, self._clock())
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Give up an attempt and all before it, known or not."""
-        with self._event() as now:
-            self.reservations.abort(rid, attempt, reason, now)
+        self.reservations.abort(rid, attempt, reason, self._clock())
 
     def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a prompt and has freed it."""
-        with self._event() as now:
-            self.reservations.finished(rid, attempt, now)
+        self.reservations.finished(rid, attempt, self._clock())
 
     def fence(self, epoch: int) -> None:
         """The next epoch; ReservationError if it is not."""
-        with self._event() as now:
-            self.reservations.fence(epoch, now)
+        self.reservations.fence(epoch, self._clock())
 
     def gauges(self) -> dict[str, int]:
         """What is held; all zero when nothing goes on."""
@@ -129,14 +123,11 @@ class Receiver:
         except DisaggError as failure:
             error = failure
             self.failures[error.reason] += 1
-        if not self.reservations.expects(frame.ticket):
-            self._wake()
         return Credit(frame.ticket.nonce, frame.ticket.gen, error)
 
     def channel_ended(self, channel: object) -> None:
         """However it ended: nothing is complete without a commit."""
         self.reservations.channel_ended(channel)
-        self._wake()
 
     async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
@@ -148,8 +139,7 @@ class Receiver:
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
-            with self._event() as now:
-                struck = self.reservations.end_scrub(scrub, damaged, now)
+            struck = self.reservations.end_scrub(scrub, damaged, self._clock())
         for error, requests in struck.items():
             log.error("%s; %d requests had it", error, len(requests))
             for rid, attempt in requests:
@@ -160,8 +150,7 @@ class Receiver:
     async def attach(self, data: bytes) -> bytes:
         """An AttachResponse."""
         attach = Attach.from_message(parse(kv.AttachRequest, data))
-        with self._event() as now:
-            attached = self.reservations.attach(attach, now)
+        attached = self.reservations.attach(attach, self._clock())
         if attach.direct and not attached.admitted:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
@@ -180,24 +169,15 @@ class Receiver:
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
         tickets = read(parse(kv.RenewRequest, data))["tickets"]
-        with self._event() as now:
-            over = self.reservations.renew(tickets, now)
+        over = self.reservations.renew(tickets, self._clock())
         return kv.RenewResponse(over=over).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
-        """A CommitResponse, once the frames before it came or will not come.
-
-        Nothing that is missing is waited for longer than a lease.
-        """
+        """A CommitResponse. Where this completes a prompt, the engine has it then."""
         frame = unpack(message_frame(data))
         if not isinstance(frame, CommitFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.reservations.terms.lease_s):
-                while self.reservations.expects(frame.ticket):
-                    await self._news.wait()
-        with self._event() as began:
-            answer = self.reservations.commit(frame, began)
+        answer = self.reservations.commit(frame, began := self._clock())
         if isinstance(answer, Ack):
             admit_ms = 1000 * (self._clock() - began)
             answer = self.reservations.acknowledge(frame.ticket.nonce, admit_ms)
@@ -211,24 +191,10 @@ class Receiver:
         self._arena.write(pieces)
         return 1000 * (self._clock() - began)
 
-    @contextmanager
-    def _event(self) -> Iterator[float]:
-        """One event of the rules, at the time that this gives."""
-        try:
-            yield self._clock()
-        finally:
-            self._wake()
-
-    def _wake(self) -> None:
-        """Something happened: who waits for that looks again."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_S)
-            with self._event() as now:
-                self.reservations.expire(now)
+            self.reservations.expire(self._clock())
 
     async def _keep_verifying(self) -> None:
         while True:

@@ -283,11 +283,6 @@ class Arrivals:
         self._addresses = Addresses(checklist, states)
         self._here = {checklist.place(item): seen for item, seen in digests.items()}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all are here."""
-        return len(self._here) == self._checklist.num_items
-
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here: digests by place, and bytes with their offsets.
 
@@ -330,8 +325,6 @@ class Arrivals:
             if seen != (expected := commit.digests[place]):
                 item = self._checklist.items[place]
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
-        if self.complete:
-            return ()
         return tuple(x for place, x in enumerate(self._checklist.items) if place not in self._here)
 
 

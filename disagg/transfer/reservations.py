@@ -130,7 +130,6 @@ class Reservation:
         self.reason = ""
         self.gen = 0
         self.channel: object = None  # what its frames come on
-        self.lossy = False  # a frame of this attachment was dropped: nobody waits for it
         self.lease_until = self.ended_at = 0.0
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
@@ -244,7 +243,7 @@ class Reservations:
         if gen <= reservation.gen:
             raise ReservationError(f"stream {gen} attaches after stream {reservation.gen} did")
         reservation.gen, reservation.state = gen, State.ATTACHED
-        reservation.channel, reservation.lossy = None, False
+        reservation.channel = None
         self._renew(reservation, now)
         have, credit = contents.arrivals.have(), checklist.window_bytes
         return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
@@ -270,12 +269,8 @@ class Reservations:
             raise ReservationError(f"frames of {reservation.name} come on another channel")
         reservation.channel = channel
         self._renew(reservation, now)
-        try:
-            new, pieces = contents.arrivals.absent(frame)
-            reservation.verify_ms += put(frame, pieces)
-        except BaseException:
-            reservation.lossy = True
-            raise
+        new, pieces = contents.arrivals.absent(frame)
+        reservation.verify_ms += put(frame, pieces)
         contents.arrivals.add(new)
 
     def channel_ended(self, channel: object) -> None:
@@ -283,17 +278,6 @@ class Reservations:
         for reservation in self._live.values():
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
-
-    def expects(self, ticket: Ticket) -> bool:
-        """Whether items are absent and on their way, as far as can be known: the channel holds, no
-        frame was dropped. The answer to a commit waits while they are.
-        """
-        try:
-            reservation = self._find(ticket)
-            contents = reservation.attached(ticket, State.ATTACHED)
-        except ReservationError:
-            return False
-        return not contents.arrivals.complete and not reservation.lossy
 
     def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
         """Admit a hand-off whose items are all here with the digests of the commit.

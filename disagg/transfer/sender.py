@@ -112,8 +112,8 @@ class Outbox:
 
     @property
     def drained(self) -> bool:
-        """Every item of the checklist was offered, and none waits to be sent."""
-        return self._whole and not any(self._queues.values()) and self._ready is None
+        """Every item of the checklist was offered, sent and answered for."""
+        return self._whole and not (any(self._queues.values()) or self._ready or self._flight)
 
     @property
     def next_layer(self) -> int:
@@ -125,11 +125,6 @@ class Outbox:
     def bytes_in_flight(self) -> int:
         """Of frames that are not answered."""
         return sum(parcel.size for parcel in self._flight)
-
-    @property
-    def frames_in_flight(self) -> int:
-        """Frames that are not answered."""
-        return len(self._flight)
 
     @property
     def cached_bytes(self) -> int:
@@ -257,7 +252,7 @@ class Sender:
         self._terms = attach
         self._deadline_s = deadline_s
         self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
-        self._drained = asyncio.Event()  # everything has left: the commit may
+        self._drained = asyncio.Event()  # everything is there: the commit may go
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
         self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
         self._first_sent = self._last_offer = math.inf
@@ -375,14 +370,13 @@ class Sender:
             self._drained.clear()
 
     def _stats(self, ack: Ack) -> HandoffStats:
-        now, credit = time.monotonic(), Credit(self.ticket.nonce, self.ticket.gen)
-        unheard = self.outbox.frames_in_flight * credit.to_message().ByteSize()  # on their way
+        now = time.monotonic()
         return HandoffStats(
             codec="",
             tokens=self._terms.tokens,
             fp16_bytes=0,
             fp8_bytes=0,
-            wire_bytes=self.wire_bytes + unheard,
+            wire_bytes=self.wire_bytes,
             payload_bytes=self.payload_bytes,
             cached_bytes=self.outbox.cached_bytes,
             queue_ms=1000 * self._longest_wait,
@@ -423,6 +417,7 @@ class Sender:
             if credit.error is not None:
                 raise credit.error
             self.outbox.answered()
+            self._note_drained()
             self._advanced_at = time.monotonic()
         except DisaggError as error:
             self.end(_Dropped(error))

@@ -55,7 +55,6 @@ class Peer:
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
     on_commit: Callable[[CommitFrame], Ack | Nack | None] = lambda frame: None
-    stored: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
@@ -74,8 +73,6 @@ class Peer:
                 yield (await self.take(frame)).to_message().SerializeToString()
         finally:
             self.streams -= 1
-            async with self.stored:
-                self.stored.notify_all()
 
     async def take(self, frame: PageFrame) -> Credit:
         self.frames.append(frame)
@@ -86,8 +83,6 @@ class Peer:
             answer = Credit(ticket.nonce, ticket.gen)
             here = self.have.setdefault(ticket.nonce, {})
             here.update(zip(frame.items(), frame.digests, strict=True))
-            async with self.stored:
-                self.stored.notify_all()
         return answer
 
     async def renew(self, data: bytes) -> bytes:
@@ -101,15 +96,12 @@ class Peer:
         assert isinstance(frame, CommitFrame)
         self.commits.append(frame)
         answer = self.on_commit(frame)
-        return answer_to(answer or await self.judge(frame)).SerializeToString()
+        return answer_to(answer or self.judge(frame)).SerializeToString()
 
-    async def judge(self, frame: CommitFrame) -> Ack | Nack:
-        """Waits for frames as long as there is a stream."""
+    def judge(self, frame: CommitFrame) -> Ack | Nack:
         commit, have = frame.commit, self.have[frame.ticket.nonce]
         items = Checklist(self.plan, commit.tokens).items
         promised = dict(zip(items, commit.digests, strict=True))
-        async with self.stored:
-            await self.stored.wait_for(lambda: not self.streams or have == promised)
         missing = tuple(item for item in items if have.get(item) != promised[item])
         return Nack(missing) if missing else Ack(verify_ms=1.0, admit_ms=2.0)
 

@@ -153,12 +153,11 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     desk.give(first, "one")
     desk.free()
     assert desk.pool.cached_pages == 127
-    ticket = desk.begin(second, rid="two")
+    desk.begin(second, rid="two")
     assert desk.known_tokens("two") == 127 * 64
     with pytest.raises(CapacityError):
         desk.reserve(large, rid="large")
     desk.ledger.abort("two", 0, "client gone", 0.0)
-    assert not desk.ledger.expects(ticket)
     desk.give(large, "large")
     desk.free()
     desk.assert_nothing_held()

@@ -280,7 +280,7 @@ async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(p
 
 
 async def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
-    booth = Booth(lease_s=0.05)  # as long as a commit waits for a channel that nothing came on
+    booth = Booth()
     size = sum(map(len, pages(prompt, Ticket(0, 0, 1))))
     for place in range(0, size, 997):
         ticket = await booth.begin(prompt, f"r{place}")
@@ -334,77 +334,20 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
 # -- the commit
 
 
-def waiting_commit(booth: Booth, ticket: Ticket, prompt: Prompt) -> asyncio.Task[Ack | Nack]:
-    return asyncio.create_task(booth.commit(ticket, prompt))
-
-
-async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
+async def test_a_commit_is_answered_at_once_with_what_is_missing_or_that_the_engine_has_it(prompt):
     booth = Booth()
     booth.admit_s = 7.0
-    ticket = await booth.begin(prompt)
-    answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
-    for data in pages(prompt, ticket):
-        await turn()
-        assert not any(answer.done() for answer in answers)
-        booth.receiver.take(message_frame(data), "channel")
-    first, second = await asyncio.gather(*answers)
-    assert isinstance(first, Ack)
-    assert first == second == await booth.commit(ticket, prompt)
-    assert first.admit_ms == 7000.0
-    assert len(booth.admitted) == 1
-
-
-ENDINGS = {
-    "the channel ends": (lambda booth, frame: booth.receiver.channel_ended("channel"), Nack),
-    "a frame was corrupt": (
-        lambda booth, frame: booth.receiver.take(bytes_of(corrupt(frame)), "channel"),
-        Nack,
-    ),
-    "the router aborts": (
-        lambda booth, frame: booth.receiver.abort("r", 0, "client gone"),
-        ReservationError,
-    ),
-    "a fence": (lambda booth, frame: booth.receiver.fence(EPOCH + 1), ReservationError),
-}
-
-
-@pytest.mark.parametrize(("end", "answer"), ENDINGS.values(), ids=ENDINGS)
-async def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
-    booth = Booth(lease_s=600.0)
     ticket = await booth.begin(prompt)
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         booth.receiver.take(bytes_of(frame), "channel")
-    waiting = waiting_commit(booth, ticket, prompt)
-    await turn()
-    end(booth, last)
-    if answer is Nack:
-        assert await waiting == Nack(tuple(last.items()))
-    else:
-        with pytest.raises(answer):
-            await waiting
-
-
-async def test_a_waiting_commit_ends_with_the_lease_and_with_a_younger_attachment(prompt):
-    booth = Booth(lease_s=0.05)
-    ticket = await booth.begin(prompt)
-    answer = await booth.commit(ticket, prompt)
-    assert isinstance(answer, Nack)
-    assert set(answer.missing) == set(prompt.checklist.items)
-    booth = Booth()
-    ticket = await booth.begin(prompt)
-    waiting = waiting_commit(booth, ticket, prompt)
-    await turn()
-    await booth.attach(prompt, replace(ticket, gen=2))
-    with pytest.raises(ReservationError, match="stream 1"):
-        await waiting
-    waiting = waiting_commit(booth, replace(ticket, gen=2), prompt)
-    await turn()
-    timers = asyncio.create_task(booth.receiver.run())
-    booth.clock.now += 11.0
-    with pytest.raises(ReservationError, match="expired"):
-        await waiting
-    timers.cancel()
+    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
+    booth.receiver.take(bytes_of(last), "channel")
+    first = await booth.commit(ticket, prompt)
+    assert isinstance(first, Ack)
+    assert first == await booth.commit(ticket, prompt)
+    assert first.admit_ms == 7000.0
+    assert len(booth.admitted) == 1
 
 
 @pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
