@@ -39,9 +39,8 @@ from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
-EXPIRE_S = 0.25  # leases end so late where nothing else happens
-SCRUB_S = 1.0
-SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
+TURN_S = 0.25  # between two looks at leases, and at kept pages:
+SCRUB_BYTES = 512 << 10  # so many at a time
 log = logging.getLogger(__name__)
 
 
@@ -85,9 +84,10 @@ class Receiver:
 
         Raises what breaks: without it no lease ends.
         """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_time())
-            tasks.create_task(self._keep_verifying())
+        while True:
+            await asyncio.sleep(TURN_S)
+            self.reservations.expire(self._clock())
+            await self.scrub()
 
     def reserve(self, job: Job, epoch: int) -> Grant:
         """Room for a prompt, at once or not at all."""
@@ -115,9 +115,10 @@ class Receiver:
 
         Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
         """
-        frame, error = unpack(data), None
+        frame = unpack(data)
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
+        error: DisaggError | None = None
         try:
             self.reservations.store(frame, self._clock(), self._put, channel)
         except DisaggError as failure:
@@ -183,20 +184,8 @@ class Receiver:
             answer = self.reservations.acknowledge(frame.ticket.nonce, admit_ms)
         return answer_to(answer).SerializeToString()
 
-    # -- what happens by itself
-
     def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
         began = self._clock()
         frame.verify()
         self._arena.write(pieces)
         return 1000 * (self._clock() - began)
-
-    async def _keep_time(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_S)
-            self.reservations.expire(self._clock())
-
-    async def _keep_verifying(self) -> None:
-        while True:
-            await asyncio.sleep(SCRUB_S)
-            await self.scrub()

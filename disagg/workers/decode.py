@@ -147,7 +147,8 @@ class DecodeSide:
         stopped: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._stopped[name] = stopped
         try:
-            async with Departure(self.way, submit, self._jobs[name].codec) as departure:
+            leaving = Departure(self.way, submit, self._jobs[name].codec)
+            async with leaving.sending() as departure:
                 self.way.engine.submit(Move(name, submit.job.tokens, departure))
                 emitted = await departure.unless_over(stopped)
                 stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})

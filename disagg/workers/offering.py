@@ -4,10 +4,10 @@ engine thread: begin, offer ─► thread of copies, from a device ─► io loo
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, TypeVar
 
 from disagg.engine.engine import Engine
@@ -35,7 +35,7 @@ class Exit:
 
 
 class Offering:
-    """One hand-off that leaves; after its `async with` nobody reads its records.
+    """One hand-off that leaves, by the names that the engine and the sender call it.
 
     overlap: pages leave while later layers compute
     """
@@ -56,18 +56,15 @@ class Offering:
 
     # -- on the io loop
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[Self]:
+        """From its attachment on; afterwards nobody reads its records."""
         self._sending = asyncio.create_task(self.sender.run())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._sending.cancel()
-        await asyncio.gather(self._sending, return_exceptions=True)
+        try:
+            yield self
+        finally:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
 
     async def unless_over(self, made: "asyncio.Future[Made]") -> Made:
         """What the engine makes of it; the error that came in between."""

@@ -98,7 +98,8 @@ class PrefillSide:
         computed: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         self._computed[request.rid] = computed
         try:
-            async with Offering(self.way, submit, job.codec, self.overlap) as offering:
+            leaving = Offering(self.way, submit, job.codec, self.overlap)
+            async with leaving.sending() as offering:
                 self.way.engine.submit(Prefill(request, offering))
                 await self._tell(job, offering, await offering.unless_over(computed))
         finally:

@@ -386,17 +386,14 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
 
 
 @pytest.mark.parametrize("broken", ["expire", "scrub"])
-async def test_what_breaks_a_timer_is_raised_to_the_worker(prompt, monkeypatch, broken):
+async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
     booth = Booth()
     if broken == "expire":
         monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
     else:
-        monkeypatch.setattr("disagg.transfer.receiver.SCRUB_S", 0.0)
         monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
-    running = asyncio.create_task(booth.receiver.run())
-    with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(running, 30)
-    assert raised.group_contains(ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(booth.receiver.run(), 30)
 
 
 class Device(HostArena):
