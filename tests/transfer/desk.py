@@ -5,7 +5,6 @@ from itertools import count
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
-from disagg.transfer.records import units_of
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
@@ -34,10 +33,7 @@ class Desk:
         """Leading tokens of a reserved prompt that all layer groups had the units of."""
         contents = self.ledger._live[rid].contents
         assert contents
-        holding = contents.holding
-        units = units_of(holding.checklist.plan, holding.checklist.tokens)
-        found = zip(units, holding.cached, strict=True)
-        return min(some[count - 1].end if count else 0 for some, count in found)
+        return contents.holding.cached_tokens
 
     def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
         """Attach; `attach` when it has to succeed."""
