@@ -6,16 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from disagg.bench import kernels
-from disagg.bench.compiled import NotCompiled
-from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
-from disagg.bench.layers import StepShape, make_layer
+from disagg.bench.inputs import StepShape, make_layer
+from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, check_spelling, measure_encode
+from disagg.bench.machine_code import NotCompiled
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
+from disagg.kernels.gpu.bits import MAGIC, PLAIN, float8, float8_weight
 
 CPU = torch.device("cpu")
+GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -67,12 +71,13 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     assert layer.nbytes == 3 * expected
 
 
-def test_a_row_of_the_cpu_says_what_it_was_compared_with():
+def test_a_row_of_the_cpu_says_what_it_was_compared_with(monkeypatch):
+    monkeypatch.setattr(kernels, "DTYPES", {"fp32": torch.float32})  # each takes a process
     shape = StepShape(1, 192, heads=2, per_head=3, head_dim=64)
     result = kernels.run(kernels.KernelOptions(runs=1, specs=["int8"], shapes=[shape]))
     (row,) = result["rows"]
     assert row["codec"] == "int8"
-    assert row["baseline"].startswith("sdpa")
+    assert row["baseline"] == "sdpa fp32"
     assert row["ratio"] == row["baseline_microseconds"] / row["microseconds"]
 
 
@@ -118,9 +123,10 @@ def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
 from disagg.bench import kernels, result
-from disagg.bench.layers import StepShape
+from disagg.bench.inputs import StepShape
 shape = StepShape(1, 64, heads=1, per_head=1, head_dim=64)
 result.PACKAGES += ("no-such-package",)
+kernels.DTYPES = dict([*kernels.DTYPES.items()][:1])
 found = kernels.run(kernels.KernelOptions(runs=1, specs=["kivi"], shapes=[shape]))
 assert found["versions"]["no-such-package"] == "none"
 """
@@ -137,3 +143,26 @@ def test_encoding_is_measured_in_copies_of_its_input():
     rows = measure_encode(["kivi:bits=2", "ott", "h2o"], CPU, runs=1, tokens=128)
     assert [row["codec"].split(":")[0] for row in rows] == ["kivi", "ott", "h2o"]
     assert all(row["copies"] > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
+@pytest.mark.parametrize(("spelling", "bits"), [(PLAIN, 2), (MAGIC, 4)])
+def test_a_spelling_that_runs_here_is_exact_and_attends_rightly(spelling, bits):
+    check = check_spelling(spelling, bits, GPU_OR_CPU)
+    assert check.exact_sums
+    assert check.error < 1e-3
+
+
+@triton.jit
+def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
+    o_256 = tl.arange(0, 256)
+    codes = float8(tl.load(codes_ptr + o_256), SPELLING)
+    tl.store(o_ptr + o_256, codes.to(tl.float32) * float8_weight(SPELLING))
+
+
+def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
+    codes = torch.arange(256).to(torch.uint8)
+    found = torch.empty(256, device=GPU_OR_CPU)
+    float8_kernel[(1,)](codes.view(torch.int8).to(GPU_OR_CPU), found, PLAIN, num_warps=1)
+    numbers = codes & 127 != 127  # the rest are NaN
+    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])
