@@ -36,7 +36,7 @@ def greedy(request: Request, emitted: Sequence[int] = (), logits: Tensor = LOGIT
 
 def draws(params: SamplingParams, count: int = 2000) -> list[float]:
     """How often each of the four tokens comes."""
-    tokens = [sample(LOGITS, [params], [index])[0] for index in range(count)]
+    tokens = sample(LOGITS.expand(count, -1), [params] * count, range(count))
     return [tokens.count(token) / count for token in range(4)]
 
 
@@ -97,14 +97,8 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_best():
 
 
 def test_equal_tokens_beyond_top_k_are_not_kept():
-    equal = torch.zeros(1, 50)
-    assert {
-        sample(equal, [SamplingParams(temperature=1.0, top_k=3)], [i])[0] for i in range(99)
-    } == {
-        0,
-        1,
-        2,
-    }
+    params = SamplingParams(temperature=1.0, top_k=3)
+    assert {*sample(torch.zeros(99, 50), [params] * 99, range(99))} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
