@@ -33,8 +33,6 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "transformers": ["disagg/model/"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
-    "hpack": ["disagg/transfer/"],
-    "hyperframe": ["disagg/transfer/"],
     "fastapi": ["disagg/server/"],
     "starlette": ["disagg/server/", "disagg/serve_app.py"],
     "uvicorn": ["disagg/server/"],
