@@ -64,12 +64,6 @@ def check_device(device: str, otherwise: str) -> None:
         raise ConfigError(f"there is no CUDA device here; {otherwise}")
 
 
-def fp16_bytes(shape: KVShape, tokens: int) -> int:
-    """Exact K and V of so many tokens, of those that windows still see."""
-    seen = sum(min(tokens, window or tokens) for window in shape.windows)
-    return 2 * 2 * seen * shape.heads * shape.head_dim
-
-
 def slabs_for(
     plan: Plan, tokens: int, slab_bytes: int = SLAB_BYTES, sequences: int = 1, spare: int = 0
 ) -> int:

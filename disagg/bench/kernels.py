@@ -34,18 +34,9 @@ from disagg.bench.inputs import (
 from disagg.bench.machine_code import compile_all, compile_others
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
-from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Prompt, Queries
-from disagg.codecs.kivi import Kivi
-from disagg.codecs.layer import write_prompt
-from disagg.codecs.seals import Growth
-from disagg.codecs.tables import build_tables, upload
+from disagg.codecs.doctor import examine
 from disagg.kernels.cpu import library
-from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
-from disagg.kernels.gpu.reduce import merge
-from disagg.kernels.reference import codes
-from disagg.state import allocate_group
 
 SPECS = (
     *("banded:bits=3", "banded:bits=2"),
@@ -74,7 +65,6 @@ NOTES = {
 
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call], int], list[float]]
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,8 @@ def run(options: KernelOptions) -> Row:
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":
-        more["checks"] = [asdict(check) for check in check_spellings(device)]
+        checks = (examine(spec, 2, 128, device) for spec in options.specs)
+        more["checks"] = [asdict(found) for some in checks for found in some]
         more["gpu"] = torch.cuda.get_device_name(device)
     else:
         torch.set_num_threads(1)  # as in a worker; and a second core is not always there
@@ -326,57 +317,3 @@ def _try_capture(call: Call) -> tuple[Call, bool]:
     finally:
         torch.cuda.set_stream(current)  # a capture that fails leaves its own (torch 2.13)
     return graph.replay, True
-
-
-@dataclass(frozen=True)
-class Check:
-    """One spelling on one page format.
-
-    exact_sums: whether the tensor cores take the subnormals, as bits.py asks it
-    error:      of attention against the torch reference, relative
-    chosen:     whether attention uses this spelling here
-    """
-
-    spelling: str
-    bits: int
-    exact_sums: bool
-    error: float
-    chosen: bool
-
-
-def check_spellings(device: torch.device) -> list[Check]:
-    """All spellings that can run on the device, at 2 and 4 bit."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    spellings = (PLAIN, PTX, MAGIC) if nvidia else (PLAIN, MAGIC)
-    return [check_spelling(spelling, bits, device) for spelling in spellings for bits in (2, 4)]
-
-
-def check_spelling(spelling: str, bits: int, device: torch.device) -> Check:
-    """Attention of four heads over five pages, spelt so, against the reference."""
-    tokens, heads, head_dim = 320, 2, 128
-    codec = Kivi(bits=bits, residual=0)
-    group = codec.layer_group((0,), heads, head_dim, "float16")
-    source = torch.Generator().manual_seed(bits)
-    k, v = (torch.randn(heads, tokens, head_dim, generator=source) for _ in range(2))
-    q = torch.randn(1, 1, 4 * heads, head_dim, generator=source)
-    answers: list[Tensor] = []
-    for where in (CPU, device):
-        arena = GrowingArena(where)
-        state = allocate_group(group, tokens, arena)
-        write_prompt(codec, group, state, 0, arena.bytes, k.to(where), v.to(where), 0, tokens)
-        now = Growth(state, tokens - 1, 1, 0)
-        table, *_ = build_tables(replace(group, window=tokens - 5), [now], 1, CPU)
-        (view,) = codec.views(arena.bytes, upload((table,), where)[0], group, 0)
-        if answers:
-            found = gpu.attend(q.to(device), [view], 0.1, spelling=spelling)
-            answers.append(merge(found)[0])
-        else:
-            answers.append(codes.attend(q, view, 0.1)[0])
-    expected, o = answers
-    return Check(
-        spelling=spelling,
-        bits=bits,
-        exact_sums=takes_subnormals(device, spelling),
-        error=float((o.cpu() - expected).norm() / expected.norm()),
-        chosen=spelling_for(device) == spelling,
-    )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from disagg.bench import child
 from disagg.bench.child import Child
-from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, make_prompt, shape_of, slabs_for
+from disagg.bench.inputs import SLAB_BYTES, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
@@ -396,7 +396,7 @@ def _rows(
             "gbps": gbps,
             "pages": pages,
             "rounds": len(sent),
-            "fp16_bytes": fp16_bytes(options.shape, tokens),
+            "fp16_bytes": 2 * parse_plan(RAW, options.shape).numbers(tokens),
             "payload_bytes": stats.payload_bytes,
             "wire_bytes": stats.wire_bytes,
             "seconds": seconds,

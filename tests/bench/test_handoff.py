@@ -32,7 +32,7 @@ def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Times]:
 
 
 def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside(here):
-    options = LatencyOptions(tokens=37, rounds=3, answer=40, arriving=130, seconds=1.0)
+    options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=1.0)
     result = measure_latency(options)
     (row,) = result["rows"]
     assert (row["tokens"], row["rounds"]) == (37, 3)

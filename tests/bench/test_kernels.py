@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from disagg.bench import kernels
 from disagg.bench.inputs import StepShape, make_layer
-from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, check_spelling, measure_encode
+from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
 from disagg.bench.machine_code import NotCompiled
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
-from disagg.kernels.gpu.bits import MAGIC, PLAIN, float8, float8_weight
 
 CPU = torch.device("cpu")
-GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -143,26 +139,3 @@ def test_encoding_is_measured_in_copies_of_its_input():
     rows = measure_encode(["kivi:bits=2", "ott", "h2o"], CPU, runs=1, tokens=128)
     assert [row["codec"].split(":")[0] for row in rows] == ["kivi", "ott", "h2o"]
     assert all(row["copies"] > 0 for row in rows)
-
-
-@pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
-@pytest.mark.parametrize(("spelling", "bits"), [(PLAIN, 2), (MAGIC, 4)])
-def test_a_spelling_that_runs_here_is_exact_and_attends_rightly(spelling, bits):
-    check = check_spelling(spelling, bits, GPU_OR_CPU)
-    assert check.exact_sums
-    assert check.error < 1e-3
-
-
-@triton.jit
-def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
-    o_256 = tl.arange(0, 256)
-    codes = float8(tl.load(codes_ptr + o_256), SPELLING)
-    tl.store(o_ptr + o_256, codes.to(tl.float32) * float8_weight(SPELLING))
-
-
-def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
-    codes = torch.arange(256).to(torch.uint8)
-    found = torch.empty(256, device=GPU_OR_CPU)
-    float8_kernel[(1,)](codes.view(torch.int8).to(GPU_OR_CPU), found, PLAIN, num_warps=1)
-    numbers = codes & 127 != 127  # the rest are NaN
-    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])

@@ -4,10 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
+from disagg.kernels.gpu.bits import (
+    MAGIC,
+    PLAIN,
+    PTX,
+    float8,
+    float8_weight,
+    spelling_for,
+    takes_subnormals,
+)
 from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
@@ -190,3 +200,18 @@ def test_the_start_up_test_tells_right_from_wrong_spellings():
     assert takes_subnormals(device, PLAIN)
     assert takes_subnormals(device, MAGIC)
     assert spelling_for(device) in (PLAIN, PTX)
+
+
+@triton.jit
+def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
+    o_256 = tl.arange(0, 256)
+    codes = float8(tl.load(codes_ptr + o_256), SPELLING)
+    tl.store(o_ptr + o_256, codes.to(tl.float32) * float8_weight(SPELLING))
+
+
+def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
+    codes = torch.arange(256).to(torch.uint8)
+    found = torch.empty(256, device=DEVICE)
+    float8_kernel[(1,)](codes.view(torch.int8).to(DEVICE), found, PLAIN, num_warps=1)
+    numbers = codes & 127 != 127  # the rest are NaN
+    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])

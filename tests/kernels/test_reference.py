@@ -74,12 +74,6 @@ def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
     check(make_case(fmt, [130], 2, width, m=3))
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 500, 1300])
-def test_lengths_need_not_fill_a_page(n):
-    fmt = quant_format(2, 64, 32, 32)
-    check(make_case(fmt, [n], 1, 4))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_raw_pages_are_attended_exactly(dtype, head_dim):
