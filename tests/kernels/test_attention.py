@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu import attend as gpu
@@ -21,6 +22,7 @@ from disagg.kernels.gpu.bits import (
 from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
+from tests.kernels.assembly import assemble
 from tests.kernels.cases import (
     DEVICE,
     FORMATS,
@@ -193,6 +195,23 @@ def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_magic_number_form_equals_exact_attention(bits):
     check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4), spelling=MAGIC)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes it itself")
+@pytest.mark.parametrize(
+    "fmt",
+    [quant_format(2, 64, 64, 64), quant_format(4, 64, 64, 64), make_format(**FORMATS["gear"])],
+    ids=["2", "4", "sparse"],
+)
+def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
+    q, view = make_case(fmt, [130], 1, 4).on(DEVICE)
+    plain = merge(gpu.attend(q, [view], 0.2, spelling=PLAIN))
+    with pytest.raises(interpreter.InterpreterError):
+        gpu.attend(q, [view], 0.2, spelling=PTX)
+    assemble(monkeypatch)
+    assert takes_subnormals(torch.device(DEVICE), PTX)
+    found = merge(gpu.attend(q, [view], 0.2, spelling=PTX))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 def test_the_start_up_test_tells_right_from_wrong_spellings():
