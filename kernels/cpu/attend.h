@@ -171,6 +171,9 @@ static void add_parts(Products *p, const Side *s, const uint8_t *block, const ui
 static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, int64_t columns, float *out) {
     int64_t group[4];
     p->fields = s->bits == 8 ? 2 : 4, p->plane = s->rows / p->fields, p->out = out;
+    p->odd = s->bits == 8 ? 0 : 4;
+    for (int i = 0; i < p->count; i++)
+        if (p->parts[i].bits == 2) p->odd = 2;
     for (p->first = 0; p->first < p->plane; p->first = p->end) {
         p->end = (int)p->plane; /* as far as every field stays in its group */
         for (int f = 0; f < p->fields; f++) {
@@ -181,6 +184,7 @@ static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, i
         }
         for (int i = 0; i < 16; i++) {
             p->times[i] = op->step[group[i / 4 % p->fields]][i % TILE];
+            if (i / 4 % 2) p->times[i] /= (float)(1 << p->odd);
             p->add[i] = op->bias[group[i / 4 % p->fields]][i % TILE];
         }
         products(p);

@@ -100,12 +100,6 @@ INLINE float v_sum(V a) {
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-INLINE float v_most(V a) {
-    for (int n = LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
-    return a[0];
-}
-
 /* Numbers of a and b: the same four of every 128 bits; or all of every other 128 bits */
 #if LANES == 16
 #define IN_FOURS(a, b, i, j, k, l)                                                             \
@@ -127,6 +121,14 @@ INLINE float v_most(V a) {
 #define HIGH_ONES(a, b) IN_FOURS(a, b, 2, LANES + 2, 3, LANES + 3)
 #define LOW_TWOS(a, b) IN_FOURS(a, b, 0, 1, LANES, LANES + 1)
 #define HIGH_TWOS(a, b) IN_FOURS(a, b, 2, 3, LANES + 2, LANES + 3)
+
+INLINE float v_most(V a) {
+    a = v_max(a, IN_FOURS(a, a, 2, 3, 0, 1));
+    a = v_max(a, IN_FOURS(a, a, 1, 0, 3, 2));
+    float most = a[0];
+    for (int i = 4; i < LANES; i += 4) most = a[i] > most ? a[i] : most;
+    return most;
+}
 
 /* LANES vectors -> the sum of each */
 #define SUMS_OF(NAME, X)                                                                          \
@@ -220,15 +222,15 @@ typedef struct {
 } Part;
 
 /* x:    what codes of field f are multiplied by: int16 [4 queries] at OPERANDS numbers
- * times, add: [fields][4 queries], of a sum s: s * times + add; of 8 bits, which have two fields, both
- *       twice
+ * times, add: [fields][4 queries], of a sum s: s * times + add; 8 bits have two fields, both twice
+ * odd:  bits that every other field is up in its sum: as the narrowest part has them in its words
  * out:  [4 queries] at LINE numbers: [fields] at `plane` numbers: rows `first` to `end` */
 typedef struct {
     Part parts[2 * STRIP];
     const int16_t *x[4];
     float times[16], add[16], *out;
     int64_t plane;
-    int count, fields, first, end;
+    int count, fields, odd, first, end;
 } Products;
 
 #if LANES > 4
@@ -255,19 +257,20 @@ INLINE Codes some_words(const uint8_t *p, int64_t count) { /* of sixteen there a
 
 /* 2 * LANES words: LANES / 4 fields from the first one on, which begins at `bit`; same: x is, of
  * every two fields */
-INLINE void add_codes(W *a, Codes x, int64_t bits, int bit, int i, const int16_t *const *q, int64_t at,
-                      int same) {
+INLINE void add_codes(W *a, Codes x, int64_t bits, int bit, int i, const int16_t *const *q, int64_t to,
+                      int odd, int same) {
     const uint16_t mask = (1 << bits) - 1;
     W product;
     (void)product;
     for (int f = 0; f < LANES / 4 && f * bits < 16; f += 2) {
-        const Codes y = x >> (bit + f * bits) & mask, z = x >> (bit + (f + 1) * bits) & mask;
+        const int at = bit + f * (int)bits;
+        const Codes y = x >> at & mask, z = x >> (at + bits - odd) & (uint16_t)(mask << odd);
 #pragma GCC unroll 4
         for (int h = 0; h < TILE; h++) {
             Codes b, c;
-            memcpy(&b, q[f] + at + h * OPERANDS, sizeof b);
+            memcpy(&b, q[f] + to + h * OPERANDS, sizeof b);
             if (same) c = b;
-            else memcpy(&c, q[f + 1] + at + h * OPERANDS, sizeof c);
+            else memcpy(&c, q[f + 1] + to + h * OPERANDS, sizeof c);
             DOT(i + 4 * f + h, y, b);
             DOT(i + 4 * f + 4 + h, z, c);
         }
@@ -275,14 +278,14 @@ INLINE void add_codes(W *a, Codes x, int64_t bits, int bit, int i, const int16_t
 }
 
 INLINE void add_row(W *a, const Part *p, int64_t row, int64_t bits, int field, int i,
-                    const int16_t *const *q, int same) {
+                    const int16_t *const *q, int odd, int same) {
     const uint8_t *w = p->words + row * p->stride, *next = p->next + row * p->stride;
     const int64_t width = p->width, low = p->at[0], high = p->at[1];
     const int bit = field * (int)bits;
     int64_t c = 0;
 #define ADD(x, c)                                                               \
-    add_codes(a, x, bits, bit, i, q, low + (c), same);                          \
-    if (bits == 2) add_codes(a, x, bits, bit + 8, i, q, high + (c), same)
+    add_codes(a, x, bits, bit, i, q, low + (c), odd, same);                          \
+    if (bits == 2) add_codes(a, x, bits, bit + 8, i, q, high + (c), odd, same)
     for (; c + 32 <= width; c += 32) {
         if (field == 0) __builtin_prefetch(next + 2 * c);
 #pragma GCC unroll 2
@@ -313,9 +316,10 @@ INLINE V sums_of_rows(const Products *p, int row, int fields, int field, int sam
             const int block = i / (4 / TILE), lane = i % (4 / TILE);
             int r = row + lane + block * (TILE == 1 ? 4 : LANES);
             if (r >= p->end) r = row; /* nobody asks for it */
-            if (fields == 2) add_row(a, part, r, 8, field, 8 * block + lane, q, same);
-            else if (part->bits == 4) add_row(a, part, r, 4, field, lane, q, same);
-            else add_row(a, part, r, 2, field, lane, q, same);
+            if (fields == 2) add_row(a, part, r, 8, field, 8 * block + lane, q, 0, same);
+            else if (p->odd == 4) add_row(a, part, r, 4, field, lane, q, 4, same);
+            else if (part->bits == 4) add_row(a, part, r, 4, field, lane, q, 2, same);
+            else add_row(a, part, r, 2, field, lane, q, 2, same);
         }
     const V sums = __builtin_convertvector(w_sums(a), V);
     return v_fma(sums, v_load(p->times + 4 * field), v_load(p->add + 4 * field));
@@ -359,8 +363,9 @@ static void products(const Products *p) {
             memcpy(words, part->words + r * part->stride, 2 * part->width);
             for (int i = 0; i < p->fields * halves; i++) {
                 const int f = i / halves, half = i % halves, shift = f * bits + 8 * half;
+                const int up = f % 2 ? p->odd : 0;
                 for (int64_t c = 0; c < part->width; c++)
-                    codes[c] = (uint16_t)words[c] >> shift & ((1 << bits) - 1);
+                    codes[c] = ((uint16_t)words[c] >> shift & ((1 << bits) - 1)) << up;
                 const int16_t *q = p->x[f] + part->at[half];
                 for (int h = 0; h < TILE; h++, q += OPERANDS)
                     for (int64_t c = 0; c < part->width; c++) sums[4 * f + h] += codes[c] * q[c];
