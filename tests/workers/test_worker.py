@@ -1,6 +1,7 @@
 """Two plain workers and real gRPC: a prompt goes through; whatever goes wrong leaves nothing."""
 
 import asyncio
+import ctypes
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena
 from disagg.engine.sequence import SamplingParams
 from disagg.kernels import ops
+from disagg.kernels.cpu import library
+from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
 from disagg.llm import LLM
@@ -254,14 +257,20 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
     assert order.index("write") == order.count("offer")
 
 
+@pytest.mark.parametrize("one_call", [False, True])
 def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+    one_call: bool, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended."""
+    """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended.
+
+    one_call: by one call of the C library for each layer, from what that call is told
+    """
+    if one_call and not library.paths():
+        pytest.skip("no C library was built")
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, views, admit = ops.encode, Kivi.views, DecodeSide.admit
+    encode, views, run, admit = ops.encode, Kivi.views, LayerCalls.run, DecodeSide.admit
 
     def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
         blocks, _ = encode(*args)
@@ -275,6 +284,14 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             block = view.arena[start : start + view.heads * view.fmt.block_bytes]
             attended.add(digest(block.numpy().tobytes()))
         return [view]
+
+    def calling(self: LayerCalls, rank: int, *args: Any) -> Tensor:
+        table = self._tables[0]  # of pages; the other one is of the tail
+        nbytes = self._job.attention.heads * library.FormatC.from_address(table.format).block_bytes
+        start = table.arena + table.base + rank * nbytes
+        for page in (ctypes.c_int32 * table.num_pages).from_address(table.pages):
+            attended.add(digest(ctypes.string_at(start + page * ARENA_UNIT, nbytes)))
+        return run(self, rank, *args)
 
     async def scene() -> None:
         async with house() as home:
@@ -296,8 +313,11 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             await home.complete(story, KIVI, max_tokens=2)
 
     monkeypatch.setattr(ops, "encode", encoding)
-    monkeypatch.setattr(Kivi, "views", attending)
-    monkeypatch.setattr(layers, "prepare", lambda *_: None)  # else one view serves all layers
+    if one_call:
+        monkeypatch.setattr(LayerCalls, "run", calling)
+    else:
+        monkeypatch.setattr(Kivi, "views", attending)
+        monkeypatch.setattr(layers, "prepare", lambda *_: None)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored
