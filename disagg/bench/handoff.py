@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from disagg.bench.child import Child
-from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import urgency
@@ -114,7 +114,7 @@ class WorkerEnd:
 
     async def pace(self, bytes_per_s: float) -> None:
         """Another rate of a link that is paced."""
-        pace = self._worker.peers.options.pace
+        pace = self._worker.prefill.way.peers.options.pace
         assert pace is not None, "the config of the worker paces no link"
         pace.bytes_per_s = bytes_per_s
 
@@ -213,7 +213,9 @@ def _decode(
     worker.ask("answer", rid, options.answer)
     began, ended, nbytes = 0.0, float("inf"), 0
     if way is not None:
-        began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
+        began = time.monotonic()
+        while (ended := time.monotonic()) < began + options.seconds:
+            nbytes += source.ask("send", options.codec, way).stats.payload_bytes
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}

@@ -56,7 +56,8 @@ from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
-from disagg.workers.prefill import PrefillSide, check_job
+from disagg.workers.offering import Exit
+from disagg.workers.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
@@ -140,7 +141,7 @@ class Worker:
 
     def meet(self, addresses: list[str]) -> list[str]:
         """Connect to decode workers and measure the links; what each can do, in words."""
-        meeting = self.peers.meet(addresses)
+        meeting = self._peers.meet(addresses)
         return asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -158,6 +159,7 @@ class Worker:
         job = self._accept(job, epoch, router)
         if not self.role.decodes:
             raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
+        request_of(job, "d")  # RequestError for what no engine can serve
         return self.receiver.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
@@ -182,10 +184,6 @@ class Worker:
             async for step in steps:
                 yield step
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The router has these outputs."""
-        self._events.acknowledge(have)
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
@@ -209,7 +207,7 @@ class Worker:
             "engine_waiting": self._load.waiting,
             "engine_held": self._load.held,
             "handoffs_out": len(self.prefill.attempts),
-            "unacknowledged": self._events.kept,
+            "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
@@ -217,7 +215,7 @@ class Worker:
         failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
-        info = {"pid": os.getpid(), "links": self.peers.as_info(), "counts": counts}
+        info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(failures)
         info |= {"node": socket.gethostname(), "backend": self.backend}
         free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
@@ -290,13 +288,13 @@ class Worker:
                 for task in kept:
                     task.cancel()
                 await server.stop(0)
-                await self.peers.close_all()
+                await self._peers.close()
         await asyncio.to_thread(self._threads[1].join)
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""
-        least = self.config.transfer.min_disagg_tokens
-        return least_worth_sending(self.engine.plan(self._codec)) if least is None else least
+        plan, least = self.engine.plan(self._codec), self.config.transfer.min_disagg_tokens
+        return least_worth_sending(plan) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
@@ -306,12 +304,11 @@ class Worker:
         engine, pool, transfer = self.engine, self.engine.pool, self.config.transfer
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
-        self.peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(engine, model, transfer, self.peers, tasks, events.say)
+        self._peers = Peers(self._security, transfer)
+        way = Exit(engine, model, self._peers)
+        self.prefill = PrefillSide(way, transfer.overlap, tasks, events.say)
         self.decode = decode = DecodeSide(
-            engine,
-            model,
-            self.peers,
+            way,
             tasks,
             say=events.say,
             on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),
@@ -319,26 +316,22 @@ class Worker:
         )
         terms = Terms(
             model=model,
-            plan=engine.plan(self._codec),
             plan_of=engine.plan,
             epoch=self.epoch,
-            capacity_bytes=pool.arena.nbytes,
             lease_s=transfer.lease_s,
             max_sequences=self.config.engine.max_sequences,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
-            check=check_job,
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
+        self.receiver = Receiver(terms, pool, decode.admit, decode.drop, decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
         """What takes direct connections, if they are wanted."""
         if self.config.transfer.channel != "direct":
             return []
-        direct = DirectServer(self.receiver.open_channel, self._security)
-        port = direct.listen(self._host, self.config.cluster.ports)
-        self.receiver.direct = lambda: (port, direct.make_key())
+        direct = DirectServer(self.receiver, self._security)
+        direct.listen(self._host, self.config.cluster.ports)
         return [direct.run()]
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:

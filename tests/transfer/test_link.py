@@ -38,16 +38,16 @@ async def test_the_figures_are_those_of_the_clock():
 def test_of_a_link_the_time_counts_in_which_something_was_on_its_way():
     meter = Meter()
     assert meter.read() == 0
-    meter.leaves(1.0)
-    meter.leaves(1.5)  # a second frame behind the first
-    meter.arrived(1, 400, 2.0)
-    meter.arrived(1, 600, 3.0)
-    meter.leaves(9.0)  # after a pause
-    meter.arrived(1, 500, 10.0)
+    meter.leaves(400, 1.0)
+    meter.leaves(600, 1.5)  # a second frame behind the first
+    meter.arrived(2.0)
+    meter.arrived(3.0)
+    meter.leaves(500, 9.0)  # after a pause
+    meter.arrived(10.0)
     assert meter.read() == 500
     assert meter.read() == 500, "nothing came since"
-    meter.leaves(20.0)
-    meter.arrived(1, 7, 21.0)
+    meter.leaves(7, 20.0)
+    meter.arrived(21.0)
     assert meter.read() == 7
 
 
@@ -95,9 +95,7 @@ async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_ou
         (words,) = await peers.meet([peer.address, "127.0.0.1:1"])
         assert words.startswith(f"link to {peer.address}")
         assert [each["peer"] for each in peers.as_info()] == [peer.address]
-        await peers.close(peer.address)
-        assert not peers.as_info()
-        await peers.close_all()
+        await peers.close()
 
 
 def test_a_burst_passes_at_once_and_the_rest_at_the_rate():
@@ -132,4 +130,4 @@ async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(m
     assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000
     assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
     assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
-    await peers.close_all()
+    await peers.close()
