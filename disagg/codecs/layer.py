@@ -25,7 +25,7 @@ from disagg.kernels.ops import (
     store_blocks,
 )
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import Units, View
+from disagg.kernels.view import Softmax, Units, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
@@ -140,7 +140,7 @@ class StepLayers:
         self._calls: LayerCalls | None = None
         self._alone = step.queries.shape[1] == 1 and not arena.is_cuda
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
         codec, step, arena = self._codec, self.step, self._arena
         new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
@@ -150,18 +150,18 @@ class StepLayers:
                 _new_rows(step, first),
                 views_of(codec, step.group, first, arena, step.tables),
             )
-            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1), scale)
+            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1))
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
             write_step(codec, step, layer, arena, new_k, new_v)
         if self._calls is None:
-            return attend_step(codec, step, layer, arena, new_q, scale)
-        return self._calls.run(step.group.rank(layer), q, k, v, written)
+            return attend_step(codec, step, layer, arena, new_q, softmax)
+        return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)
 
 
 def attend_step(
-    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
@@ -169,7 +169,7 @@ def attend_step(
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
     rows = q.unsqueeze(1) if alone else q[step.queries]
-    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, scale, step.units)
+    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, softmax, step.units)
     return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
@@ -180,11 +180,11 @@ def attend_tables(
     arena: Tensor,
     q: Tensor,
     tables: Sequence[PageTable],
-    scale: float,
+    softmax: Softmax,
     units: Units | None = None,
 ) -> Tensor:
     """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
-    return attend(q, views_of(codec, group, layer, arena, tables), scale, units)
+    return attend(q, views_of(codec, group, layer, arena, tables), softmax, units)
 
 
 def views_of(

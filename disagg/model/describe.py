@@ -147,8 +147,6 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(f"{names[0]} is no language model that continues text")
     if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
         raise ModelError(f"{kind} is an encoder-decoder model; decoder-only ones can be served")
-    if text.get("attn_logit_softcapping"):
-        raise ModelError(f"{kind} caps attention scores (attn_logit_softcapping): not supported")
     if text.get("kv_lora_rank"):
         raise ModelError(f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported")
     if text.get("attention_chunk_size"):
