@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,7 +16,8 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
-from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config
+from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config, stored_dtype
+from disagg.page import RAW_TOKENS
 from disagg.plan import Plan
 
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
@@ -102,12 +104,12 @@ def check_model(
     name, architecture = ref or path.name, str(named[0])
     try:
         info = describe_model(str(path), dtype, device="cuda")
-        refuse_closed(info)
+        class_of(info)
     except ModelError as error:
         return ModelFit(name, architecture, served=False, reason=" ".join(str(error).split()))
-    shape, stored = kv_shape(info), config.get("dtype") or config.get("torch_dtype")
+    shape, stored = kv_shape(info), stored_dtype(config)
     sizes = [sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED]
-    item = getattr(getattr(torch, str(stored), None), "itemsize", 4)
+    item = getattr(getattr(torch, stored, None), "itemsize", 4)
     weights = (sizes[0] or sizes[1]) * getattr(torch, info.dtype).itemsize // item
     arena = None
     if memory is not None:
@@ -141,8 +143,11 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
 
 
-def refuse_closed(info: ModelInfo) -> None:
-    """ModelError for an architecture that has no place for an attention function of others."""
+def class_of(info: ModelInfo) -> tuple[Any, Any]:
+    """The class and the config of a model, as transformers has them.
+
+    ModelError for an architecture that has no place for an attention function of others.
+    """
     # slow, seconds: only transformers knows its classes
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,3 +160,5 @@ def refuse_closed(info: ModelInfo) -> None:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
+    own = isinstance(config, model.config_class)  # else it is of a part of what the config tells
+    return model, config if own else config.get_text_config()

@@ -38,11 +38,11 @@ Small random models of each architecture, tried out with transformers {transform
 or the reason of the refusal. `disagg models check REF` says the same of a real one from its config,
 with the tokens that fit; what a config cannot say is found out by a probe when the weights load.
 
-Caps of scores (`gemma2`, `vaultgemma`) and sinks (`gpt_oss`) are computed in all kernels; of prompts,
-which attend exactly, without a fused kernel of torch. `gpt_oss` is tried out in fp32. The experts of
-its real checkpoints are in mxfp4: transformers computes in that with the package `kernels` on a GPU
-of capability 7.5 or more, and else unpacks them to bf16 while it loads, at 2 bytes a parameter.
-Neither was tried here.
+Caps of scores (`gemma2`, `vaultgemma`) and sinks (`gpt_oss`) are computed in all kernels; of
+prompts, which attend exactly, without a fused kernel of torch. `gpt_oss` is tried out in fp32. The
+experts of its real checkpoints are in mxfp4: transformers computes in that with the package
+`kernels` on a GPU of capability 7.5 or more, and else unpacks them to bf16 while it loads, at 2
+bytes a parameter. Neither was tried here.
 
 | architecture | heads / KV heads x dim | windows of layers | result |
 |---|---|---|---|
