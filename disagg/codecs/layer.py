@@ -63,33 +63,35 @@ def write_prompt(
     before: int,
     total: int,
     queries: Queries | None = None,
+    first: int = 0,
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of `state`.
 
-    k, v:    [H, done, D] - exact K and V of all tokens so far, after RoPE
+    k, v:    [H, n, D] - exact K and V of all tokens so far from the `first` on, after RoPE; that is
+             0 where the group wants all of them
     before:  tokens that earlier calls for this layer had seen
     total:   tokens of the whole prompt; at done == total the raw pages are written too
     queries: of the tokens so far, for codecs that choose by them
     """
-    done, sink, raw = k.shape[1], group.sink, exact_format(group.raw)
+    done, sink, raw = first + k.shape[1], group.sink, exact_format(group.raw)
     prompt = Prompt(total, k, queries)
     written: list[Written] = []
     dropped, end = group.dropped(total), encodable(group, done, total)
     start = max(dropped, encodable(group, before, total))
     if end > start:
-        some = slice(sink + start, sink + end)
-        first, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
-        pages = state.page_ids()[first : first + count]
+        some = slice(sink + start - first, sink + end - first)
+        page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
+        pages = state.page_ids()[page : page + count]
         target = _target(group, group.page, layer, arena, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
-        encoded = codec.encode(new_k, new_v, some.start, layer, prompt, target)
+        encoded = codec.encode(new_k, new_v, sink + start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
             index = (start - dropped) // group.segment_tokens
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
             written.append(Written(Kind.SEGMENT, index, len(chosen)))
-        written.append(Written(Kind.PAGE, first, count))
+        written.append(Written(Kind.PAGE, page, count))
         _store_kept(group, layer, arena, encoded, state)
     if done == total:
         if group.is_side_sent(total):
@@ -98,7 +100,7 @@ def write_prompt(
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
             _store_kept(group, layer, arena, early, state)
         if state.tail:
-            ends = [torch.cat([x[:, :sink], x[:, sink + end :]], 1) for x in (k, v)]
+            ends = [torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)]
             blocks = raw_blocks(*(rounded(x, raw) for x in ends))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):

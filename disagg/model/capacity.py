@@ -22,6 +22,7 @@ from disagg.plan import Plan
 
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
 WORKSPACE_PART = 3  # at most one in so many bytes is for workspaces
+UNSEALED = 4096  # tokens of layers with a window: those of a chunk, and not sealed yet
 STORED = ("*.safetensors", "*.bin")
 
 
@@ -76,12 +77,20 @@ def exact_bytes(shape: KVShape, tokens: int) -> int:
     return 2 * item * tokens * shape.num_layers * shape.heads * shape.head_dim
 
 
+def rooms_of(plan: Plan, tokens: int, chunk: int) -> list[int]:
+    """Tokens whose exact K and V each layer holds while a prompt is computed in chunks."""
+    most = max(chunk, RAW_TOKENS)
+    return [tokens if reach is None else min(tokens, reach + most) for reach in plan.reaches]
+
+
 def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
     """Bytes of the arena and of the workspaces, from what there is beside the weights.
 
     One prompt as long as the context has its workspace, if that is not too large a part.
     """
-    workspace = min(exact_bytes(shape, context), max(0, nbytes) // WORKSPACE_PART)
+    rooms = (context if x is None else min(context, x + UNSEALED) for x in shape.windows)
+    whole = exact_bytes(shape, sum(rooms)) // shape.num_layers
+    workspace = min(whole, max(0, nbytes) // WORKSPACE_PART)
     return max(0, nbytes) - workspace, workspace
 
 

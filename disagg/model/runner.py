@@ -79,9 +79,9 @@ class Runner:
         self._graphs = DecodeGraphs(self._static_step, recorder)
         return self._graphs
 
-    def workspace(self, total: int) -> Workspace:
+    def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
-        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim)
+        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

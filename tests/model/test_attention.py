@@ -54,3 +54,14 @@ def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
             assert torch.equal(so_far[0], k[:, :done])
             assert torch.equal(so_far[1], v[:, :done])
     assert workspace.stored_bytes == 0
+
+
+def test_a_workspace_with_less_room_gives_back_the_last_tokens():
+    k, v = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=(20, 7))
+    for before, done in ((0, 4), (4, 6), (6, 10), (10, 17), (17, 18), (18, 20)):
+        for layer, room in enumerate((20, 7)):
+            part, seen = slice(before, done), slice(max(0, done - room), done)
+            so_far = workspace.extend(layer, k[:, part], v[:, part], before)
+            assert torch.equal(so_far[0], k[:, seen])
+            assert torch.equal(so_far[1], v[:, seen])
