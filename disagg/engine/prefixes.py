@@ -82,7 +82,7 @@ class ExactPrefixes:
             for group in self._plan.groups if count else ():
                 pages.append(self._pool.claim(group.record(group.raw), count))
         except CapacityError:
-            self._pool.release(chain.from_iterable(pages))
+            self._pool.release(list(chain.from_iterable(pages)))
             pages, sequence.keys = [], [keys[:first] for keys in sequence.keys]
         new = NewUnits(sequence, first, done, pages)
         self._new.append(new)
@@ -113,7 +113,7 @@ class ExactPrefixes:
                         self._pool.keep(keys[unit], [page], sequence.workspace.squares(unit))
                 sequence.kept_units = new.first + len(new.pages[0])
                 self._use(sequence, sequence.kept_units)
-            self._pool.release(chain.from_iterable(new.pages))
+            self._pool.release(list(chain.from_iterable(new.pages)))
         self._new.clear()
 
     def _starts(self, sequence: Sequence, count: int) -> list[int]:
@@ -146,7 +146,7 @@ class ExactPrefixes:
             self._pool.used(keys[start:count])
 
     def _release(self, found: Seq[Seq[Kept]]) -> None:
-        self._pool.release(page for some in found for kept in some for page in kept.pages)
+        self._pool.release([page for some in found for kept in some for page in kept.pages])
 
     def _read(self, sequence: Sequence, found: Seq[Seq[Kept]], done: int) -> None:
         workspace = sequence.workspace
