@@ -30,7 +30,7 @@ from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat, Format
 from disagg.kernels.ops import bits_read
 from disagg.kernels.reference.aligned import Bits
-from disagg.kernels.view import Units
+from disagg.kernels.view import Softmax, Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, RecordShape
 from disagg.state import GroupState, allocate_group
@@ -118,17 +118,17 @@ class CompressedKV:
             self.num_tokens += m
             done += m
 
-    def attend(self, q: Tensor, scale: float | None = None) -> Tensor:
+    def attend(self, q: Tensor, softmax: Softmax | None = None) -> Tensor:
         """Attention of one query over all tokens, on the compressed form: [Hq, D] -> [Hq, D].
 
-        q:     [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H).
-               The result is fp32, or fp64 for q of fp64 on a CPU
-        scale: of the scores; D**-0.5 unless given
+        q:       [Hq, D] - Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H).
+                 The result is fp32, or fp64 for q of fp64 on a CPU
+        softmax: with a scale of D**-0.5 and nothing else unless given
         """
         rows, tables, units = self._view(q)
         codec, group, arena = self.codec, self.group, self._arena.bytes
-        scale = group.head_dim**-0.5 if scale is None else scale
-        return attend_tables(codec, group, self.layer, arena, rows, tables, scale, units)[0, 0]
+        softmax = softmax or Softmax(group.head_dim**-0.5)
+        return attend_tables(codec, group, self.layer, arena, rows, tables, softmax, units)[0, 0]
 
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
         """Bits of K and V that each query head reads of the pages: see AlignedKV.
