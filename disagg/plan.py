@@ -144,6 +144,14 @@ class LayerGroup:
         return min(self.sealed(n), max(0, n + 1 - self.window)) // self.step * self.step
 
     @property
+    def reach(self) -> int | None:
+        """Tokens up to the last one computed that a prefill may still ask for, to attend to or to
+        seal; None: all."""
+        if self.window is None or self.lead or self.kept_limit or self.final_at is FinalAt.PROMPT:
+            return None
+        return max(self.window, self.residual + self.page.tokens) + self.step
+
+    @property
     def step(self) -> int:
         """Tokens in pages that become final, and are shared and dropped, together."""
         whole = self.segment is not None or self.final_at is FinalAt.SEGMENT
@@ -190,6 +198,11 @@ class Plan:
         if len(self.groups) == 1:
             return self.groups[0].codec
         return ";".join(f"{','.join(map(str, g.layers))}:{g.codec}" for g in self.groups)
+
+    @property
+    def reaches(self) -> tuple[int | None, ...]:
+        """`reach` of every layer's group."""
+        return tuple(self.groups[index].reach for index in self.group_of)
 
     def numbers(self, n: int) -> int:
         """Values of K and V that n tokens have in all layers, of those that the next query sees."""

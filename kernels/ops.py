@@ -22,22 +22,25 @@ from disagg.kernels.cpu import encode as cpu_encode
 from disagg.kernels.cpu.library import TORCH, backend
 from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
-from disagg.kernels.reference import aligned, codes, exact, kept, pages, softmax
+from disagg.kernels.reference import aligned, codes, exact, kept, pages
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
+from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
-from disagg.kernels.view import Partial, Units, View
+from disagg.kernels.view import Partial, Softmax, Units, View
 
 TRITON = "triton"
 
 
-def attend(q: Tensor, views: Sequence[View], scale: float, units: Units | None = None) -> Tensor:
+def attend(
+    q: Tensor, views: Sequence[View], softmax: Softmax, units: Units | None = None
+) -> Tensor:
     """The answer of all views, over disjoint tokens: [B, M, Hq, D] of the dtype of q.
 
     q:     [B, M, Hq, D] of any float dtype - query head i reads KV head i // (Hq / heads); what has
-           fewer bits than fp32 is computed in that, and fp64 only on a CPU
-    scale: multiplies q.k. A query that sees nothing gets 0
+           fewer bits than fp32 is computed in that, and fp64 only on a CPU. One that sees nothing
+           gets 0
     units: how a GPU attends to these views; None: it finds out, and asks the host for lengths
     error: 1e-5 relative by the reference in fp32, 1e-12 in fp64; 5e-4 over codes by the C library,
            and on a GPU, where q and p are rounded to 16 bits; against attention on what `decode`
@@ -47,24 +50,23 @@ def attend(q: Tensor, views: Sequence[View], scale: float, units: Units | None =
         raise ValueError("no views; at least one is wanted")
     for view in views:
         _check_view(q, view)
-    dtype = q.dtype
+    dtype, scale, cap, sinks = q.dtype, softmax.scale, softmax.cap, softmax.sinks
     if on_gpu(q) and all(serves_gpu(view.fmt) for view in views):
-        found = _gpu("attend").attend(q, views, scale, units)
-        answer: Tensor = _gpu("reduce").merge(found, dtype)[0]
+        found = _gpu("attend").attend(q, views, scale, units, cap=cap)
+        answer: Tensor = _gpu("reduce").merge(found, dtype, sinks)[0]
         return answer
     q = q if q.dtype == torch.float64 else q.float()
     served = [view for view in views if cpu_attend.is_served(view.fmt, q)]
     rest = [view for view in views if not cpu_attend.is_served(view.fmt, q)]
-    partials = [_attend_by_reference(q, view, scale) for view in rest]
+    partials = [_attend_by_reference(q, view, scale, cap) for view in rest]
     if served:
-        partials.append(cpu_attend.attend(q, served, scale))
-    o = partials[0][0] if len(partials) == 1 else softmax.merge(partials)
+        partials.append(cpu_attend.attend(q, served, scale, cap))
+    alone = len(partials) == 1 and sinks is None
+    o = partials[0][0] if alone else merge(partials, sinks)
     return o.to(dtype)
 
 
-def prepare(
-    arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor, scale: float
-) -> LayerCalls | None:
+def prepare(arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor) -> LayerCalls | None:
     """A step of one token for each of B sequences, ready for every layer of a group; None where
     other code than the C library has to serve it, layer by layer.
 
@@ -75,7 +77,7 @@ def prepare(
     _check_rows(arena, rows, q.shape[0])
     for view in views:
         _check_view(q, view)
-    return LayerCalls(arena, rows, views, scale)
+    return LayerCalls(arena, rows, views)
 
 
 def bits_read(q: Tensor, view: View, scale: float) -> Bits:
@@ -242,10 +244,10 @@ def _gpu(name: str) -> ModuleType:
     return import_module(f"disagg.kernels.gpu.{name}")
 
 
-def _attend_by_reference(q: Tensor, view: View, scale: float) -> Partial:
+def _attend_by_reference(q: Tensor, view: View, scale: float, cap: float) -> Partial:
     if isinstance(view.fmt, AlignedFormat):
-        return aligned.attend(q, view, scale)[0]
-    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(q, view, scale)
+        return aligned.attend(q, view, scale, cap)[0]
+    return (exact if isinstance(view.fmt, ExactFormat) else codes).attend(q, view, scale, cap)
 
 
 def _check_view(q: Tensor, view: View) -> None:

@@ -23,6 +23,21 @@ Partial = tuple[Tensor, Tensor]  # o [B, M, Hq, D] and lse [B, M, Hq], the natur
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """How products of a query and keys become weights.
+
+    scale: multiplies q.k, which makes a score
+    cap:   where it is not 0, a score s counts as cap * tanh(s / cap)
+    sinks: [Hq] of any float dtype - a score that each query head has besides those of tokens: it
+           takes weight and has no value, so it is one more partial result; None: there is none
+    """
+
+    scale: float
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Units:
     """How attention over views is cut into units of work, one for each program of a GPU.
 

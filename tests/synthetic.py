@@ -27,18 +27,29 @@ def realistic(heads: int, n: int, head_dim: int, seed: int = 0) -> tuple[Tensor,
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, present: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    present: Tensor | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v in fp64: q [Hq, D], k and v [H, n, D] -> [Hq, D].
 
     present: [H, n] bool - tokens that are there; None: all
+    cap, sinks: as in `Softmax`
     """
     per_head = q.shape[0] // k.shape[0]
     k, v = (x.double().repeat_interleave(per_head, 0) for x in (k, v))
     scores = torch.einsum("hd,hnd->hn", q.double(), k) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     if present is not None:
         scores = scores.masked_fill(~present.repeat_interleave(per_head, 0), -torch.inf)
-    return torch.einsum("hn,hnd->hd", scores.softmax(-1), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None].double()], 1)
+    return torch.einsum("hn,hnd->hd", scores.softmax(-1)[:, : k.shape[1]], v)
 
 
 def relative_error(x: Tensor, wanted: Tensor) -> float:

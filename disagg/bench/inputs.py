@@ -39,7 +39,7 @@ from disagg.kernels.formats import FREE
 from disagg.kernels.ops import serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Target
-from disagg.kernels.view import Units
+from disagg.kernels.view import Softmax, Units
 from disagg.page import ARENA_UNIT, Kind
 from disagg.plan import LayerGroup, Plan
 
@@ -242,7 +242,7 @@ class PagedLayer:
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        given = self.arena, self.q, self.tables, self.shape.scale, self.units
+        given = self.arena, self.q, self.tables, Softmax(self.shape.scale), self.units
         return attend_tables(self.codec, self.group, LAYER, *given)
 
     def error(self) -> float:

@@ -292,7 +292,7 @@ def _append(name: str | None, chip: GPUTarget) -> CompiledSource:
 
 
 def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
-    constants = {"D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS}
+    constants = {"D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS, "SINKS": 0}
     return CompiledSource(merge_kernel, constants, num_warps)
 
 

@@ -30,7 +30,7 @@ from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat, Format
 from disagg.kernels.ops import bits_read
 from disagg.kernels.reference.aligned import Bits
-from disagg.kernels.view import Units
+from disagg.kernels.view import Softmax, Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, RecordShape
 from disagg.state import GroupState, allocate_group
@@ -123,18 +123,18 @@ class CompressedKV:
             self.num_tokens += m
             done += m
 
-    def attend(self, q: Tensor, scale: float | None = None) -> Tensor:
+    def attend(self, q: Tensor, softmax: Softmax | None = None) -> Tensor:
         """Attention on the compressed form, of shape and, where it is fp64 on a CPU, dtype of q;
         else fp32.
 
-        q:     [Hq, D], a query that sees all tokens, or [Hq, W, D], those of the last W tokens; Hq
-               a multiple of the KV heads; query head i reads KV head i // (Hq / H)
-        scale: of the scores; D**-0.5 unless given
+        q:       [Hq, D], a query that sees all tokens, or [Hq, W, D], those of the last W tokens;
+                 Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
+        softmax: with a scale of D**-0.5 and nothing else unless given
         """
         rows, tables, units = self._view(q)
         codec, group, arena = self.codec, self.group, self._arena.bytes
-        scale = group.head_dim**-0.5 if scale is None else scale
-        o = attend_tables(codec, group, self.layer, arena, rows, tables, scale, units)[0]
+        softmax = softmax or Softmax(group.head_dim**-0.5)
+        o = attend_tables(codec, group, self.layer, arena, rows, tables, softmax, units)[0]
         return o.transpose(0, 1) if q.ndim == 3 else o[0]
 
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:

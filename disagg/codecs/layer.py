@@ -25,7 +25,7 @@ from disagg.kernels.ops import (
     store_blocks,
 )
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import Units, View
+from disagg.kernels.view import Softmax, Units, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
@@ -63,33 +63,35 @@ def write_prompt(
     before: int,
     total: int,
     queries: Queries | None = None,
+    first: int = 0,
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of `state`.
 
-    k, v:    [H, done, D] - exact K and V of all tokens so far, after RoPE
+    k, v:    [H, n, D] - exact K and V of all tokens so far from the `first` on, after RoPE; that is
+             0 where the group wants all of them
     before:  tokens that earlier calls for this layer had seen
     total:   tokens of the whole prompt; at done == total the raw pages are written too
     queries: of the tokens so far, for codecs that choose by them
     """
-    done, sink, raw = k.shape[1], group.sink, exact_format(group.raw)
+    done, sink, raw = first + k.shape[1], group.sink, exact_format(group.raw)
     prompt = Prompt(total, k, queries)
     written: list[Written] = []
     dropped, end = group.dropped(total), encodable(group, done, total)
     start = max(dropped, encodable(group, before, total))
     if end > start:
-        some = slice(sink + start, sink + end)
-        first, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
-        pages = state.page_ids()[first : first + count]
+        some = slice(sink + start - first, sink + end - first)
+        page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
+        pages = state.page_ids()[page : page + count]
         target = _target(group, group.page, layer, arena, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
-        encoded = codec.encode(new_k, new_v, some.start, layer, prompt, target)
+        encoded = codec.encode(new_k, new_v, sink + start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
             index = (start - dropped) // group.segment_tokens
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
             written.append(Written(Kind.SEGMENT, index, len(chosen)))
-        written.append(Written(Kind.PAGE, first, count))
+        written.append(Written(Kind.PAGE, page, count))
         _store_kept(group, layer, arena, encoded, state)
     if done == total:
         if group.is_side_sent(total):
@@ -98,7 +100,7 @@ def write_prompt(
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
             _store_kept(group, layer, arena, early, state)
         if state.tail:
-            ends = [torch.cat([x[:, :sink], x[:, sink + end :]], 1) for x in (k, v)]
+            ends = [torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)]
             blocks = raw_blocks(*(rounded(x, raw) for x in ends))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
@@ -140,7 +142,7 @@ class StepLayers:
         self._calls: LayerCalls | None = None
         self._alone = step.queries.shape[1] == 1 and not arena.is_cuda
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
         codec, step, arena = self._codec, self.step, self._arena
         new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
@@ -150,18 +152,18 @@ class StepLayers:
                 _new_rows(step, first),
                 views_of(codec, step.group, first, arena, step.tables),
             )
-            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1), scale)
+            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1))
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
             write_step(codec, step, layer, arena, new_k, new_v)
         if self._calls is None:
-            return attend_step(codec, step, layer, arena, new_q, scale)
-        return self._calls.run(step.group.rank(layer), q, k, v, written)
+            return attend_step(codec, step, layer, arena, new_q, softmax)
+        return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)
 
 
 def attend_step(
-    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, scale: float
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
@@ -169,7 +171,7 @@ def attend_step(
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
     rows = q.unsqueeze(1) if alone else q[step.queries]
-    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, scale, step.units)
+    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, softmax, step.units)
     return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
@@ -180,11 +182,11 @@ def attend_tables(
     arena: Tensor,
     q: Tensor,
     tables: Sequence[PageTable],
-    scale: float,
+    softmax: Softmax,
     units: Units | None = None,
 ) -> Tensor:
     """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
-    return attend(q, views_of(codec, group, layer, arena, tables), scale, units)
+    return attend(q, views_of(codec, group, layer, arena, tables), softmax, units)
 
 
 def views_of(

@@ -55,7 +55,7 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.model.attention import Chunk
-from disagg.model.capacity import exact_bytes
+from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.plan import Plan
 from disagg.wire import Item
@@ -74,7 +74,6 @@ class Engine:
         codecs: Seq[str] = (),
         guarded: Seq[str] = (),
     ):
-        """codecs: all that there are, where these are compiled; guarded: errors are measured of"""
         config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
@@ -215,12 +214,12 @@ class Engine:
                 f"prompt of {tokens} tokens needs {needed} bytes of KV; the pool holds {room}"
             )
         if not isinstance(message, Admit):
-            self._check_workspace(tokens)
+            self._check_workspace(plan, tokens)
         return plan
 
-    def _check_workspace(self, tokens: int) -> None:
+    def _check_workspace(self, plan: Plan, tokens: int) -> None:
         """PromptTooLongError for a prompt whose exact KV has no room here while it prefills."""
-        needed, room = exact_bytes(self._runner.shape, tokens), self._workspace_bytes
+        needed, room = self._prefill_bytes(plan, tokens), self._workspace_bytes
         if needed > room:
             raise PromptTooLongError(
                 f"prompt of {tokens} tokens needs {needed} bytes of exact KV while it prefills; "
@@ -285,9 +284,9 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Begin with a prompt if there is room for it."""
-        self._check_workspace(sequence.prompt_len)
-        begun = [x.prompt_len for x in self._scheduler.active if x.workspace is not None]
-        wanted = exact_bytes(self._runner.shape, sequence.prompt_len + sum(begun))
+        self._check_workspace(sequence.plan, sequence.prompt_len)
+        begun = (x for x in self._scheduler.active if x.workspace is not None)
+        wanted = sum(self._prefill_bytes(x.plan, x.prompt_len) for x in (sequence, *begun))
         if wanted > self._workspace_bytes:
             return False
         try:
@@ -300,12 +299,18 @@ class Engine:
             sequence.handoff.begin(sequence.plan, sequence.groups)
         return True
 
+    def _prefill_bytes(self, plan: Plan, tokens: int) -> int:
+        """Of the exact K and V of a prompt while it prefills."""
+        rooms = rooms_of(plan, tokens, self._config.max_batch_tokens)
+        return exact_bytes(self._runner.shape, sum(rooms)) // len(rooms)
+
     def _make_workspace(self, sequence: Sequence, left: int) -> None:
         """Room for exact K and V, and what is known of them.
 
         Taken at once where the prompt comes in more than one chunk.
         """
-        sequence.workspace = self._runner.workspace(sequence.prompt_len)
+        rooms = rooms_of(sequence.plan, sequence.prompt_len, self._config.max_batch_tokens)
+        sequence.workspace = self._runner.workspace(sequence.prompt_len, rooms)
         try:
             if left < sequence.prompt_len:
                 dtype = getattr(torch, self._runner.info.dtype)
@@ -350,15 +355,17 @@ class Engine:
         def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
             if sequence.error is None:
                 try:
-                    self._encode(sequence, layer, k, v, before)
-                    self._guard.look(sequence, layer, k, v)
+                    self._encode(sequence, layer, k, v, before, new.done)
+                    self._guard.look(sequence, layer, k, v, new.done)
                     self._prefixes.write(new, layer, k, v)
                 except Exception as error:
                     sequence.error = named(error)
 
         return Chunk(row, share.count, sequence.n, workspace, sink)
 
-    def _encode(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, before: int) -> None:
+    def _encode(
+        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, before: int, done: int
+    ) -> None:
         """Compress what a chunk made final in one layer, and offer it."""
         index, total = sequence.plan.group_of[layer], sequence.prompt_len
         group, state = sequence.plan.groups[index], sequence.groups[index]
@@ -366,16 +373,13 @@ class Engine:
         before = 0 if before == sequence.cached else before  # what is known is not encoded yet
         start = time.perf_counter()
         queries, codec = sequence.workspace.queries(layer), codec_of(group)
-        written = write_prompt(codec, group, state, layer, self.arena, k, v, before, total, queries)
+        written = write_prompt(
+            codec, group, state, layer, self.arena, k, v, before, total, queries, done - k.shape[1]
+        )
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
-            sequence.handoff.offer(
-                [
-                    Item(w.kind, index, layer, i)
-                    for w in written
-                    for i in range(w.first, w.first + w.count)
-                ]
-            )
+            records = [(w.kind, i) for w in written for i in range(w.first, w.first + w.count)]
+            sequence.handoff.offer([Item(kind, index, layer, i) for kind, i in records])
 
     def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
         """A step broke and nobody can say for whom: all that were in it end.

@@ -15,6 +15,7 @@ from torch import Tensor
 from disagg.codecs.contract import Queries
 from disagg.codecs.planning import codec_of
 from disagg.engine.sequence import Sequence
+from disagg.kernels.view import Softmax
 from disagg.model.attention import attend_exact
 from disagg.plan import LayerGroup, Plan
 
@@ -31,18 +32,20 @@ class Guard:
         self._plans = {plan.spec: plan for plan in plans}
         self._seen = 0  # prompts that might be samples
 
-    def look(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor) -> None:
+    def look(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, done: int) -> None:
         """Measure a layer of a prompt of which all is computed, if it is of a sample.
 
-        k, v: [H, n, D] exact, after RoPE; the sums of squares go to `sequence.errors`
+        k, v: [H, n, D] exact, after RoPE; done: tokens that are computed, of which a layer with a
+        window has kept the last ones: it is not measured
+        The sums of squares go to `sequence.errors`.
         """
-        whole = k.shape[1] == sequence.prompt_len and sequence.handoff is not None
-        if not whole or not LEAST_TOKENS <= k.shape[1] <= MOST_TOKENS:
+        whole = done == sequence.prompt_len and sequence.handoff is not None
+        if not whole or not LEAST_TOKENS <= done <= MOST_TOKENS:
             return
         if layer == 0:
             sequence.sample = None if self._seen % EVERY else self._seen // EVERY
             self._seen += 1
-        if (turn := sequence.sample) is None:
+        if (turn := sequence.sample) is None or k.shape[1] < done:
             return
         for spec, plan in self._plans.items():
             index = plan.group_of[layer]
@@ -68,7 +71,8 @@ def _error(
     seen = Queries(queries.last[some].float().cpu(), queries.squares[some].cpu())
     one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
     pages = codec_of(group).compress(one_k, one_v, layer, seen)
-    exact = attend_exact(seen.last, one_k.float(), one_v.float(), group.head_dim**-0.5, None)
+    softmax = Softmax(group.head_dim**-0.5)
+    exact = attend_exact(seen.last, one_k.float(), one_v.float(), softmax, None)
     return torch.stack([(pages.attend(seen.last) - exact).square().sum(), exact.square().sum()])
 
 

@@ -1,6 +1,7 @@
 """Exact K and V of prompts computed here, kept in raw pages for prompts that begin alike.
 
     restore   leading units that are kept   ──► workspace of a new prompt: not computed again
+              of layers with a window: the last that it shows
     write     units that a chunk completes  ──► raw pages, layer by layer
     keep      after the step                ──► kept under their keys, until room is needed
 
@@ -12,6 +13,7 @@ that a sequence could have.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
 from disagg.page import RAW_TOKENS
 from disagg.plan import Plan
-from disagg.pool import Pool
+from disagg.pool import Kept, Pool
 from disagg.transfer.records import content_keys
 
 MODEL = "computed here"  # no fingerprint: raw pages that were handed off have other keys
@@ -34,58 +36,68 @@ MODEL = "computed here"  # no fingerprint: raw pages that were handed off have o
 
 @dataclass(frozen=True)
 class NewUnits:
-    """Units of a prompt that a step completes, from the `first` on: a raw page for each."""
+    """Units of a prompt that a step completes, from the `first` on: a raw page for each, in each
+    layer group; done: tokens computed after it."""
 
     sequence: Sequence
     first: int
-    pages: Seq[int]
+    done: int
+    pages: Seq[Seq[int]]
 
 
 class ExactPrefixes:
-    """What prompts of one engine share of their K and V. On the engine's thread."""
+    """What prompts of one engine share of their K and V. On the engine's thread.
+
+    Layers that see as much are a group with records of its own.
+    """
 
     def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
-        layers = tuple(range(shape.num_layers))
-        self._group = Raw().layer_group(layers, shape.heads, shape.head_dim, shape.dtype)
-        self._plan = Plan((self._group,), (0,) * shape.num_layers)
-        self._format = exact_format(self._group.raw)
+        windows = list(dict.fromkeys(shape.windows))
+        members = [[i for i, x in enumerate(shape.windows) if x == window] for window in windows]
+        sizes = shape.heads, shape.head_dim, shape.dtype
+        groups = tuple(Raw().layer_group(tuple(layers), *sizes) for layers in members)
+        self._plan = Plan(groups, tuple(map(windows.index, shape.windows)))
+        self._format = exact_format(groups[0].raw)
         self._pool, self._arena = pool, arena
         self._new: list[NewUnits] = []
 
     def restore(self, sequence: Sequence, limit: int) -> int:
         """Fill a workspace with the leading tokens that are known, at most `limit`: how many."""
-        sequence.keys = content_keys(MODEL, self._plan, sequence.request.tokens)[0]
-        keys = sequence.keys[: limit // RAW_TOKENS]
-        found = self._pool.take(keys)
-        pages = [page for kept in found for page in kept.pages]
+        sequence.keys = content_keys(MODEL, self._plan, sequence.request.tokens)
+        found, count = self._find(sequence, limit // RAW_TOKENS)
         try:
-            if pages:
-                self._read(sequence, pages, [x.note for x in found])
-                self._pool.used(keys[: len(pages)])
+            if count:
+                self._read(sequence, found, count * RAW_TOKENS)
+                self._use(sequence, count)
         finally:
-            self._pool.release(pages)
-        sequence.kept_units = len(pages)
-        return len(pages) * RAW_TOKENS
+            self._release(found)
+        sequence.kept_units = count
+        return count * RAW_TOKENS
 
     def open(self, sequence: Sequence, done: int) -> NewUnits:
         """Pages for what a chunk up to token `done` completes; without room, now or later, none."""
-        first = sequence.kept_units
-        count = max(0, min(done // RAW_TOKENS, len(sequence.keys)) - first)
+        first, pages = sequence.kept_units, list[list[int]]()
+        count = max(0, min(done // RAW_TOKENS, *map(len, sequence.keys or [()])) - first)
         try:
-            pages = self._pool.claim(self._group.record(self._group.raw), count)
+            for group in self._plan.groups if count else ():
+                pages.append(self._pool.claim(group.record(group.raw), count))
         except CapacityError:
-            pages, sequence.keys = [], sequence.keys[:first]
-        new = NewUnits(sequence, first, pages)
+            self._pool.release(list(chain.from_iterable(pages)))
+            pages, sequence.keys = [], [keys[:first] for keys in sequence.keys]
+        new = NewUnits(sequence, first, done, pages)
         self._new.append(new)
         return new
 
     def write(self, new: NewUnits, layer: int, k: Tensor, v: Tensor) -> None:
-        """One layer of them: k, v [H, done, D] of all tokens so far."""
+        """One layer of them: k, v [H, n, D] of the last n tokens so far."""
+        index = self._plan.group_of[layer]
         if new.pages:
-            first, end = (x * RAW_TOKENS for x in (new.first, new.first + len(new.pages)))
-            ids = torch.tensor(new.pages, dtype=torch.int32, device=self._arena.device)
-            target = Target(self._arena, ids, self._group.layer_offset(self._group.raw, layer))
-            store_blocks(target, raw_blocks(k[:, first:end], v[:, first:end]))
+            group, pages = self._plan.groups[index], new.pages[index]
+            before = new.done - k.shape[1]
+            some = slice(*(x * RAW_TOKENS - before for x in (new.first, new.first + len(pages))))
+            ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)
+            target = Target(self._arena, ids, group.layer_offset(group.raw, layer))
+            store_blocks(target, raw_blocks(k[:, some], v[:, some]))
 
     def close(self, whole: bool) -> None:
         """After a step: keep what was written in all layers; nothing if the step broke.
@@ -94,23 +106,59 @@ class ExactPrefixes:
         """
         for new in self._new:
             sequence = new.sequence
-            if whole and sequence.error is None:
-                sequence.kept_units = new.first + len(new.pages)
+            if whole and sequence.error is None and new.pages:
                 assert sequence.workspace is not None
-                for unit, page in enumerate(new.pages, new.first):
-                    squares = sequence.workspace.squares(unit)
-                    self._pool.keep(sequence.keys[unit], [page], squares)
-                self._pool.used(sequence.keys[: sequence.kept_units])
-            self._pool.release(new.pages)
+                for keys, pages in zip(sequence.keys, new.pages, strict=True):
+                    for unit, page in enumerate(pages, new.first):
+                        self._pool.keep(keys[unit], [page], sequence.workspace.squares(unit))
+                sequence.kept_units = new.first + len(new.pages[0])
+                self._use(sequence, sequence.kept_units)
+            self._pool.release(list(chain.from_iterable(new.pages)))
         self._new.clear()
 
-    def _read(self, sequence: Sequence, pages: Seq[int], notes: Seq[object]) -> None:
-        assert sequence.workspace is not None
-        if squares := [note for note in notes if isinstance(note, Tensor)]:
-            sequence.workspace.recall(squares)
-        ids = torch.tensor([pages], dtype=torch.int32, device=self._arena.device)
-        for layer in self._group.layers:
-            base = self._group.layer_offset(self._group.raw, layer)
-            k, v = gather_raw(self._arena, ids, self._format, base, self._group.heads)
-            sequence.workspace.extend(layer, k[0], v[0], 0)
+    def _starts(self, sequence: Sequence, count: int) -> list[int]:
+        """Of each group the first unit that is wanted of a prompt of which `count` are known."""
+        reaches, starts = sequence.plan.reaches, list[int]()
+        for group in self._plan.groups:
+            asked = [reaches[layer] for layer in group.layers]
+            tokens = [x for x in asked if x is not None]
+            all_of_them = len(tokens) < len(asked)
+            starts.append(0 if all_of_them else max(0, count - -(-max(tokens) // RAW_TOKENS)))
+        return starts
+
+    def _find(self, sequence: Sequence, count: int) -> tuple[list[list[Kept]], int]:
+        """What is wanted of the most leading units that are known, at most `count`; and how many.
+
+        The caller owns what was found.
+        """
+        while True:
+            starts = self._starts(sequence, count)
+            wanted = zip(sequence.keys, starts, strict=True)
+            found = [self._pool.take(keys[start:count]) for keys, start in wanted]
+            known = min(start + len(some) for start, some in zip(starts, found, strict=True))
+            if known == count:
+                return found, count
+            self._release(found)
+            count = known
+
+    def _use(self, sequence: Sequence, count: int) -> None:
+        for keys, start in zip(sequence.keys, self._starts(sequence, count), strict=True):
+            self._pool.used(keys[start:count])
+
+    def _release(self, found: Seq[Seq[Kept]]) -> None:
+        self._pool.release([page for some in found for kept in some for page in kept.pages])
+
+    def _read(self, sequence: Sequence, found: Seq[Seq[Kept]], done: int) -> None:
+        workspace = sequence.workspace
+        assert workspace is not None
+        whole = [some for some in found if len(some) * RAW_TOKENS == done]
+        if squares := [x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)]:
+            workspace.recall(squares)
+        for group, some in zip(self._plan.groups, found, strict=True):
+            pages = [[page for kept in some for page in kept.pages]]
+            ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)
+            for layer in group.layers:
+                base = group.layer_offset(group.raw, layer)
+                k, v = gather_raw(self._arena, ids, self._format, base, group.heads)
+                workspace.extend(layer, k[0], v[0], done - k.shape[2])
         wait_for_kernels(self._arena.device)  # before others may write to these pages

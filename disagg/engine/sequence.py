@@ -203,7 +203,7 @@ class Sequence:
     n:         tokens in the pool · groups: their records, one state per layer group; empty: none
     emitted:   tokens generated so far, here or elsewhere
     cached:    leading tokens of the prompt that were not computed here
-    keys:      of the units of its exact KV · kept_units: those of them that were kept
+    keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
     order:     who came first keeps its place
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
@@ -221,7 +221,7 @@ class Sequence:
     emitted: list[int] = field(default_factory=list)
     n: int = 0
     cached: int = 0
-    keys: Seq[bytes] = ()
+    keys: Seq[Seq[bytes]] = ()
     kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
     hold_at: int | None = None

@@ -17,6 +17,7 @@ from disagg.codecs.layer import attend_tables, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
+from disagg.kernels.view import Softmax
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT
@@ -86,8 +87,8 @@ class PagedKV:
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
                 q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
-                scale, arena = group.head_dim**-0.5, self._arena.bytes
-                given = layer, arena, q, tables, scale, units
+                softmax, arena = Softmax(group.head_dim**-0.5), self._arena.bytes
+                given = layer, arena, q, tables, softmax, units
                 out = attend_tables(codec_of(group), group, *given)
                 found[layer] = out[0]
         return [found[layer] for layer in sorted(found)]

@@ -23,11 +23,15 @@ from disagg.codecs.base import Codec
 from disagg.codecs.layer import StepLayers
 from disagg.codecs.tables import GroupStep
 from disagg.errors import ModelError
+from disagg.kernels.reference.softmax import capped
+from disagg.kernels.view import Softmax
 from disagg.model.cache import Workspace
 
 IMPLEMENTATION = "disagg"
+BLOCK_SCORES = 1 << 24  # fp32 scores that are held at a time where no fused kernel serves
 
-# layer, k [H, done, D], v [H, done, D]: exact K and V so far; before: tokens of earlier calls
+# layer, k [H, n, D], v [H, n, D]: exact K and V of the last n tokens so far, all but where windows
+# hide the first; before: tokens of earlier calls
 Sink = Callable[[int, Tensor, Tensor, int], None]
 
 
@@ -35,7 +39,7 @@ class Attention(Protocol):
     """What answers an attention call of a model."""
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, options: dict
     ) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of a packed row of N tokens -> [N, Hq, D]."""
 
@@ -103,29 +107,29 @@ class BatchAttention:
     windows: Sequence[int | None]
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, options: dict
     ) -> Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         decodes = self.batch.by_layer.get(layer, [])
         if len(decodes) == 1 and decodes[0][0].whole:
-            return decodes[0][1].run(layer, q, k, v, scale)
+            return decodes[0][1].run(layer, q, k, v, softmax)
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2])
         for chunk in self.batch.chunks:
             rows = slice(chunk.row, chunk.row + chunk.count)
             exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
             window = self.windows[layer]
-            out[rows] = attend_exact(q[:, rows], *exact, scale, window).transpose(0, 1)
+            out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(0, 1)
             chunk.workspace.observe(layer, q[:, rows], chunk.before)
             chunk.sink(layer, *exact, chunk.before)
         for decode, layers in decodes:
             picked = decode.step.rows
             some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
-            attended = layers.run(layer, some_q, some_k, some_v, scale)
+            attended = layers.run(layer, some_q, some_k, some_v, softmax)
             out.index_add_(0, picked, attended)  # padding adds 0, see static.py
         return out
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None) -> Tensor:
     """Causal attention of the last c of n tokens: q [Hq, c, D], k and v [H, n, D] -> [Hq, c, D].
 
     window: tokens a query sees, itself included; None: all of them
@@ -134,6 +138,8 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | No
     if window is not None:
         k, v = (x[:, -(count + window - 1) :] for x in (k, v))
     total = k.shape[1]
+    if softmax.cap or softmax.sinks is not None:
+        return _attend_in_blocks(q, k, v, softmax, window or total)
     whole = window is None or window >= total
     if count == total and whole:
         mask = None
@@ -151,10 +157,35 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | No
         v[None],
         attn_mask=mask,
         is_causal=mask is None and count > 1,
-        scale=scale,
+        scale=softmax.scale,
         enable_gqa=q.shape[0] != k.shape[0],
     )
     return out[0]
+
+
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> Tensor:
+    """The same under caps and with sinks, which torch fuses nowhere: some queries at a time."""
+    before = k.shape[1] - q.shape[1]
+    keys = min(k.shape[1], 2 * window)  # at most, of as many queries as a window has tokens
+    rows = max(1, min(window, BLOCK_SCORES // (q.shape[0] * keys)))
+    found = []
+    for first in range(0, q.shape[1], rows):
+        some_q = q[:, first : first + rows]
+        end = before + first + some_q.shape[1]
+        start = max(0, before + first + 1 - window)
+        some_k, some_v = k[:, start:end], v[:, start:end]
+        grouped = some_q.unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # those of a KV head
+        products = (grouped @ some_k.transpose(1, 2)).float() * softmax.scale
+        scores = capped(products.view(q.shape[0], -1, end - start), softmax.cap)
+        query = torch.arange(before + first, end, device=q.device)[:, None]
+        key = torch.arange(start, end, device=q.device)
+        scores.masked_fill_((key > query) | (key <= query - window), -torch.inf)
+        lse = scores.logsumexp(2)
+        if softmax.sinks is not None:
+            lse = torch.logaddexp(lse, softmax.sinks.float()[:, None])
+        p = (scores - lse[:, :, None]).exp().to(v.dtype)
+        found.append((p.view(*grouped.shape[:2], -1) @ some_v).view_as(some_q))
+    return torch.cat(found, 1)
 
 
 def disagg_attention(
@@ -165,14 +196,20 @@ def disagg_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     disagg: Attention | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: query [1, Hq, N, D] -> [1, N, Hq, D]."""
+    """What transformers calls in every layer: query [1, Hq, N, D] -> [1, N, Hq, D].
+
+    softcap, s_aux: how it calls the cap of scores, and sinks
+    """
     if disagg is None:
         name = type(module).__name__
         raise ModelError(f"{name} does not pass keyword arguments to its attention: not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = disagg.attend(module, query[0], key[0], value[0], scale, options)
+    softmax = Softmax(scale, softcap or 0.0, s_aux)
+    out = disagg.attend(module, query[0], key[0], value[0], softmax, options)
     return out[None], None
 
 

@@ -38,11 +38,16 @@ class Workspace:
     """Exact K and V of one prompt in all layers, after RoPE, as the model computed them.
 
     And what codecs may ask of its queries: those of its last tokens, and sums of squares.
+
+    rooms: of each layer, the tokens that it holds, the last ones of all; without any: all
     """
 
-    def __init__(self, layers: int, heads: int, total: int, head_dim: int):
+    def __init__(
+        self, layers: int, heads: int, total: int, head_dim: int, rooms: Sequence[int] = ()
+    ):
         self.total = total
-        self._shape = (2, heads, total, head_dim)
+        self._shapes = [(2, heads, room, head_dim) for room in rooms or (total,) * layers]
+        self._held = [0] * layers
         self._layers: list[Tensor | None] = [None] * layers
         self._last: list[Tensor | None] = [None] * layers
         self._squares: list[Tensor | None] = [None] * layers  # of queries, by units of the lead
@@ -57,22 +62,26 @@ class Workspace:
 
         MemoryError, or the RuntimeError of torch, where there is none
         """
-        made = [torch.empty(self._shape, dtype=dtype, device=device) for _ in self._layers]
-        self._layers = list(made)
+        self._layers = [torch.empty(x, dtype=dtype, device=device) for x in self._shapes]
 
     def extend(self, layer: int, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, done, D] so far."""
-        done = before + k.shape[1]
-        if k.shape[1] == self.total:  # one chunk: nothing to remember
+        """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, n, D] of the last n
+        tokens so far: all, or as many as there is room for."""
+        count, held, shape = k.shape[1], self._held[layer], self._shapes[layer]
+        if count == self.total:  # one chunk: nothing to remember
             return k, v
         stored = self._layers[layer]
         if stored is None:
-            stored = self._layers[layer] = torch.empty(self._shape, dtype=k.dtype, device=k.device)
-        stored[0, :, before:done] = k
-        stored[1, :, before:done] = v
-        if done == self.total:
+            stored = self._layers[layer] = torch.empty(shape, dtype=k.dtype, device=k.device)
+        kept = min(held, shape[2] - count)
+        if kept < held:
+            stored[:, :, :kept] = stored[:, :, held - kept : held].clone()
+        end = self._held[layer] = kept + count
+        stored[0, :, kept:end] = k
+        stored[1, :, kept:end] = v
+        if before + count == self.total:
             self._layers[layer] = None
-        return stored[0, :, :done], stored[1, :, :done]
+        return stored[0, :, :end], stored[1, :, :end]
 
     def observe(self, layer: int, q: Tensor, before: int) -> None:
         """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,11 +16,13 @@ from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import ConfigError, ModelError
-from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config
+from disagg.model.describe import ModelInfo, describe_model, locate_model, read_config, stored_dtype
+from disagg.page import RAW_TOKENS
 from disagg.plan import Plan
 
 SUGGESTED = (DEFAULT_CODEC, "fp8", "raw")  # the first that takes the model's heads
 WORKSPACE_PART = 3  # at most one in so many bytes is for workspaces
+UNSEALED = 4096  # tokens of layers with a window: those of a chunk, and not sealed yet
 STORED = ("*.safetensors", "*.bin")
 
 
@@ -74,12 +77,20 @@ def exact_bytes(shape: KVShape, tokens: int) -> int:
     return 2 * item * tokens * shape.num_layers * shape.heads * shape.head_dim
 
 
+def rooms_of(plan: Plan, tokens: int, chunk: int) -> list[int]:
+    """Tokens whose exact K and V each layer holds while a prompt is computed in chunks."""
+    most = max(chunk, RAW_TOKENS)
+    return [tokens if reach is None else min(tokens, reach + most) for reach in plan.reaches]
+
+
 def split_memory(nbytes: int, shape: KVShape, context: int) -> tuple[int, int]:
     """Bytes of the arena and of the workspaces, from what there is beside the weights.
 
     One prompt as long as the context has its workspace, if that is not too large a part.
     """
-    workspace = min(exact_bytes(shape, context), max(0, nbytes) // WORKSPACE_PART)
+    rooms = (context if x is None else min(context, x + UNSEALED) for x in shape.windows)
+    whole = exact_bytes(shape, sum(rooms)) // shape.num_layers
+    workspace = min(whole, max(0, nbytes) // WORKSPACE_PART)
     return max(0, nbytes) - workspace, workspace
 
 
@@ -102,12 +113,12 @@ def check_model(
     name, architecture = ref or path.name, str(named[0])
     try:
         info = describe_model(str(path), dtype, device="cuda")
-        refuse_closed(info)
+        class_of(info)
     except ModelError as error:
         return ModelFit(name, architecture, served=False, reason=" ".join(str(error).split()))
-    shape, stored = kv_shape(info), config.get("dtype") or config.get("torch_dtype")
+    shape, stored = kv_shape(info), stored_dtype(config)
     sizes = [sum(file.stat().st_size for file in path.glob(pattern)) for pattern in STORED]
-    item = getattr(getattr(torch, str(stored), None), "itemsize", 4)
+    item = getattr(getattr(torch, stored, None), "itemsize", 4)
     weights = (sizes[0] or sizes[1]) * getattr(torch, info.dtype).itemsize // item
     arena = None
     if memory is not None:
@@ -141,8 +152,11 @@ def fit_codec(spec: str, info: ModelInfo, arena_bytes: int | None = None) -> Cod
     return CodecFit(plan.spec, plan.nbytes(context) / context, tokens)
 
 
-def refuse_closed(info: ModelInfo) -> None:
-    """ModelError for an architecture that has no place for an attention function of others."""
+def class_of(info: ModelInfo) -> tuple[Any, Any]:
+    """The class and the config of a model, as transformers has them.
+
+    ModelError for an architecture that has no place for an attention function of others.
+    """
     # slow, seconds: only transformers knows its classes
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,3 +169,5 @@ def refuse_closed(info: ModelInfo) -> None:
         raise ModelError(
             f"{model.__name__} takes no attention function from outside: not supported"
         )
+    own = isinstance(config, model.config_class)  # else it is of a part of what the config tells
+    return model, config if own else config.get_text_config()

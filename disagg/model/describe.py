@@ -82,8 +82,12 @@ def locate_model(ref: str | None = None) -> Path:
 
 def fetched_folder(name: str) -> Path:
     """Where `disagg fetch` puts a model."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "disagg" / "models" / name
+    return user_cache() / "models" / name
+
+
+def user_cache() -> Path:
+    """What is ours in the cache of whoever runs this."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "disagg"
 
 
 def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> ModelInfo:
@@ -147,8 +151,6 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(f"{names[0]} is no language model that continues text")
     if config.get("is_encoder_decoder") or text.get("add_cross_attention"):
         raise ModelError(f"{kind} is an encoder-decoder model; decoder-only ones can be served")
-    if text.get("attn_logit_softcapping"):
-        raise ModelError(f"{kind} caps attention scores (attn_logit_softcapping): not supported")
     if text.get("kv_lora_rank"):
         raise ModelError(f"{kind} keeps latents, not K and V (MLA, kv_lora_rank): not supported")
     if text.get("attention_chunk_size"):
@@ -237,10 +239,15 @@ def _context_length(sizes: dict[str, Any]) -> int:
     return sizes["max_position_embeddings"]
 
 
+def stored_dtype(config: dict[str, Any]) -> str:
+    """What a checkpoint holds, by its config."""
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
 def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
     known = ("float32", "bfloat16", "float16")
     if dtype == "auto":
-        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        stored = stored_dtype(config)
         return "float32" if device == "cpu" or stored not in known else stored
     if dtype not in known:
         raise ModelError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(known)}")

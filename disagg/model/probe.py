@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from disagg.errors import ModelError
+from disagg.kernels.view import Softmax
 from disagg.model.attention import IMPLEMENTATION, attend_exact
 from disagg.model.cache import PassThrough
 from disagg.model.describe import ModelInfo
 
 LENGTHS = (9, 14)  # two prompts packed into one row: positions must come from position_ids
-UNSUPPORTED = {"softcap": "capped scores", "s_aux": "sinks", "position_bias": "a position bias"}
 FOREIGN_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 
@@ -32,23 +32,22 @@ class Probe:
     objections: list[str] = field(default_factory=list)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, options: dict
     ) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self.windows):
             raise ModelError(f"{type(module).__name__} calls attention as layer {layer}")
         if v.shape != k.shape:
             self.objections.append(f"values of {v.shape[-1]} and keys of {k.shape[-1]} channels")
-        self.objections += [
-            what for name, what in UNSUPPORTED.items() if options.get(name) is not None
-        ]
+        if options.get("position_bias") is not None:
+            self.objections.append("a position bias")
         window = self.windows[layer]
         if options.get("sliding_window", window) != window:
             asked = options["sliding_window"]
             self.objections.append(f"a window of {asked} where its config says {window}")
         self.seen.append((layer, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(*(x.split(LENGTHS, dim=1) for x in (q, k, v)), strict=True)
-        parts = [attend_exact(a, b, c, scale, window) for a, b, c in prompts]
+        parts = [attend_exact(a, b, c, softmax, window) for a, b, c in prompts]
         return torch.cat(parts, dim=1).transpose(0, 1).contiguous()  # as some models view it
 
 

@@ -5,30 +5,27 @@ decoding tokens, blocks of a replay. Any model that calls transformers' Attentio
 """
 
 import inspect
-import json
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
-from xxhash import xxh3_128
 
 from disagg.codecs.tables import upload
-from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import PassThrough, Workspace
-from disagg.model.capacity import kv_shape, refuse_closed
-from disagg.model.describe import ModelInfo, describe_model, read_config
+from disagg.model.capacity import kv_shape
+from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs, Recorder
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
+from disagg.model.weights import fingerprint_model, load_model
 
-READ_BYTES = 16 << 20
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+def has_bfloat16() -> bool:
+    """Whether the GPU computes in it, not by way of fp32."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class Runner:
@@ -49,11 +46,14 @@ class Runner:
     def load(cls, ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> "Runner":
         """Load a model by name in the local cache, by path, or the packaged one.
 
-        dtype: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16", "float16"
+        dtype: "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
+               bfloat16), "float32", "bfloat16", "float16"
         ModelError if there is none, or if its attention is not plain softmax attention.
         """
         info = describe_model(ref, dtype, device)
-        model = _load(info).eval().requires_grad_(False).to(device)
+        if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
+            info = replace(info, dtype="float16")
+        model = load_model(info, device).eval().requires_grad_(False)
         with torch.inference_mode():
             check_attention(model, info)
         return cls(model, info, fingerprint_model(info.path))
@@ -79,9 +79,9 @@ class Runner:
         self._graphs = DecodeGraphs(self._static_step, recorder)
         return self._graphs
 
-    def workspace(self, total: int) -> Workspace:
+    def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
-        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim)
+        return Workspace(self.info.num_layers, self.info.heads, total, self.info.head_dim, rooms)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -120,34 +120,3 @@ class Runner:
             use_cache=True,
             disagg=BatchAttention(static.batch, self.info.windows),
         ).logits[0]
-
-
-def fingerprint_model(path: Path) -> str:
-    """32 hex digits that stand for a model's config and weights, wherever they lie."""
-    config = {k: v for k, v in read_config(path).items() if k not in VOLATILE}
-    state = xxh3_128(json.dumps(config, sort_keys=True).encode())
-    for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")):
-        state.update(file.name.encode())
-        with file.open("rb") as stream:
-            while data := stream.read(READ_BYTES):
-                state.update(data)
-    return state.hexdigest()
-
-
-def _load(info: ModelInfo) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    refuse_closed(info)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            info.path,
-            attn_implementation=IMPLEMENTATION,
-            dtype=getattr(torch, info.dtype),
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except LOAD_ERRORS as error:
-        raise ModelError(f"cannot load {info.architecture} from {info.path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):
-        listed = ", ".join(missing[:3])
-        raise ModelError(f"{info.path} lacks {len(missing)} weights of its model, such as {listed}")
-    return model

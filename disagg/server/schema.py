@@ -6,6 +6,7 @@ answer and that is not built here is refused by its name.
 """
 
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -153,7 +154,7 @@ class TransferParams(BaseModel):
         return self.do_remote_decode or self.do_remote_prefill
 
 
-class GenerationRequest(Body):
+class GenerationRequest(Body, ABC):
     """What both dialects have."""
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
@@ -177,14 +178,14 @@ class GenerationRequest(Body):
     kv_transfer_params: TransferParams = TransferParams()
 
     @property
+    @abstractmethod
     def wanted(self) -> int | None:
         """How many tokens are wanted; None: as many as the context holds."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens are told with each; None: no log-probabilities."""
-        raise NotImplementedError
 
     def sampling(self, room: int) -> dict[str, Any]:
         """What the engine is told of the request, but for its seed; for `room` tokens at most."""

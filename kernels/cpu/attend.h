@@ -12,7 +12,7 @@ typedef struct { /* vectors as int16, for each group */
 
 typedef struct {
     ALIGNED float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
-    float turned[TILE][LINE], total[TILE][16], top[TILE];
+    float turned[TILE][LINE], total[TILE][16], top[TILE], cap;
     float done[TILE][LINE], done_top[TILE]; /* o of what is not turned, as of these tops */
     float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
     int lo[TILE], hi[TILE], first, end, rows;
@@ -433,6 +433,17 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
     }
 }
 
+/* Scores s [4][LINE], in units of log2, under the cap of a model that has one:
+ * tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|) */
+static void cap_scores(const Tile *t, float *s, int64_t tokens) {
+    for (int64_t h = 0; t->cap > 0 && h < TILE; h++)
+        for (int64_t i = 0; i < tokens; i += LANES) {
+            V x = v_load(s + h * LINE + i), size = v_max(v_abs(x), v_set(1e-30f));
+            V e = v_exp2(size * v_set(-2 / t->cap)), top = v_set(t->cap * 1.44269504f);
+            v_store(s + h * LINE + i, top * (1 - e) * x / ((1 + e) * size));
+        }
+}
+
 /* Scores of the tokens of one page: out [4][LINE] */
 static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room, float *out) {
     const Side *k = f->k;
@@ -462,6 +473,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
         gather_sparse(k, block, t->q[0], room->sparse);
         add_sparse(room->sparse, k->rows, out);
     }
+    cap_scores(t, out, f->tokens);
     for (int64_t i = 0; f->valid >= 0 && i < f->tokens; i++)
         for (int h = 0; h < TILE && !(block[f->valid + i / 8] >> (i % 8) & 1); h++)
             out[h * LINE + i] = -__builtin_inff();
@@ -566,6 +578,7 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
     for (int i = 0; i < strip->count; i++)
         multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, tokens, dim,
                          t->q[0], 1.0f, room->s[0] + i * tokens);
+    cap_scores(t, room->s[0], strip->count * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
@@ -655,6 +668,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
         clear(t->o, dim);
         clear(t->q, dim);
         memset(t->total, 0, sizeof t->total);
+        t->cap = a->cap;
         t->rows = rows - i * TILE < TILE ? (int)(rows - i * TILE) : TILE;
         for (int h = 0; h < TILE; h++) t->top[h] = -1e30f;
         for (int h = 0; h < t->rows; h++) {

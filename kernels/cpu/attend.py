@@ -32,7 +32,7 @@ def is_served(fmt: Format, q: Tensor) -> bool:
     return q.dtype == torch.float32 and not q.is_cuda and backend() != TORCH and _is_known(fmt)
 
 
-def attend(q: Tensor, views: Sequence[View], scale: float) -> Partial:
+def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> Partial:
     """Attention over the tokens of all views: o [B, M, Hq, D], lse [B, M, Hq] fp32.
 
     error: 1e-5 relative over raw pages, CODE_ERRORS over codes
@@ -44,7 +44,7 @@ def attend(q: Tensor, views: Sequence[View], scale: float) -> Partial:
     job = AttentionC(
         *(ctypes.addressof(tables), address(q), address(o), address(lse)),
         *(len(views), batch, m, heads, query_heads // heads, head_dim),
-        *(query_heads * head_dim, head_dim, 0, scale),
+        *(query_heads * head_dim, head_dim, 0, scale, cap),
     )
     call("disagg_attend", job)
     del held  # the tensors that the library read

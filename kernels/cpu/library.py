@@ -72,6 +72,7 @@ AttentionC = _structure(
     "AttentionC",
     "*tables *q *o *lse num_tables batch m heads width head_dim q_row q_head layer",
     scale=ctypes.c_float,
+    cap=ctypes.c_float,
 )
 StepC = _structure("StepC", "", append=AppendC, attention=AttentionC)
 

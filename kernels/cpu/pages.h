@@ -56,7 +56,7 @@ typedef struct { /* queries [batch][m][heads * width][D]; o and lse, which may b
     float *o, *lse;
     int64_t num_tables, batch, m, heads, width, head_dim;
     int64_t q_row, q_head, layer; /* strides, in numbers; layer pages behind the base of tables */
-    float scale;
+    float scale, cap; /* cap: 0, or a score s counts as cap * tanh(s / cap) */
 } Attention;
 
 typedef struct { /* tokens of one layer, and where their blocks go */

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from disagg.kernels.cpu.attend import fill
 from disagg.kernels.cpu.library import AppendC, AttentionC, StepC, address, call, format_of
+from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows
-from disagg.kernels.view import View
+from disagg.kernels.view import Softmax, View
 
 
 class LayerCalls:
@@ -22,7 +23,7 @@ class LayerCalls:
     rows, views: those of the group's first layer page; the library serves all of them
     """
 
-    def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View], scale: float) -> None:
+    def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View]) -> None:
         self._dtype = getattr(torch, rows.fmt.dtype)
         self._rows, heads, dim = rows.pages.shape[0], views[0].heads, rows.fmt.head_dim
         self._tables, *self._held = *fill(views), arena, rows
@@ -30,10 +31,12 @@ class LayerCalls:
         places = (address(rows.pages), address(rows.slots))
         append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, fmt, rows.base, 0)
         sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0)
-        attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes, scale)
+        attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes)
         self._job = StepC(append, attention)
 
-    def run(self, rank: int, q: Tensor, k: Tensor, v: Tensor, written: bool) -> Tensor:
+    def run(
+        self, rank: int, q: Tensor, k: Tensor, v: Tensor, written: bool, softmax: Softmax
+    ) -> Tensor:
         """Append and attend in the layer page of a rank: [N, Hq, D] of q's dtype.
 
         q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
@@ -50,6 +53,11 @@ class LayerCalls:
         attention.q, attention.o = queries.data_ptr(), o.data_ptr()
         attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)
         attention.width = q.shape[0] // k.shape[0]
+        attention.scale, attention.cap = softmax.scale, softmax.cap
+        lse = None if softmax.sinks is None else o.new_empty(o.shape[:2])
+        attention.lse = address(lse)
         append.layer = attention.layer = rank
         call("disagg_step", self._job)
+        if lse is not None:
+            o = merge([(o, lse)], softmax.sinks)
         return o.to(q.dtype)

@@ -30,7 +30,7 @@ from disagg.kernels.reference.aligned import (
     tops_of,
 )
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
-from disagg.kernels.reference.softmax import columns_of, seen_tokens
+from disagg.kernels.reference.softmax import capped, columns_of, seen_tokens
 from disagg.kernels.view import Units, View
 
 
@@ -166,7 +166,14 @@ def add_product(x, y, total):
 
 
 def attend(
-    q: Tensor, view: View, scale: float, number: int, units: Units, o: Tensor, lse: Tensor
+    q: Tensor,
+    view: View,
+    scale: float,
+    number: int,
+    units: Units,
+    o: Tensor,
+    lse: Tensor,
+    cap: float = 0.0,
 ) -> Bits:
     """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py.
 
@@ -195,7 +202,7 @@ def attend(
         q, levels_of(k_drop).contiguous(), *tables, scores, scale, view.base, queries, width,
         fmt, shape, **options,
     )  # fmt: skip
-    scores.masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
+    scores = capped(scores, cap).masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
     total = scores.logsumexp(2)
     total = total.masked_fill(total == -torch.inf, 0.0)
     p = (scores - total.unsqueeze(2)).exp_()

@@ -75,6 +75,7 @@ class Loop:
     number:    of the view among the units
     spelling:  of codes, see bits.py
     item:      what exact pages hold; operand: what is multiplied, in such precision
+    cap:       of scores, compiled in where a model has one
     """
 
     number: int
@@ -85,6 +86,7 @@ class Loop:
     item: Any = None
     operand: Any = None
     precision: str = ""
+    cap: float = 0.0
 
     @property
     def codes(self) -> bool:
@@ -152,11 +154,13 @@ def attend(
     scale: float,
     units: Units | None = None,
     spelling: str | None = None,
+    cap: float = 0.0,
 ) -> UnitPartials:
     """What the units of views find; q [B, M, Hq, D] of any float dtype.
 
     units:    as plan.py cuts them; None: found here, which asks the host
     spelling: how codes are read, of bits.py; None: as the chip takes them
+    scale, cap: as in `Softmax`
     error:    about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5
               for exact tokens of fp32
     """
@@ -174,7 +178,7 @@ def attend(
     chip = replace(chip, codes=spelling) if spelling else chip
     some = [views[i] for i in served]
     formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
-    loops = loops_of(formats, served, queries, query_heads // heads, chip)
+    loops = loops_of(formats, served, queries, query_heads // heads, chip, cap)
     if served:
         attend_kernel[(heads, loops[0].shape.blocks(queries), slots)](
             q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
@@ -184,7 +188,7 @@ def attend(
         )  # fmt: skip
     for i, view in enumerate(views):
         if isinstance(view.fmt, AlignedFormat):
-            aligned.attend(q, view, scale, i, units, o, lse)
+            aligned.attend(q, view, scale, i, units, o, lse, cap)
     return UnitPartials(o, lse, tuple(q.shape[:3]), units.starts)
 
 
@@ -194,6 +198,7 @@ def loops_of(
     queries: int,
     group: int,
     chip: Chip,
+    cap: float = 0.0,
 ) -> tuple[Loop, ...]:
     """How a chip reads pages of formats: so many queries of a sequence, heads for each KV head."""
     loops = []
@@ -204,9 +209,9 @@ def loops_of(
         if isinstance(fmt, PageFormat):
             floating = fmt.k.floating or fmt.v.floating
             spelling = chip.float8 if floating else chip.codes
-            loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision))
+            loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision, cap=cap))
             continue
         check_tile(fmt)
         item, operand = (getattr(tl, name) for name in (fmt.dtype, chip.operand or fmt.dtype))
-        loops.append(Loop(number, fmt, shape, stages, PLAIN, item, operand, precision))
+        loops.append(Loop(number, fmt, shape, stages, PLAIN, item, operand, precision, cap))
     return tuple(loops)

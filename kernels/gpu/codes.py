@@ -37,6 +37,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     SHAPE: tl.constexpr = LOOP.shape
     SPELLING: tl.constexpr = LOOP.spelling
     STAGES: tl.constexpr = LOOP.stages
+    CAP: tl.constexpr = LOOP.cap
     FIELDS: tl.constexpr = FMT.v.fields
     T: tl.constexpr = FMT.tokens
     W: tl.constexpr = FMT.head_dim // FMT.v.fields
@@ -61,7 +62,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)
         page = tl.load(row_ptr + tl.minimum(i + 1, whole_end - 1))
-        state = add_page(words_ptr + at, query, own, unit, (), state, FMT, SHAPE, SPELLING)
+        state = add_page(words_ptr + at, query, own, unit, (), state, FMT, SHAPE, SPELLING, CAP)
     gap = whole_end - whole
     rest = end - gap
     page = tl.load(row_ptr + tl.where(start < whole, start, whole_end), mask=start < rest, other=0)
@@ -70,7 +71,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
         after = tl.minimum(i + 1, rest - 1)
         page = tl.load(row_ptr + tl.where(after < whole, after, after + gap))
         seen = (tl.where(i < whole, i, i + gap) * T, lo, hi)
-        state = add_page(words_ptr + at, query, own, unit, seen, state, FMT, SHAPE, SPELLING)
+        state = add_page(words_ptr + at, query, own, unit, seen, state, FMT, SHAPE, SPELLING, CAP)
 
     m, l, bias, sums = state
     inverse = store_lse(out[1], m, l, bias, m_c)
@@ -88,7 +89,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
 @triton.jit
 def add_page(
     block, query, own, unit, seen, state,
-    FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr,
+    FMT: tl.constexpr, SHAPE: tl.constexpr, SPELLING: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The state (m, l, bias, sums) after one more page; `block`: int16 pointer to its block.
 
@@ -104,6 +105,6 @@ def add_page(
         s = hide(s, seen[0] + tl.arange(0, FMT.tokens), seen[1], seen[2])
     V_SIDE: tl.constexpr = FMT.v
     new_bias = value_bias(block, bias, V_SIDE)
-    p, decay, m, l = softmax_step(s, unit, m, l, bias, new_bias, FMT.tokens // 4)
+    p, decay, m, l = softmax_step(s, unit, m, l, bias, new_bias, FMT.tokens // 4, CAP)
     sums = add_values(block, p, decay, sums, own, FMT, SHAPE.groups, SPELLING)
     return m, l, new_bias, sums

@@ -49,6 +49,7 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     OPERAND: tl.constexpr = LOOP.operand
     PRECISION: tl.constexpr = LOOP.precision
     STAGES: tl.constexpr = LOOP.stages
+    CAP: tl.constexpr = LOOP.cap
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     C: tl.constexpr = LOOP.shape.columns
@@ -75,13 +76,13 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
         seen = () if FMT.counted else (at, i, lo, hi)
         pages = load_pages(row_ptr, i + 1, width, FMT)
         at = load_positions(where_ptr, pages, i + 1, limit, FMT)
-        state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
+        state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
     if FMT.counted:
         for i in tl.range(start, end - (whole_end - whole), num_stages=1):
             i_tile = tl.where(i < whole, i, i + (whole_end - whole))
             blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
             seen = ((), i_tile, lo, hi)
-            state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION)
+            state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
 
     m, l, b_o = state
     inverse = store_lse(out[1], m, l, P_BIAS, m_c)
@@ -122,8 +123,9 @@ def addresses(block_ptr, pages, FMT: tl.constexpr):
 
 @triton.jit
 def add_tile(
-    blocks, q, unit, seen, state, FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
-):
+    blocks, q, unit, seen, state,
+    FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """The state (m, l, o) after one more tile, whose strips begin at four pointers.
 
     q:    tiles [D, C], to be summed
@@ -149,7 +151,7 @@ def add_tile(
     s = below(below(s[0], s[1]), below(s[2], s[3]))
     if len(seen) > 0:
         s = hide_slots(s, seen[0], seen[1], seen[2], seen[3], FMT)
-    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP)
+    p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP, CAP)
     first, second = upper_lower(p)
     p = upper_lower(first) + upper_lower(second)
     b_o *= decay[None, :]

@@ -35,18 +35,22 @@ class UnitPartials:
 
 @triton.jit
 def merge_kernel(
-    part_o_ptr, part_lse_ptr, starts_ptr, o_ptr, lse_ptr, rows,
-    D: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
+    part_o_ptr, part_lse_ptr, starts_ptr, sinks_ptr, o_ptr, lse_ptr, rows,
+    D: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One row of the answer, COLUMNS channels of it.
 
     part_o_ptr, part_lse_ptr, starts_ptr: as `UnitPartials` says
+    sinks_ptr: [SINKS] of any float dtype, one of each query head; nowhere if that is 0
     o_ptr, lse_ptr: [B, rows, D] of any float dtype, and [B, rows] fp32, lse natural
     """
     i_row, i_part, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_d, o_u = i_part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, UNITS)
     m, l = tl.full([1], EMPTY, tl.float32), tl.zeros([1], tl.float32)
     b_o = tl.zeros([COLUMNS], tl.float32)
+    if SINKS > 0:
+        sink = tl.load(sinks_ptr + i_row % SINKS + tl.arange(0, 1)).to(tl.float32)
+        m, l = sink * 1.4426950408889634, l + 1.0
     end = tl.load(starts_ptr + i_b + 1)
     for i in range(tl.load(starts_ptr + i_b), end, UNITS):
         m_u = i + o_u < end
@@ -68,15 +72,18 @@ def merge_kernel(
         tl.store(lse_ptr + i_out + tl.arange(0, 1), (m + tl.log2(l)) * 0.6931471805599453)
 
 
-def merge(found: UnitPartials, dtype: torch.dtype = torch.float32) -> Partial:
-    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32."""
+def merge(
+    found: UnitPartials, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None
+) -> Partial:
+    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`."""
     o, queries, head_dim = found.o, found.queries, found.o.shape[2]
     batch, rows = queries[0], o.shape[1]
     merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
     many = o.shape[0] > 2 * FEW * batch
     merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
-        o, found.lse, found.starts, merged, lse, rows, head_dim, MANY if many else FEW, COLUMNS,
+        o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows, head_dim,
+        MANY if many else FEW, COLUMNS, 0 if sinks is None else queries[2],
         num_warps=4 if many else 1, enable_fp_fusion=False,
     )  # fmt: skip
     return merged, lse

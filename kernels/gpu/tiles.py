@@ -54,13 +54,17 @@ def empty_softmax(R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr):
+def softmax_step(s, unit, m, l, bias, new_bias, R: tl.constexpr, CAP: tl.constexpr):
     """Take scores of T tokens into the running maximum and sum.
 
-    s, unit: [T, C] fp32 and [C]; their product is in log2 units
+    s, unit: [T, C] fp32 and [C]; their product is in log2 units; CAP: as in `Softmax`
     m, l:    [C] and [R, C]; l is summed over R only at the end, and is times 2**bias
     returns: weights p [T, C] times 2**new_bias, what older sums are multiplied by [C], m, l
     """
+    if CAP > 0:  # tanh x = 1 - 2 / (1 + exp(2 x)); what is hidden stays so
+        b_tanh = 1.0 - 2.0 / (1.0 + tl.exp2(s * unit[None, :] * (2.0 / CAP)))
+        s = tl.where(s > float("-inf"), b_tanh * (CAP * 1.4426950408889634), s)
+        unit = tl.full(unit.shape, 1.0, tl.float32)
     m_new = tl.maximum(m, tl.max(s, 0) * unit)
     decay = tl.exp2(m - m_new + (new_bias - bias))
     p = tl.exp2(s * unit[None, :] - (m_new - new_bias)[None, :])

@@ -47,7 +47,7 @@ class Bits:
     v: Tensor
 
 
-def attend(q: Tensor, view: View, scale: float) -> tuple[Partial, Bits]:
+def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> tuple[Partial, Bits]:
     """Attention over bit planes. Arguments and partial result as in `exact.attend`.
 
     As many sequences and KV heads at a time as leave what is made on the way in a cache.
@@ -68,13 +68,15 @@ def attend(q: Tensor, view: View, scale: float) -> tuple[Partial, Bits]:
         for head in range(0, heads, some):
             count, base = min(some, heads - head), view.base + fmt.block_bytes * head
             own = q[rows, :, head * group : (head + count) * group]
-            by_heads.append(_attend(own, replace(some_rows, base=base, heads=count), scale))
+            by_heads.append(_attend(own, replace(some_rows, base=base, heads=count), scale, cap))
         found.append([torch.cat(x, 2) for x in zip(*by_heads, strict=True)])
     o, lse, k_bits, v_bits = (torch.cat(x) for x in zip(*found, strict=True))
     return (o, lse), Bits(k_bits, v_bits)
 
 
-def _attend(q: Tensor, view: View, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend(
+    q: Tensor, view: View, scale: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, bits of K, bits of V), all at once."""
     fmt = view.fmt
     assert isinstance(fmt, AlignedFormat)
@@ -90,7 +92,7 @@ def _attend(q: Tensor, view: View, scale: float) -> tuple[Tensor, Tensor, Tensor
     for level, share in zip(LEVELS, _by_level(columns, k_drop), strict=True):
         k = read_planes(blocks, fmt, "k", level).transpose(3, 4)  # [B, H, P, T, D]
         scores = scores + k.to(q.dtype) @ share.unsqueeze(2)
-    p, lse = masked_softmax(scores.flatten(2, 3), seen)
+    p, lse = masked_softmax(scores.flatten(2, 3), seen, cap)
     high = read_planes(blocks, fmt, "v", 8).flatten(2, 3).to(q.dtype)
     v_drop = v_drops(p, high, tops_of(blocks, fmt.v_top, fmt.head_dim, pages, group))
     o = columns.new_zeros(())

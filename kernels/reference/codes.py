@@ -47,7 +47,7 @@ from disagg.kernels.reference.turn import read_order, read_signs, turn_back
 from disagg.kernels.view import Partial, View
 
 
-def attend(q: Tensor, view: View, scale: float) -> Partial:
+def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     """Attention over pages of codes. Arguments and results as in `exact.attend`.
 
     error: at most 1e-5 relative in fp32, 1e-12 in fp64, against exact attention on what
@@ -70,7 +70,7 @@ def attend(q: Tensor, view: View, scale: float) -> Partial:
     seen = seen_tokens(view, first * fmt.tokens, scores.shape[2])
     if fmt.valid is not None:
         seen = seen & read_valid(blocks, fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
-    p, lse = masked_softmax(scores, seen)
+    p, lse = masked_softmax(scores, seen, cap)
     o = _output(p.unflatten(2, (last - first, fmt.tokens)), blocks, fmt, shared)
     return partial_of(o, lse, q.shape[1])
 

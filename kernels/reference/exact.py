@@ -16,13 +16,13 @@ from disagg.kernels.reference.softmax import (
 from disagg.kernels.view import Partial, View
 
 
-def attend(q: Tensor, view: View, scale: float) -> Partial:
+def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     """Attention over slots; what each holds is as `ExactFormat` says.
 
     q:       [B, M, Hq, D] fp32 or fp64 - query head i reads KV head i // (Hq / heads)
-    scale:   multiplies q.k
+    scale, cap: as in `Softmax`
     returns: o [B, M, Hq, D], lse [B, M, Hq] of the dtype of q - the natural log of
-             sum exp(scale * q.k); a query that sees nothing has o = 0 and lse = -inf
+             sum exp(score); a query that sees nothing has o = 0 and lse = -inf
     """
     fmt, pages = view.fmt, view.pages
     assert isinstance(fmt, ExactFormat)
@@ -38,7 +38,7 @@ def attend(q: Tensor, view: View, scale: float) -> Partial:
         seen = _seen_of_side(view, fmt, k.shape[2])
     else:
         seen = _seen_of_pages(view, fmt)
-    p, lse = masked_softmax(k.to(q.dtype) @ columns_of(q * scale, view.heads), seen)
+    p, lse = masked_softmax(k.to(q.dtype) @ columns_of(q * scale, view.heads), seen, cap)
     return partial_of(v.to(q.dtype).transpose(2, 3) @ p, lse, q.shape[1])
 
 

@@ -12,8 +12,14 @@ from disagg.kernels.view import Partial, View
 CHUNK_ELEMENTS = 1 << 19
 
 
-def merge(partials: list[Partial]) -> Tensor:
-    """Attention over the union of disjoint token sets, from attention over each: [B, M, Hq, D]."""
+def merge(partials: list[Partial], sinks: Tensor | None = None) -> Tensor:
+    """Attention over the union of disjoint token sets, from attention over each: [B, M, Hq, D].
+
+    sinks: as in `Softmax`
+    """
+    if sinks is not None:
+        o, lse = partials[0]
+        partials = [*partials, (torch.zeros_like(o), sinks.to(lse.dtype).expand_as(lse))]
     lse = torch.stack([one[1] for one in partials])
     weights = _exp_or_zero(lse, lse.amax(0))
     total = weights.sum(0).clamp_min(1.0)  # the largest term is 1; all zero where nothing is seen
@@ -67,11 +73,17 @@ def seen_at(view: View, position: Tensor) -> Tensor:
     return (place >= view.lo[:, None, None]) & (place < view.hi[:, None, None])
 
 
-def masked_softmax(scores: Tensor, seen: Tensor) -> Partial:
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """Scores under the cap of a `Softmax`."""
+    return cap * (scores / cap).tanh() if cap else scores
+
+
+def masked_softmax(scores: Tensor, seen: Tensor, cap: float) -> Partial:
     """Weights of the same shape, and lse [B, heads, M * G].
 
-    scores: [B, heads, n, M * G]; seen: [B, heads or 1, n, M] bool
+    scores: [B, heads, n, M * G]; seen: [B, heads or 1, n, M] bool; cap: as in `Softmax`
     """
+    scores = capped(scores, cap)
     if not seen.all():
         hidden = ~seen.repeat_interleave(scores.shape[3] // seen.shape[3], 3)
         scores = scores.masked_fill(hidden, -torch.inf)

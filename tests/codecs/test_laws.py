@@ -11,6 +11,7 @@ from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries, sum_squares
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
+from disagg.kernels.view import Softmax
 from disagg.page import FinalAt
 from disagg.state import allocate_group
 from disagg.transfer.records import ids_by_kind
@@ -146,12 +147,24 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec: Codec) -> Non
     assert relative_error(seen, wanted) <= allowed
 
 
+def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(codec: Codec) -> None:
+    k, v = realistic(2, 1300, 64)
+    q = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    cache, sinks = compress(codec, k, v), torch.linspace(-2, 6, 6)
+    for cap in (0.0, 3.0):
+        found = [cache.attend(x, Softmax(0.3, cap, sinks)) for x in (q, q.double())]
+        wanted = exact_attention(q, *cache.reconstruct(), 0.3, cache.present(), cap, sinks)
+        reads_all = codec.name != "alignedkv"
+        assert relative_error(found[0], wanted) <= codec.attend_error
+        assert relative_error(found[1], wanted) <= (1e-5 if reads_all else codec.attend_error)
+
+
 def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec: Codec) -> None:
     k, v = realistic(1, 8192, 64)
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     cache = compress(codec, k, v)
     wanted = exact(cache, q, 0.2)
-    assert relative_error(cache.attend(q, scale=0.2), wanted) <= codec.attend_error
+    assert relative_error(cache.attend(q, Softmax(0.2)), wanted) <= codec.attend_error
 
 
 @pytest.mark.parametrize(("n", "more"), [(0, 130), (300, 200), (2048, 65)])

@@ -60,6 +60,8 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
     failed = {x.rid: x.error for output in outputs for x in output.failed}
     assert failed.keys() == {f"long {i}" for i in range(12)}
     assert all(isinstance(error, PromptTooLongError) for error in failed.values())
+    told = f"needs {exact_bytes(runner.shape, 201)} bytes"
+    assert all(told in str(error) for error in failed.values())
     assert 100 < most <= 200
     tokens = [x for output in outputs for x in output.tokens]
     assert {(x.rid, x.index) for x in tokens} == {(f"{i}", j) for i in range(12) for j in range(8)}

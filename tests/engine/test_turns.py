@@ -43,7 +43,7 @@ class Load:
         info = SimpleNamespace(eos_ids=(), context_length=1 << 20, vocab_size=VOCAB)
         info.dtype, device = "float32", torch.device("cpu")
         runner: Any = SimpleNamespace(shape=SHAPE, info=info, device=device, forward=self.forward)
-        runner.workspace = lambda total: Workspace(1, 1, total, 64)
+        runner.workspace = lambda total, rooms: Workspace(1, 1, total, 64, rooms)
         config = EngineConfig(BUDGET, max_sequences=64, arena_bytes=self.arena_bytes, watermark=0)
         self.engine = Engine(runner, config, clock=lambda: self.now)
 

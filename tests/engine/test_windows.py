@@ -1,20 +1,29 @@
 """Layers with a window keep, send and attend only what their window sees, and answers stay."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
-from disagg.codecs.planning import KVShape, parse_plan
+from disagg.codecs.cache import CompressedKV, GrowingArena
+from disagg.codecs.layer import StepLayers
+from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.messages import Replay
+from disagg.engine.prefixes import MODEL
+from disagg.errors import PromptTooLongError
 from disagg.llm import LLM, SamplingParams
+from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.plan import LayerGroup, Plan
-from disagg.transfer.records import Checklist
+from disagg.transfer.records import Checklist, content_keys
 from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
+from tests.synthetic import exact_attention, relative_error
 
 WINDOW, PROMPT, ANSWER = 320, 1472, 40  # whole pages: a window is less than one page longer
 KIVI = "kivi:bits=4,residual=64"
@@ -79,3 +88,62 @@ def test_pages_behind_the_window_are_freed_while_decoding(path):
             spare = sum(group.record(group.page).nbytes for group in plan.groups)
             assert engine.pool.used_bytes <= plan.nbytes(sequence.n) + spare
     run_until_idle(engine)
+
+
+def test_answers_of_kivi_are_attention_on_the_reconstruction_within_the_window(path, monkeypatch):
+    engine = make_engine(Runner.load(path), max_batch_tokens=256)
+    plan, run, errors = engine.plan(KIVI), StepLayers.run, list[float]()
+    arena = cast(GrowingArena, SimpleNamespace(bytes=engine.arena))
+
+    def checked(self: StepLayers, layer: int, q: Tensor, *rest: Any) -> Tensor:
+        out, index = run(self, layer, q, *rest), plan.group_of[layer]
+        group, (sequence,) = plan.groups[index], engine._scheduler.active
+        if layer == group.layers[0]:
+            cache = CompressedKV(codec_of(group), group, sequence.groups[index], arena)
+            cache.num_tokens = sequence.n + 1
+            seen = slice(-min(cache.num_tokens, group.window or cache.num_tokens), None)
+            k, v = (x[:, seen] for x in cache.reconstruct())
+            errors.append(relative_error(out[0], exact_attention(q[:, 0], k, v, rest[-1].scale)))
+        return out
+
+    monkeypatch.setattr(StepLayers, "run", checked)
+    serve(engine, [random_prompt(700)], KIVI, 100)
+    assert len(errors) == 99 * len(plan.groups)
+    assert max(errors) <= codec_of(plan.groups[0]).attend_error
+
+
+def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
+    runner, chunk = Runner.load(path), 256
+    rooms = rooms_of(parse_plan("raw", runner.shape), PROMPT, chunk)
+    assert rooms == [WINDOW + 16 + chunk, PROMPT, WINDOW + 16 + chunk]  # 16: a page of raw
+    room = exact_bytes(runner.shape, sum(rooms)) // 3
+    for workspace_bytes in (room, room - 1):
+        engine = make_engine(runner, max_batch_tokens=chunk, workspace_bytes=workspace_bytes)
+        engine.submit(Replay(request("a", random_prompt(PROMPT), "raw", ANSWER)))
+        outputs, held = [], [0]
+        while not engine.idle:
+            outputs.append(engine.step())
+            begun = [x.workspace for x in engine._scheduler.active if x.workspace is not None]
+            held += [workspace.stored_bytes for workspace in begun]
+        if workspace_bytes == room:
+            answer = [token.token for output in outputs for token in output.tokens]
+            assert_same(answer, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER))
+            assert max(held) == room
+        else:
+            (failed,) = outputs[0].failed
+            assert isinstance(failed.error, PromptTooLongError)
+            assert f"needs {room} bytes of exact KV" in str(failed.error)
+
+
+def test_a_prefix_is_known_where_its_last_window_is(path):
+    engine, prompt = make_engine(Runner.load(path), max_batch_tokens=256), random_prompt(1000)
+    expected = serve(engine, [prompt], "raw", 8)
+    of_windows, of_all = content_keys(MODEL, engine._prefixes._plan, prompt)
+    known = []
+    for lost in (of_windows[:20], of_windows[50:51], of_windows[40:41], of_all[10:11]):
+        for key in lost:
+            engine.pool.drop(key)
+        before = engine.counts["cached_tokens"]
+        assert serve(engine, [prompt], "raw", 8) == expected
+        known.append((engine.counts["cached_tokens"] - before) // 16)
+    assert known == [62, 50, 62, 0]

@@ -42,6 +42,7 @@ from disagg.codecs.layer import attend_step, write_prompt, write_step
 from disagg.codecs.seals import Growth
 from disagg.codecs.tables import GroupStep, plan_step, upload
 from disagg.kernels.gpu import bits
+from disagg.kernels.view import Softmax
 from disagg.plan import LayerGroup
 from disagg.state import allocate_group
 
@@ -217,7 +218,7 @@ def take_step(
 ) -> None:
     """Write new tokens and attend to all."""
     write_step(codec, step, LAYER, arena, k, v)
-    attend_step(codec, step, LAYER, arena, q, 0.1)
+    attend_step(codec, step, LAYER, arena, q, Softmax(0.1))
 
 
 def full_tail(group: LayerGroup, n: int) -> int:

@@ -7,7 +7,9 @@ from torch import Tensor
 from disagg.codecs import get_codec
 from disagg.codecs.cache import CompressedKV
 from disagg.kernels import ops
+from disagg.kernels.cpu import library
 from disagg.kernels.gpu import reduce
+from disagg.kernels.view import Softmax
 from tests.kernels.cases import DEVICE, relative_error
 from tests.synthetic import realistic
 
@@ -73,6 +75,17 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
         assert relative_error(x.cpu(), y.double()) <= bound
+
+
+@pytest.mark.parametrize("spec", ["raw:dtype=fp16", "kcvt", "banded", "h2o", "alignedkv"])
+def test_caps_and_sinks_are_those_of_the_reference(spec, monkeypatch):
+    cache, q = make_cache(spec, DEVICE)
+    softmax = Softmax(0.3, 2.0, torch.tensor([-1.0, 2.0, 5.0], device=DEVICE))
+    with library.forced(library.TORCH):
+        expected = cache.attend(q, softmax)
+    watch(monkeypatch)
+    assert relative_error(cache.attend(q, softmax).cpu(), expected.cpu().double()) <= 1e-3
+    assert relative_error(cache.attend(q).cpu(), expected.cpu().double()) > 1e-2
 
 
 @pytest.mark.parametrize("spec", ["kivi:residual=0", "gear:bits=2,backbone=kivi", "h2o", "kcvt"])

@@ -18,6 +18,7 @@ from disagg.kernels.formats import ExactFormat
 from disagg.kernels.reference import codes, exact, softmax
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation, Target, in_order
+from disagg.kernels.view import Softmax
 from tests.kernels.cases import (
     BASE,
     FORMATS,
@@ -58,17 +59,17 @@ def known(name, lengths, run):
     return make_case(make_format(**FORMATS[name]), list(lengths), 2, 3, run=run)
 
 
-def answer(case):
-    return attend.attend(case.q, [case.view], 0.2)
+def answer(case, cap=0.0):
+    return attend.attend(case.q, [case.view], 0.2, cap)
 
 
-def check(case):
+def check(case, cap=0.0):
     """Attention by the library is within the stated bound of the spec in fp64."""
     fmt = case.view.fmt
     assert is_served(fmt, case.q)
     raw = isinstance(fmt, ExactFormat)
-    wanted = (exact if raw else codes).attend(case.q.double(), case.view, 0.2)
-    o, lse = answer(case)
+    wanted = (exact if raw else codes).attend(case.q.double(), case.view, 0.2, cap)
+    o, lse = answer(case, cap)
     coded = not raw and not fmt.k.floating
     bound = library.CODE_ERRORS[library.backend()] if coded else 1e-6
     assert (o - wanted[0]).norm() <= bound * wanted[0].norm()
@@ -108,6 +109,17 @@ def test_bands_are_attended_as_the_spec_says(bits, head_dim, m, path):
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 def test_raw_pages_are_attended_in_fp32(dtype, head_dim, path):
     check(make_case(raw_format(dtype, head_dim), [100, 1, 37, 0, 90, 700], 2, 7, m=3))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scores_of_codes_are_capped_as_the_spec_says(name, path):
+    check(known(name, (390, 70, 0), 3), cap=0.7)
+
+
+@pytest.mark.parametrize("cap", [0.3, 50.0])
+def test_scores_of_raw_pages_and_of_bands_are_capped_as_the_spec_says(cap, path):
+    check(make_case(raw_format("float16", 80), [100, 1, 37, 0], 2, 7, m=3), cap)
+    check(make_case(banded_format(2, 128), [390, 70, 0], 2, 3, run=3), cap)
 
 
 @pytest.mark.parametrize("width", [1, 3, 16])
@@ -193,12 +205,12 @@ def test_views_are_attended_in_one_call_as_if_merged(path, monkeypatch):
     call = attend.call
     monkeypatch.setattr(attend, "call", lambda *job: (called.append(job[0]), call(*job)))
     views = [pages.view, tail.view]
-    o = ops.attend(pages.q, views, 0.2)
+    o = ops.attend(pages.q, views, Softmax(0.2))
     assert called == ["disagg_attend"]
     found = [attend.attend(pages.q, [view], 0.2) for view in views]
     assert torch.allclose(o, softmax.merge(found), atol=1e-6)
     found.append(codes.attend(pages.q, other.view, 0.2))
-    o = ops.attend(pages.q, [*views, other.view], 0.2)
+    o = ops.attend(pages.q, [*views, other.view], Softmax(0.2))
     assert torch.allclose(o, softmax.merge(found), atol=1e-6)
 
 
@@ -206,7 +218,7 @@ def test_what_the_library_does_not_know_is_left_to_the_reference():
     case = make_case(quant_format(4, 64, 32, 32), [100], 2, 3)
     with library.forced(library.TORCH):
         assert not is_served(case.view.fmt, case.q)
-        o = ops.attend(case.q, [case.view], 0.2)
+        o = ops.attend(case.q, [case.view], Softmax(0.2))
         assert torch.equal(o, codes.attend(case.q, case.view, 0.2)[0])
     assert not is_served(make_format(v_by="row"), case.q)
     assert not is_served(case.view.fmt, case.q.double())
@@ -377,19 +389,22 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(dtype, path, mon
     rows, views = NewRows(pages, slots, raw, BASE), [sealed, tail]
     queries = q.transpose(0, 1).float().unsqueeze(1)
     first = [replace(x, base=BASE - rank * heads * x.fmt.block_bytes) for x in (sealed, tail, rows)]
-    ready = ops.prepare(arena, first[2], first[:2], queries, 0.2)
+    ready = ops.prepare(arena, first[2], first[:2], queries)
     calls = []
     call = step.call
     monkeypatch.setattr(step, "call", lambda *job: (calls.append(job[0]), call(*job)))
     before = arena.clone()
-    found, written = ready.run(rank, q, k, v, False), arena.clone()
+    found, written = ready.run(rank, q, k, v, False, Softmax(0.2)), arena.clone()
     assert calls == ["disagg_step"]
     assert found.dtype is kind
     arena.copy_(before)
     append(arena, *(x.clamp(-largest, largest).transpose(0, 1) for x in (k, v)), rows)
     assert torch.equal(arena, written)
     assert torch.equal(found, attend.attend(queries, views, 0.2)[0][:, 0].to(kind))
-    assert torch.equal(ready.run(rank, q, k.zero_(), v.zero_(), True), found)
+    assert torch.equal(ready.run(rank, q, k.zero_(), v.zero_(), True, Softmax(0.2)), found)
+    with_sinks = Softmax(0.2, 5.0, torch.linspace(-1, 3, 6))
+    expected = ops.attend(queries, views, with_sinks)[:, 0].to(kind)
+    assert torch.equal(ready.run(rank, q, k, v, True, with_sinks), expected)
     assert torch.equal(arena, written)
 
 
@@ -397,4 +412,4 @@ def test_a_step_that_other_code_has_to_serve_is_not_prepared():
     raw = raw_format("float32", 64)
     view = make_case(make_format(v_by="row"), [70, 9], 2, 3).view
     rows = NewRows(view.pages[:, 0].clone(), torch.zeros(2).int(), raw, BASE)
-    assert ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64), 0.2) is None
+    assert ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64)) is None

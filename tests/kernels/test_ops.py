@@ -8,6 +8,7 @@ import torch
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.sealing import NewRows, Sealing, SealRows
+from disagg.kernels.view import Softmax
 from tests.kernels.cases import (
     BASE,
     exact_attention,
@@ -23,7 +24,7 @@ FMT = quant_format(4, 64, 32, 32)
 
 def attend(case, **changes):
     q = changes.pop("q", case.q)
-    return ops.attend(q, [replace(case.view, **changes)], 0.125)
+    return ops.attend(q, [replace(case.view, **changes)], Softmax(0.125))
 
 
 def test_attention_over_several_views_is_one_answer():
@@ -32,8 +33,10 @@ def test_attention_over_several_views_is_one_answer():
     assert relative_error(attend(case), wanted) <= CODE_ERRORS[backend()]
     cut = torch.tensor([[70], [3]], dtype=torch.int32)
     views = replace(case.view, hi=cut), replace(case.view, lo=cut)
-    assert relative_error(ops.attend(case.q, views, 0.125), wanted) <= CODE_ERRORS[backend()]
-    half = ops.attend(case.q.half(), views, 0.125)
+    assert (
+        relative_error(ops.attend(case.q, views, Softmax(0.125)), wanted) <= CODE_ERRORS[backend()]
+    )
+    half = ops.attend(case.q.half(), views, Softmax(0.125))
     assert half.dtype == torch.float16
     assert relative_error(half, wanted) <= 2e-3
 
@@ -75,7 +78,7 @@ def test_decode_refuses_blocks_of_another_size():
 
 def test_attention_to_nothing_is_refused():
     with pytest.raises(ValueError, match="no views"):
-        ops.attend(torch.zeros(1, 1, 2, 64), [], 1.0)
+        ops.attend(torch.zeros(1, 1, 2, 64), [], Softmax(1.0))
 
 
 def test_pages_that_share_segments_are_not_attended_without_them():

@@ -24,7 +24,7 @@ from tests.model.tiny import random_prompt, save_config, save_tiny
 PLAIN = ("cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt2", "gpt_neox", "granite", "llama")
 PLAIN += ("nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3")
 WINDOWED = ("afmoe", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral")
-WINDOWED += ("olmo3", "starcoder2")
+WINDOWED += ("olmo3", "starcoder2", "vaultgemma")
 EXPERTS = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 OTHERS = ("bamba", "bloom", "deepseek_v3", "falcon", "falcon_h1", "jamba", "llama4_text", "mpt")
 OTHERS += ("qwen3_next", "stablelm")
@@ -37,6 +37,12 @@ Small random models of each architecture, tried out with transformers {transform
 `python -m tests.model.architectures --out docs/models.md`: exact pages (`raw`) against `generate`,
 or the reason of the refusal. `disagg models check REF` says the same of a real one from its config,
 with the tokens that fit; what a config cannot say is found out by a probe when the weights load.
+
+Caps of scores (`gemma2`, `vaultgemma`) and sinks (`gpt_oss`) are computed in all kernels; of
+prompts, which attend exactly, without a fused kernel of torch. `gpt_oss` is tried out in fp32. The
+experts of its real checkpoints are in mxfp4: transformers computes in that with the package
+`kernels` on a GPU of capability 7.5 or more, and else unpacks them to bf16 while it loads, at 2
+bytes a parameter. Neither was tried here.
 
 | architecture | heads / KV heads x dim | windows of layers | result |
 |---|---|---|---|

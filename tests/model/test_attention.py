@@ -2,11 +2,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.model.attention import attend_exact
+from disagg.kernels.view import Softmax
+from disagg.model import attention
 from disagg.model.cache import Workspace
+from tests.synthetic import exact_attention
+
+SINKS = torch.linspace(-2, 4, 6)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None) -> Tensor:
     """Query by query, in double precision."""
     out = torch.empty_like(q, dtype=torch.float64)
     start, group = k.shape[1] - q.shape[1], q.shape[0] // k.shape[0]
@@ -14,21 +18,29 @@ def naive(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
         for i in range(q.shape[1]):
             last = start + i + 1
             seen = slice(0 if window is None else max(0, last - window), last)
-            keys, values = k[head // group, seen].double(), v[head // group, seen].double()
-            p = (scale * (keys @ q[head, i].double())).softmax(0)
-            out[head, i] = p @ values
+            some_q, keys, values = (
+                q[head : head + 1, i],
+                k[head // group, seen],
+                v[head // group, seen],
+            )
+            sink = None if softmax.sinks is None else softmax.sinks[head : head + 1]
+            how = softmax.scale, None, softmax.cap, sink
+            out[head, i] = exact_attention(some_q, keys[None], values[None], *how)[0]
     return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 23, 100])
 @pytest.mark.parametrize("count", [1, 7, 23])
 @pytest.mark.parametrize("heads", [1, 2, 6])
-def test_the_last_tokens_attend_on_what_they_may_see(window, count, heads):
+@pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.3, 1.5), Softmax(0.3, 0.0, SINKS)])
+def test_the_last_tokens_attend_on_what_they_may_see(softmax, window, count, heads, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(attention, "BLOCK_SCORES", 6 * 23 * 4)  # four queries at a time
     q = torch.randn(6, count, 20)
     k, v = torch.randn(2, heads, 23, 20)
-    expected = naive(q, k, v, 0.3, window)
-    assert torch.allclose(attend_exact(q, k, v, 0.3, window).double(), expected, atol=1e-5)
+    expected = naive(q, k, v, softmax, window)
+    found = attention.attend_exact(q, k, v, softmax, window)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
 def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
@@ -42,3 +54,14 @@ def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
             assert torch.equal(so_far[0], k[:, :done])
             assert torch.equal(so_far[1], v[:, :done])
     assert workspace.stored_bytes == 0
+
+
+def test_a_workspace_with_less_room_gives_back_the_last_tokens():
+    k, v = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    workspace = Workspace(layers=2, heads=3, total=20, head_dim=8, rooms=(20, 7))
+    for before, done in ((0, 4), (4, 6), (6, 10), (10, 17), (17, 18), (18, 20)):
+        for layer, room in enumerate((20, 7)):
+            part, seen = slice(before, done), slice(max(0, done - room), done)
+            so_far = workspace.extend(layer, k[:, part], v[:, part], before)
+            assert torch.equal(so_far[0], k[:, seen])
+            assert torch.equal(so_far[1], v[:, seen])

@@ -82,7 +82,6 @@ def test_contexts_end_where_rotary_frequencies_would_change(tmp_path):
     [
         ({"architectures": ["BertModel"]}, "BertModel"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"attn_logit_softcapping": 30.0}, "softcapping"),
         ({"num_kv_shared_layers": 2}, "shares KV"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         ({"vocab_size": "absent", "model_type": "no-such-type"}, "no-such-type"),

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from disagg.errors import ModelError
 from disagg.model.attention import Batch, Chunk
 from disagg.model.probe import check_attention
-from disagg.model.runner import Runner, fingerprint_model
+from disagg.model.runner import Runner
+from disagg.model.weights import fingerprint_model
 from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_tiny
 

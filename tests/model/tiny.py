@@ -51,7 +51,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": False},
     "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50}
     | {"tie_word_embeddings": False},
-    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "tie_word_embeddings": False},
+    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+    | {"attn_logit_softcapping": 2.0},  # low enough for small models to feel it
+    "vaultgemma": {
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 2.0,
+    },
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
 }
 GENERAL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")

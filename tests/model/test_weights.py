@@ -1,0 +1,108 @@
+"""Weights are in memory once, and a fingerprint that was noted is never that of other weights."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from disagg.model import weights
+from disagg.model.describe import describe_model, fetched_folder, user_cache
+from disagg.model.runner import Runner
+from disagg.model.weights import fingerprint_model, load_model
+from tests.model.tiny import save_tiny
+
+LOAD = """
+from disagg.model.describe import describe_model
+from disagg.model.weights import load_model
+from transformers.models.llama import modeling_llama
+
+def peak():
+    (line,) = [x for x in open("/proc/self/status") if x.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+info = describe_model("smollm2", "{dtype}")
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+model = load_model(info, "cpu")
+total = sum(float(x.sum()) for x in model.parameters())  # mapped weights are there once touched
+print((peak() - before) / sum(x.nbytes for x in model.parameters()))
+"""
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return save_tiny("llama", tmp_path)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The files whose content was read for a fingerprint."""
+    monkeypatch.setattr(weights, "SETTLED_NS", 0)
+    found, path_type = [], type(user_cache())
+    read = path_type.open
+
+    def note(self, *how, **more):
+        found.append(self.name)
+        return read(self, *how, **more)
+
+    monkeypatch.setattr(path_type, "open", note)
+    return lambda: found.count("model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_the_checkpoints_in_any_dtype(path, dtype):
+    stored = dict(load_model(describe_model(str(path), "float32"), "cpu").named_parameters())
+    for name, x in load_model(describe_model(str(path), dtype), "cpu").named_parameters():
+        assert torch.equal(x, stored[name].to(getattr(torch, dtype)))
+
+
+def test_weights_in_several_files_are_all_loaded(path):
+    whole = load_model(describe_model(str(path)), "cpu")
+    (path / "model.safetensors").unlink()
+    whole.save_pretrained(path, max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    parts = dict(Runner.load(str(path))._model.named_parameters())
+    assert all(torch.equal(x, parts[name]) for name, x in whole.named_parameters())
+
+
+def test_weights_are_read_once_for_all_their_fingerprints(path, opened):
+    found = [fingerprint_model(path) for _ in range(3)]
+    assert opened() == 1
+    assert len(set(found)) == 1
+
+
+def test_weights_that_only_look_as_they_did_have_a_fingerprint_of_their_own(path, opened):
+    file, before = path / "model.safetensors", fingerprint_model(path)
+    data, times = bytearray(file.read_bytes()), file.stat()
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint_model(path) != before
+    assert opened() > 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"0" * 32, b"0" * 32 + b" " + b"1" * 32, b"\xff"])
+def test_a_damaged_note_is_none(path, opened, damage):
+    before = fingerprint_model(path)
+    (note,) = (user_cache() / "fingerprints").iterdir()
+    note.write_bytes(damage)
+    assert fingerprint_model(path) == before
+    assert fingerprint_model(path) == before
+    assert opened() == 2
+
+
+def test_weights_that_changed_a_moment_ago_are_read_again(path):
+    fingerprint_model(path)
+    assert not (user_cache() / "fingerprints").exists()
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not fetched_folder("smollm2").is_dir(), reason="SmolLM2 is not here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_loading_takes_the_memory_of_the_weights_and_little_more(dtype):
+    code = [sys.executable, "-c", LOAD.format(dtype=dtype)]
+    found = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert 0.9 < float(found.stdout.split()[-1]) < 1.15
