@@ -105,7 +105,7 @@ class Outbox:
         self._flight: deque[Parcel] = deque()
         self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
         self._there: dict[Item, int] = {}  # what the receiver said it has
-        self._skipped: dict[Item, int] = {}  # of it, what is not sent for that
+        self.skipped: dict[Item, int] = {}  # of it, what is not sent for that
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
@@ -133,11 +133,11 @@ class Outbox:
     @property
     def cached_bytes(self) -> int:
         """Bytes that need not be sent, because the receiver has them."""
-        return sum(map(self.checklist.nbytes, self._skipped))
+        return sum(map(self.checklist.nbytes, self.skipped))
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        digests = self._sent | self._skipped
+        digests = self._sent | self.skipped
         return tuple(map(digests.__getitem__, self._order))
 
     def attached(
@@ -145,7 +145,7 @@ class Outbox:
     ) -> None:
         """Start over with a receiver that has these items, some found by their content keys."""
         self._there = dict(items)
-        self._skipped = {item: items[item] for item in cached if item in items}
+        self.skipped = {item: items[item] for item in cached if item in items}
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
@@ -167,7 +167,7 @@ class Outbox:
             if item not in self._given:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
             self._there.pop(item, None)
-            self._skipped.pop(item, None)
+            self.skipped.pop(item, None)
         self._enqueue(items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
@@ -237,13 +237,13 @@ class Outbox:
     def _is_there(self, item: Item) -> bool:
         """Whether the receiver has an item as we promise it."""
         seen = self._there.get(item)
-        if seen is None or item in self._skipped:
+        if seen is None or item in self.skipped:
             return seen is not None
         if item in self._sent:
             return self._sent[item] == seen
         if digest(self._source.read([item])[0]) == seen:
-            self._skipped[item] = seen
-        return item in self._skipped
+            self.skipped[item] = seen
+        return item in self.skipped
 
 
 # -- one hand-off

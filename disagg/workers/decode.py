@@ -25,7 +25,6 @@ from disagg.errors import DisaggError, RequestError, ReservationError
 from disagg.metrics import HandoffStats
 from disagg.page import FinalAt, Kind
 from disagg.plan import Plan
-from disagg.pool import Arena
 from disagg.state import GroupState
 from disagg.transfer.channel import Peers
 from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
@@ -170,7 +169,9 @@ class DecodeSide:
 
     async def _hand_over(self, name: str, submit: Submit) -> HandoffStats:
         job, plan = submit.job, self.engine.plan(self._jobs[name].codec)
-        departure = Departure(self.engine.pool.arena, Checklist(plan, job.tokens), self._copies)
+        departure = Departure(
+            self.engine.pool.arena, Checklist(plan, job.tokens), True, self._copies
+        )
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
         attach = Attach(ticket, self.model, plan.fingerprint, job.tokens)
         channel = self.peers.get(submit.decode_address)
@@ -194,10 +195,6 @@ class Departure(Offering):
     and where it stops everything is.
     """
 
-    def __init__(self, arena: Arena, checklist: Checklist, copies: Executor):
-        super().__init__(arena, checklist, True, copies)
-        self._offered = set[Item]()
-
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         stops = self._source is not None
         super().begin(plan, groups)
@@ -208,7 +205,6 @@ class Departure(Offering):
             for x in self._checklist.items
             if x not in self._offered and (stops or _is_sealed(x, plan, groups))
         ]
-        self._offered.update(final)
         self.offer(final)
 
 

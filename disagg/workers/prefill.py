@@ -20,7 +20,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
-from disagg.errors import DeadlineError, RequestError
+from disagg.errors import DeadlineError, RequestError, TransferError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.pool import Arena
@@ -181,6 +181,8 @@ class Offering:
         self._overlap = overlap
         self._copies = copies
         self._kept: list[Item] = []
+        self._offered = set[Item]()
+        self._left_out = set[Item]()
 
     # -- on the engine's thread
 
@@ -191,12 +193,17 @@ class Offering:
     def offer(self, items: Sequence[Item]) -> None:
         """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
         assert self._source is not None
+        self._offered.update(items)
         if not self._overlap:
             self._kept.extend(items)
         elif self._arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
             self._copies.submit(self._land, items, self._source.stage(items))
+
+    def has(self, item: Item) -> bool:
+        """Whether the other side found it by its content key."""
+        return self.sender is not None and item in self.sender.outbox.skipped
 
     # -- on the thread that waits for copies
 
@@ -212,12 +219,17 @@ class Offering:
     def read(self, items: Sequence[Item]) -> list[memoryview]:
         """The bytes of items of one kind, layer group and size that were offered."""
         assert self._source is not None
+        if lost := self._left_out.intersection(items):
+            raise TransferError(
+                f"{min(lost)} was there, so it was not encoded, and is there no more"
+            )
         return self._source.read(items)
 
     def computed(self) -> None:
-        """The prompt is done: what was kept back goes out."""
-        if self._kept:
-            self._pass(self._kept)
+        """The prompt is done: what was kept back goes out, with what is there in any case."""
+        self._left_out = set(self._checklist.items) - self._offered
+        if items := [*self._kept, *sorted(self._left_out)]:
+            self._pass(items)
 
     def _pass(self, items: Sequence[Item]) -> None:
         assert self.sender is not None

@@ -10,8 +10,9 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.page import ARENA_UNIT, RAW_TOKENS
+from disagg.page import ARENA_UNIT, RAW_TOKENS, Kind
 from disagg.transfer.records import Checklist, units_of
+from disagg.workers.prefill import Offering
 from disagg.workers.worker import Worker
 from tests.workers.pairs import GREEDY, Prompt, house
 
@@ -151,6 +152,64 @@ def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
             shared = decode["shared_tokens"]
             assert 0 < shared < len(story)
             assert decode["received_tokens"] == 2 * len(story) - shared
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("codec", ["gear:bits=4", "banded", f"{KIVI},sink=64"])
+def test_what_the_other_side_has_is_not_encoded(
+    codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompt that comes again no page is written, and the answer is the same."""
+    left_out: list[int] = []
+
+    def computed(self: Offering) -> None:
+        attempt(self)
+        left_out.append(sum(item.kind is Kind.PAGE for item in self._left_out))
+
+    attempt = Offering.computed
+    monkeypatch.setattr(Offering, "computed", computed)
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            first, second = [await home.complete(story, codec) for _ in range(2)]
+            assert first[0] == second[0]
+            plan = home.workers["d"].engine.plan(codec)
+            pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
+            assert left_out == [0, pages]
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver finds it damaged between saying that it has it and the commit."""
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            expected, _ = await home.complete(story, KIVI)
+            damaged = asyncio.Event()
+
+            def computed(self: Offering) -> None:
+                if not damaged.is_set():
+                    damaged.set()
+                    assert self.sender is not None
+                    attempt(self)
+                    self.sender.outbox.missing([min(self._left_out)])
+                else:
+                    attempt(self)
+
+            attempt = Offering.computed
+            monkeypatch.setattr(Offering, "computed", computed)
+            tokens, _ = await home.complete(story, KIVI)
+            assert damaged.is_set()
+            assert tokens == expected
+            assert home.router.dispatch.retries == 1
             await home.empty()
 
     asyncio.run(scene())
