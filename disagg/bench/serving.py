@@ -143,7 +143,7 @@ def _body(options: ServeOptions, visit: Visit) -> Row:
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     body |= {"ignore_eos": True} if options.ignore_eos else {}
     body |= {} if options.temperature is None else {"temperature": options.temperature}
-    return body | options.extra_body
+    return body | dict(options.extra_body)
 
 
 async def _visit(client: httpx.AsyncClient, options: ServeOptions, visit: Visit) -> Visited:

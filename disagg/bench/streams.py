@@ -237,7 +237,8 @@ def _first(seen: Sequence[Visited]) -> float:
 def _known(
     options: StreamsOptions, client: Child, asked: ServeOptions, questions: Questions, codec: str
 ) -> Row:
-    asked, new, known = replace(asked, extra_body={"codec": codec}), [], []
+    asked = replace(asked, extra_body={"codec": codec})
+    new, known = list[float](), list[float]()
     for visit in questions.make(options.rounds, options.arriving, 2):
         for found in (new, known):
             (seen,) = client.ask("ask", asked, [visit])
