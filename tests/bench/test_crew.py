@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from disagg.bench.chaos import ChaosOptions, Storm, draw_chaos, measure_chaos
-from disagg.bench.crew import Door
+from disagg.bench.crew import ChaosOptions, Door, Storm, draw_chaos, measure_chaos
 from disagg.bench.result import Row
 
 
