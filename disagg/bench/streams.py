@@ -142,13 +142,18 @@ def measure_streams(options: StreamsOptions) -> Row:
     batches += [questions.make(options.streams, *one, 0.5)] if "mixed" in parts else []
     with Child(DenseEnd) as dense:
         dense.ask("load", options.model)
-        rows = [_dense(dense, questions.tokenizer, x) for x in tell(batches, _told("dense"))]
+        rows = [
+            _dense(dense, questions.tokenizer, x)
+            for x in tell(batches, lambda x: f"{len(x)} streams, dense")
+        ]
     engine, more = replace(Config().engine, torch_threads=1), Row()
     config = Config(model=ModelConfig(options.model), engine=engine, server=ServerConfig(port=0))
     with Service(config) as service, Child(ClientEnd) as client:
         asked = ServeOptions(service.url, first_model(service.url), ignore_eos=True)
         client.ask("ask", asked, questions.make(2, *one))
-        for row, visits in zip(rows, tell(batches, _told("served")), strict=True):
+        for row, visits in zip(
+            rows, tell(batches, lambda x: f"{len(x)} streams, served"), strict=True
+        ):
             row |= _spread(client.ask("ask", asked, visits))
             for name in ("dense", "served"):
                 row[f"{name}_gain"] = row[f"{name}_tokens_per_s"] / rows[0][f"{name}_tokens_per_s"]
@@ -161,10 +166,6 @@ def measure_streams(options: StreamsOptions) -> Row:
             codecs = tell(options.codecs, "a known prompt, {}".format)
             more["known"] = [_known(options, client, asked, questions, x) for x in codecs]
     return result_of(rows, NOTES, **more)
-
-
-def _told(how: str) -> Any:
-    return lambda visits: f"{len(visits)} streams, {how}"
 
 
 def _dense(dense: Child, tokenizer: Tokenizer, visits: Sequence[Visit]) -> Row:
@@ -226,12 +227,13 @@ def _beside(
             gaps[any(begun < end and end - gap < over for begun, over in ways)].append(1e3 * gap)
     p50, calm_p50 = median(gaps[True]), median(gaps[False])
     p99 = float(np.percentile(gaps[True], 99))
-    row = {"streams": count, "arrived": len(came), "first_ms": _first(came), "p50_ms": p50}
+    row = {
+        "streams": count,
+        "arrived": len(came),
+        "first_ms": 1e3 * median(x.ttft_s for x in came),
+        "p50_ms": p50,
+    }
     return row | {"p99_ms": p99, "ratio": p99 / p50, "calm_p50_ms": calm_p50}
-
-
-def _first(seen: Sequence[Visited]) -> float:
-    return 1e3 * median(x.ttft_s for x in seen)
 
 
 def _known(
@@ -244,8 +246,7 @@ def _known(
             (seen,) = client.ask("ask", asked, [visit])
             found.append(1e3 * seen.latency_s)
     row = {"codec": codec, "tokens": options.arriving, "new_ms": median(new)}
-    row |= {"known_ms": median(known)}
-    return row | {"ratio": row["known_ms"] / row["new_ms"]}
+    return row | {"known_ms": median(known), "ratio": median(known) / median(new)}
 
 
 def draw_streams(result: Row) -> str:
