@@ -1,8 +1,10 @@
 """Two real prompts with a common beginning, through two workers."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, RAW_TOKENS, Kind
 from disagg.transfer.records import Checklist, units_of
+from disagg.transfer.sender import Outbox
+from disagg.wire import Item
 from disagg.workers.prefill import Offering
 from disagg.workers.worker import Worker
 from tests.workers.pairs import GREEDY, Prompt, house
@@ -157,6 +161,30 @@ def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
     asyncio.run(scene())
 
 
+@pytest.fixture
+def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded before it is known what the other side has."""
+    attached, has, known = Outbox.attached, Offering.has, set[Outbox]()
+    changed = threading.Condition()
+
+    def note(self: Outbox, *arguments: Any) -> None:
+        attached(self, *arguments)
+        with changed:
+            known.add(self)
+            changed.notify_all()
+
+    def ask(self: Offering, item: Item) -> bool:
+        assert self.sender is not None
+        outbox = self.sender.outbox
+        with changed:
+            assert changed.wait_for(lambda: outbox in known, timeout=30)
+        return has(self, item)
+
+    monkeypatch.setattr(Outbox, "attached", note)
+    monkeypatch.setattr(Offering, "has", ask)
+
+
+@pytest.mark.usefixtures("attached_first")
 @pytest.mark.parametrize("codec", ["gear:bits=4", "banded", f"{KIVI},sink=64"])
 def test_what_the_other_side_has_is_not_encoded(
     codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +212,7 @@ def test_what_the_other_side_has_is_not_encoded(
     asyncio.run(scene())
 
 
+@pytest.mark.usefixtures("attached_first")
 def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
