@@ -31,6 +31,7 @@ class AlignedKV(Codec):
 
     error:  none stored for fp16 (else the rounding to fp16, saturated at +-65504); attention is off
             by about 2**-10, for each query head by itself
+    cost:   not measured
     source: AlignedKV, arXiv:2409.16546; thresholds 4 and 8, 8 | 4 | 4 bits
     """
 

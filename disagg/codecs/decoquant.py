@@ -20,6 +20,7 @@ class DecoQuant(QuantizedCodec):
     block:  channels that T_S mixes; it divides the head dim
     error:  |x' - x| <= (s/2 + 2**-11 max|t| + 2**-17) * sum_r |T_S[r, c]| for a channel c of its
             block, where t is the token in T_L and s = fp16(max|t| / (2**(bits-1) - 1))
+    cost:   not measured
     source: DecoQuant, arXiv:2405.12591, with n = 2 local tensors, as its in-context-learning code
             has it (a longer chain is the same with a larger block); T_S and scales per KV head
     """

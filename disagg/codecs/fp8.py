@@ -19,6 +19,7 @@ class Fp8(QuantizedCodec):
     tokens. In a floating format the scale matters for range alone.
 
     error:  |x' - x| <= 2**-4 |x| + 2**-10 s
+    cost:   8.03 bits, -0.1 %, KL 0.0027
     source: the fp8 caches of serving systems
     """
 

@@ -25,6 +25,7 @@ class GearL(SinkCodec):
     rank:        of a prompt's segments; decode_rank: of a page sealed while decoding
     error:       over a segment and head, |X' - X| <= (1 + 2**-9) |D - X| in the Frobenius norm,
                  where D is what the backbone alone makes of X: A B^T is a projection of X - D
+    cost:        bits=2: 3.53 bits, +19.0 %, KL 0.1797; bits=4 on kcvt: 5.29 bits, +1.5 %, KL 0.0168
     source:      GEAR, arXiv:2403.05527, Algorithms 1 and 2; three rounds of power iteration
     """
 
@@ -107,6 +108,7 @@ class Gear(GearL):
               K those farthest from the mean of their channel, over what shares its scale; V the
               largest and the smallest of a token, at least one a side
     error:    as GEAR-L, with X - D set to 0 where an outlier is kept
+    cost:     bits=2: 4.09 bits, +17.7 %, KL 0.1513
     source:   GEAR, arXiv:2403.05527, Algorithm 1; as many outliers of each page and head
     """
 

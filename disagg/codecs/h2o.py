@@ -38,6 +38,7 @@ class H2O(Codec):
 
     keep:   the share of a prompt that is kept, in 64ths: 16 keep bits a number of all
     error:  none for kept tokens but the rounding to fp16; the others are gone
+    cost:   not measured
     source: H2O, arXiv:2306.14048; attention of the last queries (as SnapKV, arXiv:2404.14469)
             instead of all, one set for each KV head, frozen when the prompt is done
     """

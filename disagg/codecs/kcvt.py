@@ -18,6 +18,7 @@ class Kcvt(SinkCodec):
     bits:   2, 4 or 8; with scales 2.13, 4.13, 8.13 a number at head dim 128
     error:  |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
             scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
+    cost:   4.26 bits, +1.9 %, KL 0.0207
     source: the backbone KCVT of GEAR, arXiv:2403.05527, section 3; V per token and head instead of
             per token, so that heads can be split; 64 tokens instead of 20 while decoding
     """

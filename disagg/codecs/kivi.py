@@ -17,6 +17,8 @@ class Kivi(SinkCodec):
     residual: R, exact tokens always kept; the tail holds R .. R+63
     error:    |x' - x| <= s/2 + 2**-11 (|x| + s * 2**bits) + 2**(bits-25) per group, where s is its
               scale fp16(max(range / (2**bits - 1), max|x| / 1024, 2**-24))
+    cost:     bits=4: 4.50 bits, +0.5 %, KL 0.0071; bits=2: 2.50 bits, +25.3 %, KL 0.2583, and in
+              groups of 32: 3.00 bits, +17.4 %, KL 0.1693; residual=64 in all
     source:   KIVI, arXiv:2402.02750, Algorithm 1, with one fill level for K and V: a page is sealed
               when R + 64 exact tokens are there, so both keep at least R
     """

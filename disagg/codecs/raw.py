@@ -27,6 +27,7 @@ class Raw(Codec):
 
     dtype: "model" (as the model computes), "fp16", "bf16" or "fp32"
     error: none with dtype=model; else the rounding to that dtype
+    cost:  dtype=fp16: 16.00 bits, -0.0 %, KL 0.0000
     """
 
     name: ClassVar[str] = "raw"

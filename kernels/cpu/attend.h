@@ -5,14 +5,15 @@
  * its answer: a page that it does not see leaves its state as it was, to the bit. */
 #include "simd.h"
 
-typedef struct { /* four vectors as int16, for each group as simd.h wants them */
-    ALIGNED int16_t x[OPERANDS + 32];
+typedef struct { /* vectors as int16, for each group */
+    ALIGNED int16_t x[TILE][OPERANDS];
     float step[MAX_GROUPS][TILE], bias[MAX_GROUPS][TILE], sum[MAX_GROUPS][TILE];
 } Operand;
 
 typedef struct {
     ALIGNED float q[TILE][LINE], o[TILE][LINE]; /* q times scale * log2(e); o not divided yet */
-    float turned[TILE][LINE], done[TILE][LINE], total[TILE][16], top[TILE];
+    float turned[TILE][LINE], total[TILE][16], top[TILE];
+    float done[TILE][LINE], done_top[TILE]; /* o of what is not turned, as of these tops */
     float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
     int lo[TILE], hi[TILE], first, end, rows;
     int64_t segment;
@@ -40,9 +41,10 @@ static void read_halves(float *to, const uint8_t *from, int64_t count) {
     memcpy(to + i, &x, 4 * (count - i));
 }
 
-static int planes_of(const Side *s) { return s->bits == 8 ? 2 : 4; }
 static int halves_of(const Side *s) { return s->bits == 2 ? 2 : 1; }
-static float middle_of(const Side *s) { return s->zero < 0 ? 0.0f : (float)((1 << s->bits) - 1) / 2; }
+static float middle_of(const Side *s) {
+    return s->zero < 0 ? -(float)s->center : (float)((1 << s->bits) - 1) / 2;
+}
 
 static float float8_scale(const Side *s, const uint8_t *block) { /* of what v_float8 reads */
     float scale;
@@ -50,126 +52,95 @@ static float float8_scale(const Side *s, const uint8_t *block) { /* of what v_fl
     return 256 * scale;
 }
 
-/* Columns of words first .. first+width of some pages, as an operand has them */
+/* Columns of vectors up to `end` and from the span before it on, and the middle of their codes: these
+ * are then taken from there, which halves the error of a rounded vector */
 typedef struct {
-    int64_t first, width;
-    int pages;
+    int64_t end;
+    float middle;
 } Span;
-static int64_t span_size(const Side *s, const Span *span) {
-    return span->pages * ((span->width + 31) / 32) * halves_of(s) * TILE * 32;
-}
+typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
+    V most[TILE], bias[TILE], sum[TILE];
+} Found;
 
-/* x, columns first .. end, times `by` and rounded, to where an operand has query h; their sum */
-static V put_rounded(const Side *s, const Span *span, const float *x, V by, int64_t first, int64_t end,
-                     int h, int16_t *to) {
-    const int64_t halves = halves_of(s), words = s->columns / halves;
-    const int64_t chunks = (span->width + 31) / 32, whole = words % 32 || span->width % 32;
-    Sum sum = {0};
-    V others = v_set(0);
-    to += 32 * h;
-    for (int page = 0; page < span->pages; page++, x += s->columns, to += chunks * halves * TILE * 32) {
-        for (int64_t half = 0; half < halves && !whole; half++) {
-            const int64_t c = half * words + span->first;
-            int16_t *at = to + half * TILE * 32;
-            if (c < first || c >= end) continue;
-            for (int64_t w = 0; w < span->width; w += 32, at += halves * TILE * 32)
-                sum = store_rounded(at, x + c + w, by, sum);
-        }
-        for (int64_t c = first; c < end && whole; c += 16) { /* eight may be of another half */
-            int16_t numbers[16];
-            for (int i = 0; i < 16; i += LANES) {
-                V r = v_round(v_load(x + c + i) * by);
-                others = others + r;
-                v_store_int16(numbers + i, r);
-            }
-            for (int64_t i = 0; i < 16; i += 8) {
-                const int64_t half = (c + i) / words, w = (c + i) % words - span->first;
-                memcpy(to + (w / 32 * halves + half) * TILE * 32 + w % 32, numbers + i, 16);
-            }
-        }
-    }
-    return v_of_sum(sum) + others;
-}
-
-/* x [4][LINE], columns first .. end, rounded to int16 in group g of an operand.
- * biases: x times the zeros and the middle of the codes; sums: x. A code is then taken from the
- * middle of its range, which halves the error of a rounded x. */
-static void round_group(const Side *s, const Span *span, float (*x)[LINE], const V *largest,
-                        const V *biases, const V *sums, int64_t g, int64_t first, int64_t end,
-                        Operand *op) {
-    const float middle = s->zero < 0 ? -(float)s->center : middle_of(s);
-    int16_t *to = op->x + g * span_size(s, span);
-    float most[TILE], found[16];
-    V all[16] = {0};
+/* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on */
+static void round_group(const float *x, int64_t first, const Span *spans, int count, const Found *found,
+                        int64_t g, int64_t to, Operand *op) {
+    const int64_t columns = spans[count - 1].end - first;
+    const float limit = columns > PART ? 32767.0f * PART / columns : 32767.0f;
+    V all[16];
+    memset(all, 0, sizeof all);
     for (int h = 0; h < TILE; h++) {
-        most[h] = v_most(largest[h]);
-        V by = v_set(32767.0f / (most[h] + 1e-30f));
-        all[h] = put_rounded(s, span, x[h], by, first, end, h, to);
-        all[4 + h] = biases[h];
-        all[8 + h] = sums[h];
+        const float most = v_most(found->most[h]) + 1e-30f;
+        V rounded = v_set(0), by = v_set(limit / most);
+        int64_t c = first;
+        for (const Span *span = spans; span < spans + count; span++) {
+            W sum = {0};
+            for (; c < span->end; c += 16)
+                sum = store_rounded(op->x[h] + to + c - first, x + h * LINE + c, by, sum);
+            rounded = v_fma(__builtin_convertvector(sum, V), v_set(span->middle), rounded);
+        }
+        op->step[g][h] = most / limit;
+        all[h] = found->bias[h] - v_set(op->step[g][h]) * rounded;
+        all[TILE + h] = found->sum[h];
     }
-    for (int i = 0; i < 16; i += SUMS) sums_of(all + i, found + i);
-    for (int h = 0; h < TILE; h++) {
-        op->step[g][h] = (most[h] + 1e-30f) * (1 / 32767.0f);
-        op->sum[g][h] = found[8 + h];
-        op->bias[g][h] = found[4 + h] - middle * (op->step[g][h] * found[h]);
-    }
+    float sums[16];
+    for (int i = 0; i < 2 * TILE; i += LANES) v_store(sums + i, v_sums(all + i));
+    memcpy(op->bias[g], sums, sizeof op->bias[g]);
+    memcpy(op->sum[g], sums + TILE, sizeof op->sum[g]);
 }
 
-/* The operand of columns of some pages, each with a scale for groups of rows; x [4][LINE] */
-static void fold_columns(const Side *s, const uint8_t *const *blocks, int pages, const float *x,
-                         Room *room, Operand *op) {
-    const Span span = {0, s->columns / halves_of(s), pages};
-    const V middle = v_set(middle_of(s));
-    for (int64_t g = 0; g < s->rows / s->group; g++) {
-        V most[TILE], biases[TILE];
-        for (int h = 0; h < TILE; h++) most[h] = biases[h] = v_set(0);
-        for (int page = 0; page < pages; page++) {
-            const uint8_t *scale = blocks[page] + s->scale + 2 * g * s->columns;
-            const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
-            const float *from = x + page * s->columns;
-            float *to = room->rows[0] + page * s->columns;
-            for (int64_t c = 0; c < s->columns; c += LANES) {
-                V by = v_half(scale + 2 * c), z = v_set(0);
-                if (s->zero >= 0) z = v_half(zero + 2 * c) + middle;
+/* The operand of columns with a scale for groups of rows: of one page in bands, or of some pages;
+ * a band without codes has the means of its columns; x [4][LINE] */
+static void fold_columns(const Side *bands, int count, const uint8_t *const *blocks, int pages,
+                         const float *x, Room *room, Operand *op) {
+    for (int64_t g = 0; g < bands->rows / bands->group; g++) {
+        Found found;
+        Span spans[MAX_BANDS];
+        int used = 0;
+        int64_t at = 0;
+        memset(&found, 0, sizeof found);
+        for (const Side *s = bands; s < bands + count; s++) {
+            const V middle = v_set(s->bits ? middle_of(s) : 1);
+            for (int page = 0; page < pages; page++, at += s->columns) {
+                const uint8_t *scale = blocks[page] + s->scale + 2 * g * s->columns;
+                const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
+                for (int64_t c = 0; c < s->columns; c += LANES) {
+                    V by = v_half(scale + 2 * c), z = v_set(0);
+                    if (s->zero >= 0 || !s->bits) z = middle;
+                    if (s->zero >= 0) z = z + v_half(zero + 2 * c);
 #pragma GCC unroll 4
-                for (int h = 0; h < TILE; h++) {
-                    V t = v_load(from + h * LINE + c) * by;
-                    v_store(to + h * LINE + c, t);
-                    most[h] = v_max(v_abs(t), most[h]);
-                    biases[h] = v_fma(t, z, biases[h]);
+                    for (int h = 0; h < TILE; h++) {
+                        V t = v_load(x + h * LINE + at + c) * by;
+                        found.bias[h] = v_fma(t, z, found.bias[h]);
+                        if (!s->bits) continue;
+                        v_store(room->rows[h] + at + c, t);
+                        found.most[h] = v_max(v_abs(t), found.most[h]);
+                    }
                 }
             }
+            if (s->bits) spans[used++] = (Span){at, middle_of(s)};
         }
-        round_group(s, &span, room->rows, most, biases, biases, g, 0, s->columns, op);
+        round_group(room->rows[0], 0, spans, used, &found, g, g * at, op);
     }
 }
 
-/* The words of group g of columns, where each row has a scale: its own, or all */
-static Span span_of_group(const Side *s, int64_t g) {
-    const int64_t words = s->columns / halves_of(s);
-    if (words % s->group) return (Span){0, words, 1};
-    return (Span){g * s->group % words, s->group, 1};
-}
-
-/* The operand where each row has a scale, for groups of columns: a vector for each, 0 elsewhere */
+/* The operand where each row has a scale, for groups of columns */
 static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
-    int64_t groups = s->columns / s->group;
-    for (int64_t g = 0; g < groups; g++) {
-        const Span span = span_of_group(s, g);
-        const int64_t size = span_size(s, &span);
-        V most[TILE], sums[TILE], biases[TILE], middle = v_set(middle_of(s));
+    const V middle = v_set(middle_of(s));
+    for (int h = 0; h < TILE; h++) memset(op->x[h] + ZEROS, 0, sizeof *op->x - 2 * ZEROS);
+    for (int64_t g = 0; g < s->columns / s->group; g++) {
+        const Span span = {(g + 1) * s->group, middle_of(s)};
+        Found found;
+        memset(&found, 0, sizeof found);
         for (int h = 0; h < TILE; h++) {
-            most[h] = sums[h] = v_set(0);
-            for (int64_t c = g * s->group; c < (g + 1) * s->group; c += LANES) {
+            for (int64_t c = g * s->group; c < span.end; c += LANES) {
                 V t = v_load(x[h] + c);
-                most[h] = v_max(v_abs(t), most[h]);
-                sums[h] = sums[h] + t;
+                found.most[h] = v_max(v_abs(t), found.most[h]);
+                found.sum[h] = found.sum[h] + t;
             }
-            biases[h] = sums[h] * middle;
+            if (s->zero >= 0) found.bias[h] = found.sum[h] * middle;
         }
-        if (groups > 1) memset(op->x + g * size, 0, 2 * size);
-        round_group(s, &span, x, most, biases, sums, g, g * s->group, (g + 1) * s->group, op);
+        round_group(x[0], g * s->group, &span, 1, &found, g, g * s->group, op);
     }
 }
 
@@ -179,56 +150,63 @@ typedef struct {
     int count;
 } Strip;
 
-/* Word rows r .. r+rows and a span of words; group[f] is that of field f */
-static void multiply(const Side *s, const Strip *strip, const Span *span, const Operand *op,
-                     const int64_t *group, int64_t r, int64_t rows, float *out, int more) {
-    static const float down[8] = {1, 0, 1 / 4.0f, 0, 1 / 16.0f, 0, 1 / 64.0f, 0};
-    int64_t halves = halves_of(s), words = s->columns / halves, part = PART / halves;
-    int planes = planes_of(s);
-    for (int64_t c = 0; c < span->width; c += part) {
-        const int64_t at = s->codes + 2 * (r * words + span->first + c);
-        Products p = {.stride = 2 * words, .ld = LINE, .plane = s->rows / planes, .out = out + r,
-                      .pages = strip->count, .rows = (int)rows, .more = more || c > 0,
-                      .width = span->width - c < part ? span->width - c : part,
-                      .page = span_size(s, span) / span->pages};
-        for (int i = 0; i < strip->count; i++) {
-            p.words[i] = strip->blocks[i] + at;
-            p.next[i] = strip->next[i] + at;
-        }
-        for (int f = 0; f < planes; f++)
-            p.x[f] = op->x + group[f] * span_size(s, span) + c * halves * TILE;
-        for (int i = 0; i < 16; i++) {
-            int f = i / 4 % planes;
-            p.times[i] = op->step[group[f]][i % TILE] * down[f * s->bits & 7];
-            p.add[i] = c ? 0.0f : op->bias[group[f]][i % TILE];
-        }
-        products(&p, s->bits);
+/* Columns first to end of a block are contracted, with vectors that have its first one at `at` */
+static void add_parts(Products *p, const Side *s, const uint8_t *block, const uint8_t *next, int64_t at,
+                      int64_t first, int64_t end) {
+    const int64_t words = s->columns / halves_of(s), whole = end - first == s->columns;
+    for (int half = 0; half < (whole ? 1 : halves_of(s)); half++) {
+        const int64_t start = half * words, stop = start + words;
+        const int64_t c = first > start ? first : start, last = whole || end > stop ? stop : end;
+        if (c >= last) continue;
+        const int64_t place = s->codes + 2 * (c - start);
+        Part *part = p->parts + p->count++;
+        *part = (Part){block + place, next + place, 2 * words, last - c, {ZEROS, ZEROS}, s->bits};
+        part->at[half] = at + c;
+        if (whole) part->at[1] = at + words;
     }
 }
 
-/* more: add to what is there */
-static void contract_columns(const Side *s, const Strip *strip, const Operand *op, float *out, int more) {
-    const Span span = {0, s->columns / halves_of(s), strip->count};
-    int planes = planes_of(s);
-    int64_t plane = s->rows / planes, end, group[4];
-    for (int64_t r = 0; r < plane; r = end) { /* as far as every field stays in its group */
-        end = plane;
-        for (int f = 0; f < planes; f++) {
-            group[f] = (f * plane + r) / s->group;
-            int64_t last = (group[f] + 1) * s->group - f * plane;
-            if (last < end) end = last;
+/* Products of parts with group g of an operand; or, below 0, with the groups that rows belong to, of
+ * `columns` each */
+static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, int64_t columns, float *out) {
+    int64_t group[4];
+    p->fields = s->bits == 8 ? 2 : 4, p->plane = s->rows / p->fields, p->out = out;
+    p->odd = s->bits == 8 ? 0 : 4;
+    for (int i = 0; i < p->count; i++)
+        if (p->parts[i].bits == 2) p->odd = 2;
+    for (p->first = 0; p->first < p->plane; p->first = p->end) {
+        p->end = (int)p->plane; /* as far as every field stays in its group */
+        for (int f = 0; f < p->fields; f++) {
+            group[f] = g < 0 ? (f * p->plane + p->first) / s->group : g;
+            int64_t last = g < 0 ? (group[f] + 1) * s->group - f * p->plane : p->end;
+            if (last < p->end) p->end = (int)last;
+            p->x[f] = op->x[0] + (g < 0 ? group[f] * columns : 0);
         }
-        multiply(s, strip, &span, op, group, r, end - r, out, more);
+        for (int i = 0; i < 16; i++) {
+            p->times[i] = op->step[group[i / 4 % p->fields]][i % TILE];
+            if (i / 4 % 2) p->times[i] /= (float)(1 << p->odd);
+            p->add[i] = op->bias[group[i / 4 % p->fields]][i % TILE];
+        }
+        products(p);
     }
+}
+
+static void contract_columns(const Side *bands, int count, const Strip *strip, const Operand *op, float *out) {
+    Products p = {.count = 0};
+    int64_t at = 0;
+    for (const Side *s = bands; s < bands + count; s++)
+        for (int i = 0; i < strip->count && s->bits; i++, at += s->columns)
+            add_parts(&p, s, strip->blocks[i], strip->next[i], at, 0, s->columns);
+    multiply(&p, bands, op, -1, at, out);
 }
 
 static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room,
                           float *out) {
     const uint8_t *block = strip->blocks[0];
     for (int64_t g = 0; g < s->columns / s->group; g++) {
-        const int64_t group[4] = {g, g, g, g};
-        const Span span = span_of_group(s, g);
-        multiply(s, strip, &span, op, group, 0, s->rows / planes_of(s), room->part[0], 0);
+        Products p = {.count = 0};
+        add_parts(&p, s, block, strip->next[0], 0, g * s->group, (g + 1) * s->group);
+        multiply(&p, s, op, g, 0, room->part[0]);
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
         if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
         for (int h = 0; h < TILE; h++)
@@ -265,7 +243,7 @@ INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *ne
             }
         }
         float sums[SUMS];
-        sums_of(a, sums);
+        for (int i = 0; i < SUMS; i += LANES) v_store(sums + i, v_sums(a + i));
         for (int i = 0; i < SUMS; i++) out[i / AT_ONCE * LINE + r + i % AT_ONCE] = sums[i] * times;
     }
 }
@@ -294,19 +272,14 @@ static void transpose4(Four *a) {
 /* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
 static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Queries *rows) {
     const uint8_t *index = block + s->index;
-    const int64_t step = s->slots > 64 ? 4 : 256 / s->slots & ~3;
-    float delta[1024];
-    for (int64_t start = 0; start < s->columns; start += step) {
-        int64_t end = start + step < s->columns ? start + step : s->columns;
-        read_halves(delta, block + s->delta + 2 * start * s->slots, (end - start) * s->slots);
-        const float *d = delta;
-        for (int64_t c = start; c < end; c += 4) {
-            Queries by[4];
-            for (int h = 0; h < TILE; h++) memcpy((float *)by + 4 * h, x + h * LINE + c, 16);
-            if (TILE == 4) transpose4((Four *)by);
-            for (int j = 0; j < 4; j++)
-                for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
-        }
+    float delta[16 * MAX_SLOTS], *d = delta;
+    for (int64_t c = 0; c < s->columns; c += 4) {
+        Queries by[4];
+        if (c % 16 == 0) read_halves(d = delta, block + s->delta + 2 * c * s->slots, 16 * s->slots);
+        for (int h = 0; h < TILE; h++) memcpy((float *)by + 4 * h, x + h * LINE + c, 16);
+        if (TILE == 4) transpose4((Four *)by);
+        for (int j = 0; j < 4; j++)
+            for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
     }
 }
 
@@ -393,20 +366,28 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
                 for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * b[i];
         }
     }
-    if (k->shared) fold_columns(k, &segment, 1, x, room, &t->k);
+    if (k->shared) fold_columns(k, 1, &segment, 1, x, room, &t->k);
     if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
+}
+
+/* o, turned back, joins what is not turned */
+static void add_done(Tile *t, float (*back)[LINE], int64_t dim) {
+    float down[16] = {0};
+    for (int h = 0; h < TILE; h++) down[h] = t->done_top[h] - t->top[h];
+    v_store(down, v_exp2(v_load(down)));
+    for (int h = 0; h < TILE; h++)
+        for (int64_t d = 0; d < dim; d++) t->done[h][d] = t->done[h][d] * down[h] + back[h][d];
+    memcpy(t->done_top, t->top, sizeof t->top);
+    clear(t->o, dim);
 }
 
 /* What is gathered in terms of a segment becomes output */
 static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
     const Side *v = &f->v;
-    if (turns_output(f)) {
+    if (v->turn) {
         float back[TILE][LINE];
-        if (v->turn) turn(v, segment, t->o[0], back[0], f->head_dim, 1);
-        else turn_back(f, segment, memcpy(back, t->o, sizeof back));
-        for (int h = 0; h < TILE; h++)
-            for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] += back[h][d];
-        clear(t->o, f->head_dim);
+        turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        add_done(t, back, f->head_dim);
     }
     if (v->rank) {
         float basis[16 * MAX_RANK];
@@ -424,8 +405,7 @@ static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
 }
 
 /* Scores s [4][LINE] of tokens from `first` on become weights; what was gathered is scaled down */
-static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, int64_t tokens,
-                   float *down) {
+static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, float *down) {
     V most[TILE];
     float top[16] = {0}, change[16] = {0};
     for (int h = 0; h < TILE; h++) {
@@ -450,20 +430,6 @@ static void soften(Tile *t, const Format *f, float (*s)[LINE], int64_t first, in
         v_store(t->total[h], sum);
         t->top[h] = top[h];
         down[h] = change[h];
-        if (turns_output(f) && down[h] != 1.0f)
-            for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] *= down[h];
-    }
-}
-
-/* A band without codes: all tokens have the means of its columns; added to out [4][LINE] */
-static void add_means(const Side *s, const uint8_t *block, const float *x, int64_t tokens, float *out) {
-    for (int h = 0; h < TILE; h++) {
-        V sum = v_set(0);
-        for (int64_t c = 0; c < s->columns; c += LANES)
-            sum = v_fma(v_half(block + s->scale + 2 * c), v_load(x + h * LINE + c), sum);
-        sum = v_set(v_sum(sum));
-        for (int64_t i = 0; i < tokens; i += LANES)
-            v_store(out + h * LINE + i, v_load(out + h * LINE + i) + sum);
     }
 }
 
@@ -478,14 +444,8 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
-        for (int64_t b = 0; b < f->bands; x += k[b++].columns) {
-            if (!k[b].bits) {
-                add_means(k + b, block, x, f->tokens, out);
-                continue;
-            }
-            if (!k[b].shared) fold_columns(k + b, &block, 1, x, room, &t->k);
-            contract_columns(k + b, strip, &t->k, out, b > 0);
-        }
+        if (!k->shared) fold_columns(k, (int)f->bands, &block, 1, x, room, &t->k);
+        contract_columns(k, (int)f->bands, strip, &t->k, out);
     }
     if (k->rank) {
         lay_factor(k, block, f->tokens, room);
@@ -521,8 +481,8 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
                 for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
         }
     } else {
-        fold_columns(v, strip->blocks, strip->count, room->s[0], room, &room->v);
-        contract_columns(v, strip, &room->v, out[0], 0);
+        fold_columns(v, 1, strip->blocks, strip->count, room->s[0], room, &room->v);
+        contract_columns(v, 1, strip, &room->v, out[0]);
     }
     if (v->slots) {
         memset(room->sparse, 0, sizeof(Queries) * v->rows);
@@ -555,7 +515,7 @@ static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t f
         Strip one = {{strip->blocks[i]}, {strip->next[i]}, 1};
         score_page(t, f, &one, room, room->s[0] + i * f->tokens);
     }
-    soften(t, f, room->s, first, strip->count * f->tokens, down);
+    soften(t, room->s, first, strip->count * f->tokens, down);
     sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < f->head_dim; d += LANES)
@@ -606,7 +566,7 @@ static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t fir
     for (int i = 0; i < strip->count; i++)
         multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, tokens, dim,
                          t->q[0], 1.0f, room->s[0] + i * tokens);
-    soften(t, f, room->s, first, strip->count * tokens, down);
+    soften(t, room->s, first, strip->count * tokens, down);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
             v_store(t->o[h] + d, v_load(t->o[h] + d) * v_set(down[h]));
@@ -668,8 +628,14 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
     }
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
-        if (t->segment >= 0)
-            leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
+        if (t->segment >= 0) {
+            const uint8_t *segment = block_of(x, t->segment, x->segment_base, bytes, block);
+            leave_segment(t, f, segment);
+            if (f->signs >= 0) { /* the same in all segments */
+                turn_back(f, segment, t->o);
+                add_done(t, t->o, f->head_dim);
+            }
+        }
         if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
@@ -705,6 +671,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
             memset(t->low_v, 0, sizeof t->low_v);
             if (turns_output(x->format)) {
                 memcpy(t->done, t->o, sizeof t->o);
+                memcpy(t->done_top, t->top, sizeof t->top);
                 clear(t->o, dim);
             }
             for (int h = 0; h < TILE; h++) {

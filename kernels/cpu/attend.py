@@ -23,7 +23,8 @@ from disagg.kernels.cpu.library import (
 from disagg.kernels.formats import RAW_SLOTS, ExactFormat, Format, PageFormat, Side
 from disagg.kernels.view import Partial, View
 
-MAX_DIM, MAX_TOKENS, MAX_RANK, OPERANDS, MAX_GROUPS, TILE, SPAN = 512, 128, 16, 16384, 64, 4, 256
+MAX_DIM, MAX_TOKENS, MAX_RANK, MAX_SLOTS = 512, 128, 16, 64
+MAX_GROUPS, MAX_SPAN, MAX_NUMBERS = 64, 256, 4096  # of a vector that is contracted
 
 
 def is_served(fmt: Format, q: Tensor) -> bool:
@@ -90,11 +91,11 @@ def _is_known_side(side: Side) -> bool:
     scale = side.scale
     if side.low_rank and (side.low_rank.rank > MAX_RANK or side.rotation):
         return False
-    if side.sparse and side.rows > 256:
+    if side.sparse and (side.rows > 256 or side.sparse.slots > MAX_SLOTS):
         return False
     if side.floating or scale.by == "block":
         return side.floating and scale.by == "block"
     if scale.by == "row" and (scale.group % 16 or side.sparse):
         return False
     groups = (side.rows if scale.by == "column" else side.columns) // scale.group
-    return groups <= MAX_GROUPS and groups * TILE * max(side.columns, SPAN) <= OPERANDS
+    return groups <= MAX_GROUPS and groups * max(side.columns, MAX_SPAN) <= MAX_NUMBERS

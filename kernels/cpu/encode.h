@@ -23,19 +23,14 @@ static void read_page(float *to, const uint8_t *from, int type, int64_t stride, 
 
 /* x [rows][columns] -> y [columns][rows] */
 static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
-    for (int64_t r = 0; r < rows; r += 16)
-        for (int64_t c = 0; c < columns; c += 16) {
-#if defined(USE_AVX512)
-            V a[16];
+    for (int64_t r = 0; r < rows; r += LANES)
+        for (int64_t c = 0; c < columns; c += LANES) {
+            V a[LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) a[i] = v_load(x + (r + i) * columns + c);
-            transpose_sums(a);
+            for (int i = 0; i < LANES; i++) a[i] = v_load(x + (r + i) * columns + c);
+            v_transpose(a);
 #pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) v_store(y + (c + i) * rows + r, a[i]);
-#else
-            for (int i = 0; i < 16; i++)
-                for (int j = 0; j < 16; j++) y[(c + i) * rows + r + j] = x[(r + j) * columns + c + i];
-#endif
+            for (int i = 0; i < LANES; i++) v_store(y + (c + i) * rows + r, a[i]);
         }
 }
 
@@ -180,20 +175,13 @@ static void encode_float8(const Side *s, float *x, uint8_t *block) {
     memcpy(block + s->scale, &scale, 4);
     for (int64_t i = 0; i < count; i += LANES) {
         V y = v_load(x + i) / v_set(scale);
-        v_store(x + i, v_max(v_min(y, v_set(448.0f)), v_set(-448.0f)));
-    }
-    uint8_t *to = block + s->codes;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t u, sign, tiny;
-        float f;
-        memcpy(&u, x + i, 4);
-        sign = u >> 24 & 0x80;
-        u &= 0x7fffffff;
-        memcpy(&f, &u, 4);
-        f += 0x1p14f; /* below 2**-6 this rounds to multiples of 2**-9 */
-        memcpy(&tiny, &f, 4);
-        uint32_t usual = (u + 0xc407ffff + (u >> 20 & 1)) >> 20;
-        to[i] = (uint8_t)(sign | ((u < 0x3c800000 ? tiny : usual) & 0x7f));
+        y = v_max(v_min(y, v_set(448.0f)), v_set(-448.0f));
+        const W u = (W)v_abs(y), small = u < 0x3c800000;
+        const W tiny = (W)((V)u + 0x1p14f); /* below 2**-6 this rounds to multiples of 2**-9 */
+        const W usual = (u - 0x3bf80001 + (u >> 20 & 1)) >> 20;
+        const W code = (((tiny & small) | (usual & ~small)) & 0x7f) | ((W)y >> 24 & 0x80);
+        const Byte bytes = __builtin_convertvector(code, Byte);
+        memcpy(block + s->codes + i, &bytes, sizeof bytes);
     }
 }
 

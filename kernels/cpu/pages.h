@@ -17,8 +17,10 @@ enum {
     STRIP = 4,          /* pages whose softmax is taken together: at most PART tokens */
     MAX_RANK = 16,
     MAX_BANDS = 3,
+    MAX_SLOTS = 64,
     TURN = 64,          /* channels of V that are mixed */
-    OPERANDS = 16384,   /* int16 numbers of a vector that is contracted, all groups of 4 queries */
+    ZEROS = 4096,       /* int16 numbers of a vector that is contracted, all groups; then zeros */
+    OPERANDS = ZEROS + 320, /* from one query to the next */
     MAX_GROUPS = 64,
     PART = 256          /* columns whose sums of codes fit 32 bits: 256 * 255 * 32767 < 2**31 */
 };

@@ -15,7 +15,7 @@
 #else
 #define LANES 4
 #endif
-enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors that sums_of adds up: as many as registers hold */
+enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors of sums that registers hold */
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef int32_t W __attribute__((vector_size(4 * LANES)));
 typedef int16_t Short __attribute__((vector_size(2 * LANES)));
@@ -35,20 +35,26 @@ INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is n
 INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & (x >= limit)); }
 INLINE V v_times_power(V a, V n) { return a * (V)((__builtin_convertvector(n, W) + 127) << 23); }
 
-#if defined(USE_AVX512)
-INLINE V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+#if LANES > 4
+#if LANES == 16
+#define MM(name) _mm512_##name
+typedef __m256i Half;
+#else
+#define MM(name) _mm256_##name
+typedef __m128i Half;
+#endif
+INLINE V v_fma(V a, V b, V c) { return MM(fmadd_ps)(a, b, c); }
 INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
-INLINE V v_max(V a, V b) { return _mm512_max_ps(a, b); } /* of equals, and where one is NaN: b */
-INLINE V v_min(V a, V b) { return _mm512_min_ps(a, b); }
-INLINE V v_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
-INLINE void v_store_half(void *p, V a) { _mm256_storeu_si256(p, _mm512_cvtps_ph(a, 8)); }
-#elif defined(USE_AVX2)
-INLINE V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
-INLINE V v_max(V a, V b) { return _mm256_max_ps(a, b); }
-INLINE V v_min(V a, V b) { return _mm256_min_ps(a, b); }
-INLINE V v_half(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
-INLINE void v_store_half(void *p, V a) { _mm_storeu_si128(p, _mm256_cvtps_ph(a, 8)); }
+INLINE V v_max(V a, V b) { return MM(max_ps)(a, b); } /* of equals, and where one is NaN: b */
+INLINE V v_min(V a, V b) { return MM(min_ps)(a, b); }
+INLINE void v_store_half(void *p, V a) {
+    const Half h = MM(cvtps_ph)(a, 8);
+    memcpy(p, &h, sizeof h);
+}
+INLINE V v_half(const void *p) {
+    Half h;
+    return MM(cvtph_ps)(*(const Half *)memcpy(&h, p, sizeof h));
+}
 #else
 INLINE V v_fma(V a, V b, V c) { return a * b + c; }
 INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
@@ -94,138 +100,100 @@ INLINE float v_sum(V a) {
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-INLINE float v_most(V a) {
-#if defined(USE_AVX512)
-    return _mm512_reduce_max_ps(a);
-#elif defined(USE_AVX2)
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+/* Numbers of a and b: the same four of every 128 bits; or all of every other 128 bits */
+#if LANES == 16
+#define IN_FOURS(a, b, i, j, k, l)                                                             \
+    __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, \
+                            8 + l, 12 + i, 12 + j, 12 + k, 12 + l)
+#define FOURS(a, b, i)                                                                            \
+    __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11, i + 16,   \
+                            i + 17, i + 18, i + 19, i + 24, i + 25, i + 26, i + 27)
+#elif LANES == 8
+#define IN_FOURS(a, b, i, j, k, l) \
+    __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l)
+#define FOURS(a, b, i) \
+    __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11)
 #else
-    for (int n = LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
-    return a[0];
+#define IN_FOURS __builtin_shufflevector
+#define FOURS(a, b, i) a
 #endif
+#define LOW_ONES(a, b) IN_FOURS(a, b, 0, LANES, 1, LANES + 1)
+#define HIGH_ONES(a, b) IN_FOURS(a, b, 2, LANES + 2, 3, LANES + 3)
+#define LOW_TWOS(a, b) IN_FOURS(a, b, 0, 1, LANES, LANES + 1)
+#define HIGH_TWOS(a, b) IN_FOURS(a, b, 2, 3, LANES + 2, LANES + 3)
+
+INLINE float v_most(V a) {
+    a = v_max(a, IN_FOURS(a, a, 2, 3, 0, 1));
+    a = v_max(a, IN_FOURS(a, a, 1, 0, 3, 2));
+    float most = a[0];
+    for (int i = 4; i < LANES; i += 4) most = a[i] > most ? a[i] : most;
+    return most;
 }
 
-#if defined(USE_AVX512)
-INLINE void transpose_sums(__m512 *a) {
-    __m512 t[16], u[16];
+/* LANES vectors -> the sum of each */
+#define SUMS_OF(NAME, X)                                                                          \
+    INLINE X NAME(const X *a) {                                                                   \
+        X u[LANES / 2], v[LANES / 4];                                                             \
+        _Pragma("GCC unroll 8") for (int j = 0; j < LANES / 2; j++)                               \
+            u[j] = LOW_ONES(a[2 * j], a[2 * j + 1]) + HIGH_ONES(a[2 * j], a[2 * j + 1]);          \
+        _Pragma("GCC unroll 4") for (int k = 0; k < LANES / 4; k++)                               \
+            v[k] = LOW_TWOS(u[2 * k], u[2 * k + 1]) + HIGH_TWOS(u[2 * k], u[2 * k + 1]);          \
+        _Pragma("GCC unroll 2") for (int n = LANES / 8; n; n /= 2)                                \
+            _Pragma("GCC unroll 2") for (int k = 0; k < n; k++)                                   \
+                v[k] = FOURS(v[2 * k], v[2 * k + 1], 0) + FOURS(v[2 * k], v[2 * k + 1], 4);       \
+        return v[0];                                                                              \
+    }
+SUMS_OF(v_sums, V)
+SUMS_OF(w_sums, W)
+
+INLINE void v_transpose(V *a) { /* LANES vectors */
+    V t[LANES], u[LANES];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = LOW_ONES(a[i], a[i + 1]);
+        t[i + 1] = HIGH_ONES(a[i], a[i + 1]);
     }
-#define PD _mm512_castps_pd
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        u[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(PD(t[4 * i]), PD(t[4 * i + 2])));
-        u[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(PD(t[4 * i]), PD(t[4 * i + 2])));
-        u[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(PD(t[4 * i + 1]), PD(t[4 * i + 3])));
-        u[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(PD(t[4 * i + 1]), PD(t[4 * i + 3])));
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        const int from = i / 4 * 4 + i % 4 / 2;
+        u[i] = LOW_TWOS(t[from], t[from + 2]);
+        u[i + 1] = HIGH_TWOS(t[from], t[from + 2]);
     }
-#undef PD
+    memcpy(a, u, sizeof u);
+#if LANES > 4
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
-        __m512 x = _mm512_shuffle_f32x4(u[k], u[4 + k], 0x88);
-        __m512 y = _mm512_shuffle_f32x4(u[k], u[4 + k], 0xdd);
-        __m512 z = _mm512_shuffle_f32x4(u[8 + k], u[12 + k], 0x88);
-        __m512 w = _mm512_shuffle_f32x4(u[8 + k], u[12 + k], 0xdd);
-        a[k] = _mm512_shuffle_f32x4(x, z, 0x88);
-        a[8 + k] = _mm512_shuffle_f32x4(x, z, 0xdd);
-        a[4 + k] = _mm512_shuffle_f32x4(y, w, 0x88);
-        a[12 + k] = _mm512_shuffle_f32x4(y, w, 0xdd);
-    }
-}
-
-/* sixteen vectors -> the sum of each */
-#define TREE(NAME, X, ADD, LO, HI, LO2, HI2, CAST, BACK, SHUF)                                     \
-    INLINE X NAME(const X *a) {                                                                    \
-        X u[8], v[4];                                                                              \
-        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++)                                        \
-            u[j] = ADD(LO(a[2 * j], a[2 * j + 1]), HI(a[2 * j], a[2 * j + 1]));                    \
-        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)                                        \
-            v[k] = ADD(BACK(LO2(CAST(u[2 * k]), CAST(u[2 * k + 1]))),                              \
-                       BACK(HI2(CAST(u[2 * k]), CAST(u[2 * k + 1]))));                             \
-        X x = ADD(SHUF(v[0], v[1], 0x88), SHUF(v[0], v[1], 0xdd));                                 \
-        X y = ADD(SHUF(v[2], v[3], 0x88), SHUF(v[2], v[3], 0xdd));                                 \
-        return ADD(SHUF(x, y, 0x88), SHUF(x, y, 0xdd));                                            \
-    }
-#define SAME(x) (x)
-TREE(tree_int, __m512i, _mm512_add_epi32, _mm512_unpacklo_epi32, _mm512_unpackhi_epi32,
-     _mm512_unpacklo_epi64, _mm512_unpackhi_epi64, SAME, SAME, _mm512_shuffle_i32x4)
-TREE(v_tree, __m512, _mm512_add_ps, _mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-     _mm512_unpackhi_pd, _mm512_castps_pd, _mm512_castpd_ps, _mm512_shuffle_f32x4)
-
-typedef __m512i Sum; /* of numbers that were rounded, exact */
-INLINE V v_of_sum(Sum s) { return _mm512_cvtepi32_ps(s); }
-INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) { /* 32 numbers, as int16 */
-    __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(v_load(from) * by),
-                                   _mm512_cvtps_epi32(v_load(from + 16) * by));
-    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x);
-    _mm512_storeu_si512(p, x);
-    return _mm512_dpwssd_epi32(s, x, _mm512_set1_epi16(1));
-}
-INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
-#elif defined(USE_AVX2)
-/* eight vectors -> the sum of each */
-#define TREE(NAME, X, ADD, CROSS, SWAP)                                                            \
-    INLINE X NAME(const X *a) {                                                                    \
-        X x = ADD(ADD(a[0], a[1]), ADD(a[2], a[3])), y = ADD(ADD(a[4], a[5]), ADD(a[6], a[7]));    \
-        return CROSS(SWAP(x, y, 0x20), SWAP(x, y, 0x31));                                          \
-    }
-TREE(tree_int, __m256i, _mm256_hadd_epi32, _mm256_add_epi32, _mm256_permute2x128_si256)
-TREE(v_tree, __m256, _mm256_hadd_ps, _mm256_add_ps, _mm256_permute2f128_ps)
-
-INLINE void transpose_sums(__m256 *a) {
-    __m256 t[8], u[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const int from = i / 2 * 4 + i % 2;
-        u[i / 2 * 4 + i % 2 * 2] = _mm256_shuffle_ps(t[from], t[from + 2], 0x44);
-        u[i / 2 * 4 + i % 2 * 2 + 1] = _mm256_shuffle_ps(t[from], t[from + 2], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x20);
-        a[4 + i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x31);
-    }
-}
-
-typedef __m256i Sum;
-INLINE V v_of_sum(Sum s) { return _mm256_cvtepi32_ps(s); }
-INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 32; i += 16) {
-        __m256i x = _mm256_packs_epi32(_mm256_cvtps_epi32(v_load(from + i) * by),
-                                       _mm256_cvtps_epi32(v_load(from + i + 8) * by));
-        x = _mm256_permute4x64_epi64(x, 0xd8);
-        _mm256_storeu_si256((void *)(p + i), x);
-        s = _mm256_add_epi32(s, _mm256_madd_epi16(x, _mm256_set1_epi16(1)));
-    }
-    return s;
-}
-INLINE void sums_of(const V *a, float *to) { v_store(to, v_tree(a)); }
+#if LANES == 16
+        const V b = FOURS(u[k], u[4 + k], 0), c = FOURS(u[8 + k], u[12 + k], 0);
+        const V d = FOURS(u[k], u[4 + k], 4), e = FOURS(u[8 + k], u[12 + k], 4);
+        a[k] = FOURS(b, c, 0), a[8 + k] = FOURS(b, c, 4);
+        a[4 + k] = FOURS(d, e, 0), a[12 + k] = FOURS(d, e, 4);
 #else
-typedef V Sum; /* of numbers that were rounded: below 2**24, so exact */
-INLINE V v_of_sum(Sum s) { return s; }
-INLINE Sum store_rounded(int16_t *p, const float *from, V by, Sum s) {
-    for (int i = 0; i < 32; i += LANES) {
-        V x = v_round(v_load(from + i) * by);
-        v_store_int16(p + i, x);
-        s += x;
-    }
-    return s;
-}
-INLINE void sums_of(const V *a, float *to) {
-    for (int i = 0; i < SUMS; i++) to[i] = v_sum(a[i]);
-}
+        a[k] = FOURS(u[k], u[4 + k], 0), a[4 + k] = FOURS(u[k], u[4 + k], 4);
 #endif
+    }
+#endif
+}
+
+/* Sixteen numbers, times `by` and rounded, as int16; their sum is added to `sum`, exactly */
+INLINE W store_rounded(int16_t *p, const float *from, V by, W sum) {
+#if defined(USE_AVX512)
+    const __m512i x = _mm512_cvtps_epi32(v_load(from) * by);
+    _mm256_storeu_si256((void *)p, _mm512_cvtsepi32_epi16(x));
+    return sum + (W)x;
+#elif defined(USE_AVX2)
+    const __m256i x = _mm256_cvtps_epi32(v_load(from) * by), y = _mm256_cvtps_epi32(v_load(from + 8) * by);
+    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(x, y), 0xd8));
+    return sum + (W)x + (W)y;
+#else
+    for (int i = 0; i < 16; i += LANES) {
+        const V x = v_round(v_load(from + i) * by);
+        v_store_int16(p + i, x);
+        sum += __builtin_convertvector(x, W);
+    }
+    return sum;
+#endif
+}
 
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
     static const float terms[6] = {0x1.5f44e4p-10f, 0x1.3b2cc4p-7f, 0x1.c6aed6p-5f,
@@ -244,210 +212,169 @@ INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from t
 
 /* Sums of codes times vectors.
  *
- * words: of each page [rows][words per row] at `stride` bytes, of which `width` are contracted
- * next:  what is read after them, for the cache
- * x[f]:  what the codes of field f are multiplied by: int16 [pages] at `page` numbers, each
- *        [chunks of 32 words][halves][4 queries][32]
- * at, add: lane i of a sum is times[i] * sum + add[i]; lane (f * 4 + h) is field f, query h; of
- *        8 bits, which have two fields, lanes 8 to 15 say the same again
- * out:   [4 queries] at `ld` numbers: [fields][plane rows]; more: add to what is there
+ * A part is some words of each row: `width` of them, in rows that are `stride` bytes apart
+ * next: what is read after them, for the cache
+ * at:   where their columns begin in a vector: of 2 bits those of both halves of a word
  */
 typedef struct {
-    const uint8_t *words[STRIP], *next[STRIP];
-    int64_t stride, width, page, ld, plane;
-    int pages, rows, more;
+    const uint8_t *words, *next;
+    int64_t stride, width, at[2], bits;
+} Part;
+
+/* x:    what codes of field f are multiplied by: int16 [4 queries] at OPERANDS numbers
+ * times, add: [fields][4 queries], of a sum s: s * times + add; 8 bits have two fields, both twice
+ * odd:  bits that every other field is up in its sum: as the narrowest part has them in its words
+ * out:  [4 queries] at LINE numbers: [fields] at `plane` numbers: rows `first` to `end` */
+typedef struct {
+    Part parts[2 * STRIP];
     const int16_t *x[4];
-    float times[16], add[16];
-    float *out;
+    float times[16], add[16], *out;
+    int64_t plane;
+    int count, fields, odd, first, end;
 } Products;
 
+#if LANES > 4
+typedef uint16_t Codes __attribute__((vector_size(4 * LANES)));
 #if defined(USE_AVX512)
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
 #define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
-#define DOT_AT(i, z, q) \
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "m"(*(const __m512i *)(q)))
-
-/* fields of z0 and z1, sums from the i-th on; q1 is q0 where both are of one group */
-INLINE void two_fields(__m512i *a, int i, __m512i z0, __m512i z1, const int16_t *q0,
-                       const int16_t *q1, int paired) {
-#pragma GCC unroll 4
-    for (int h = 0; h < TILE; h++)
-        if (paired) {
-            __m512i y = _mm512_load_si512(q0 + 32 * h);
-            DOT(i + h, z0, y);
-            DOT(i + 4 + h, z1, y);
-        } else {
-            DOT_AT(i + h, z0, q0 + 32 * h);
-            DOT_AT(i + 4 + h, z1, q1 + 32 * h);
-        }
+INLINE Codes some_words(const uint8_t *p, int64_t count) {
+    return (Codes)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
 }
-
-INLINE void chunk_of_codes(__m512i *a, __m512i x, int bits, int i, const int16_t *const *q, int64_t at,
-                           int paired) {
-    const __m512i y = _mm512_srli_epi16(x, 8);
-#define FIELD(z, bit) _mm512_and_si512(z, _mm512_set1_epi16(((1 << bits) - 1) << bit))
-    if (bits == 8) {
-        two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at, paired);
-    } else if (bits == 4) {
-        two_fields(a, i, FIELD(x, 0), FIELD(x, 4), q[0] + at, q[1] + at, paired);
-        two_fields(a, i + 8, FIELD(y, 0), FIELD(y, 4), q[2] + at, q[3] + at, paired);
-    } else {
-        two_fields(a, i, FIELD(x, 0), FIELD(x, 2), q[0] + at, q[1] + at, paired);
-        two_fields(a, i + 8, FIELD(x, 4), FIELD(x, 6), q[2] + at, q[3] + at, paired);
-        at += 32 * TILE;
-        two_fields(a, i, FIELD(y, 0), FIELD(y, 2), q[0] + at, q[1] + at, paired);
-        two_fields(a, i + 8, FIELD(y, 4), FIELD(y, 6), q[2] + at, q[3] + at, paired);
-    }
-}
-
-INLINE void row_of_codes(__m512i *a, const uint8_t *w, const uint8_t *next, int bits, int i,
-                         const int16_t *const *q, int64_t x, int64_t width, int paired) {
-    const int64_t chunk = (bits == 2 ? 2 : 1) * 32 * TILE;
-    for (; width >= 32; width -= 32, w += 64, next += 64, x += chunk) {
-        _mm_prefetch((const char *)next, _MM_HINT_T0);
-        chunk_of_codes(a, _mm512_loadu_si512(w), bits, i, q, x, paired);
-    }
-    if (width)
-        chunk_of_codes(a, _mm512_maskz_loadu_epi16((1u << width) - 1, w), bits, i, q, x, paired);
-}
-typedef __m512i Sums;
-#elif defined(USE_AVX2)
+#else
 /* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
-#define DOT_AT(i, z, q)                                     \
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"      \
+#define DOT(i, z, y)                                        \
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
             : "+x"(a[i]), "=&x"(product)                    \
-            : "x"(z), "m"(*(const __m256i *)(q)))
-INLINE void two_fields(__m256i *a, int i, __m256i z0, __m256i z1, const int16_t *q0,
-                       const int16_t *q1) {
-    __m256i product;
-#pragma GCC unroll 4
-    for (int h = 0; h < TILE; h++) {
-        DOT_AT(i + h, z0, q0 + 32 * h);
-        DOT_AT(i + 4 + h, z1, q1 + 32 * h);
-    }
+            : "x"(z), "x"(y))
+INLINE Codes some_words(const uint8_t *p, int64_t count) { /* of sixteen there are eight, or all */
+    Codes x = {0};
+    if (count < 16) memcpy(&x, p, 16);
+    else memcpy(&x, p, 32);
+    return x;
 }
-
-/* sixteen words; of the fields q[0] and q[1], the first of which begins at a bit of a byte, or of
- * the upper byte */
-INLINE void chunk_of_codes(__m256i *a, __m256i x, int bits, int bit, int i, const int16_t *const *q,
-                           int64_t at) {
-    const __m256i y = _mm256_srli_epi16(x, 8), one = bit >= 8 ? y : x;
-#define FIELD(z, bit) _mm256_and_si256(z, _mm256_set1_epi16(((1 << bits) - 1) << ((bit) & 7)))
-    if (bits == 8) {
-        two_fields(a, i, FIELD(x, 0), y, q[0] + at, q[1] + at);
-    } else {
-        two_fields(a, i, FIELD(one, bit), FIELD(one, bit + bits), q[0] + at, q[1] + at);
-        at += 32 * TILE;
-        if (bits == 2) two_fields(a, i, FIELD(y, bit), FIELD(y, bit + bits), q[0] + at, q[1] + at);
-    }
-}
-
-INLINE void row_of_codes(__m256i *a, const uint8_t *w, const uint8_t *next, int bits, int bit, int i,
-                         const int16_t *const *q, int64_t x, int64_t width) {
-    const int64_t chunk = (bits == 2 ? 2 : 1) * 32 * TILE;
-    for (; width >= 32; width -= 32, w += 64, next += 64, x += chunk) {
-        if (bit == 0) _mm_prefetch((const char *)next, _MM_HINT_T0);
-        chunk_of_codes(a, _mm256_loadu_si256((const void *)w), bits, bit, i, q, x);
-        chunk_of_codes(a, _mm256_loadu_si256((const void *)(w + 32)), bits, bit, i, q, x + 16);
-    }
-    for (; width > 0; width -= 16, w += 32, x += 16) { /* 8 or 16, or 24 */
-        __m256i some = {0};
-        memcpy(&some, w, width < 16 ? 16 : 32);
-        chunk_of_codes(a, some, bits, bit, i, q, x);
-    }
-}
-typedef __m256i Sums;
 #endif
 
-#if LANES > 4
+/* 2 * LANES words: LANES / 4 fields from the first one on, which begins at `bit`; same: x is, of
+ * every two fields */
+INLINE void add_codes(W *a, Codes x, int64_t bits, int bit, int i, const int16_t *const *q, int64_t to,
+                      int odd, int same) {
+    const uint16_t mask = (1 << bits) - 1;
+    W product;
+    (void)product;
+    for (int f = 0; f < LANES / 4 && f * bits < 16; f += 2) {
+        const int at = bit + f * (int)bits;
+        const Codes y = x >> at & mask, z = x >> (at + bits - odd) & (uint16_t)(mask << odd);
+#pragma GCC unroll 4
+        for (int h = 0; h < TILE; h++) {
+            Codes b, c;
+            memcpy(&b, q[f] + to + h * OPERANDS, sizeof b);
+            if (same) c = b;
+            else memcpy(&c, q[f + 1] + to + h * OPERANDS, sizeof c);
+            DOT(i + 4 * f + h, y, b);
+            DOT(i + 4 * f + 4 + h, z, c);
+        }
+    }
+}
+
+INLINE void add_row(W *a, const Part *p, int64_t row, int64_t bits, int field, int i,
+                    const int16_t *const *q, int odd, int same) {
+    const uint8_t *w = p->words + row * p->stride, *next = p->next + row * p->stride;
+    const int64_t width = p->width, low = p->at[0], high = p->at[1];
+    const int bit = field * (int)bits;
+    int64_t c = 0;
+#define ADD(x, c)                                                               \
+    add_codes(a, x, bits, bit, i, q, low + (c), odd, same);                          \
+    if (bits == 2) add_codes(a, x, bits, bit + 8, i, q, high + (c), odd, same)
+    for (; c + 32 <= width; c += 32) {
+        if (field == 0) __builtin_prefetch(next + 2 * c);
+#pragma GCC unroll 2
+        for (int j = 0; j < 32; j += 2 * LANES) {
+            Codes x;
+            memcpy(&x, w + 2 * (c + j), sizeof x);
+            ADD(x, c + j);
+        }
+    }
+    for (; c < width; c += 2 * LANES) {
+        const Codes x = some_words(w + 2 * c, width - c);
+        ADD(x, c);
+    }
+#undef ADD
+}
+
 /* Lanes of a vector of sums: four queries of one field, then of the next one; where there is one
  * query only, four rows. Lanes that are left take another block of rows. */
-INLINE V sums_of_rows(const Products *p, int bits, int row, int field, int paired) {
-    const int fields = bits == 8 ? 2 : 4, blocks = LANES / 4 > fields ? 2 : 1;
-    const int16_t *const q[4] = {p->x[field], p->x[field + 1], p->x[2], p->x[3]};
-    Sums a[LANES];
+INLINE V sums_of_rows(const Products *p, int row, int fields, int field, int same) {
+    const int blocks = LANES / 4 > fields ? 2 : 1;
+    const int16_t *const *q = p->x + field;
+    W a[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) a[i] = (Sums){0};
-    for (int page = 0; page < p->pages; page++)
+    for (int i = 0; i < LANES; i++) a[i] = (W){0};
+    for (const Part *part = p->parts; part < p->parts + p->count; part++)
 #pragma GCC unroll 8
         for (int i = 0; i < blocks * (4 / TILE); i++) {
             const int block = i / (4 / TILE), lane = i % (4 / TILE);
             int r = row + lane + block * (TILE == 1 ? 4 : LANES);
-            if (r >= p->rows) {
-                if (TILE == 4) continue;
-                r = row;
-            }
-            const uint8_t *w = p->words[page] + r * p->stride, *next = p->next[page] + r * p->stride;
-#if defined(USE_AVX512)
-            row_of_codes(a, w, next, bits, 8 * block + lane, q, page * p->page, p->width, paired);
-#else
-            row_of_codes(a, w, next, bits, field * bits, lane, q, page * p->page, p->width);
-#endif
+            if (r >= p->end) r = row; /* nobody asks for it */
+            if (fields == 2) add_row(a, part, r, 8, field, 8 * block + lane, q, 0, same);
+            else if (p->odd == 4) add_row(a, part, r, 4, field, lane, q, 4, same);
+            else if (part->bits == 4) add_row(a, part, r, 4, field, lane, q, 2, same);
+            else add_row(a, part, r, 2, field, lane, q, 2, same);
         }
-    V sums = __builtin_convertvector((W)tree_int(a), V);
+    const V sums = __builtin_convertvector(w_sums(a), V);
     return v_fma(sums, v_load(p->times + 4 * field), v_load(p->add + 4 * field));
 }
 
-/* `count` numbers of s from the i-th on, to where `left` more have room */
-INLINE void put(const Products *p, float *to, const float *s, int count, int left) {
-    for (int j = 0; j < count && j < left; j++) to[j] = p->more ? to[j] + s[j] : s[j];
-}
-
-INLINE void products_in(const Products *p, int bits, int field, int paired) {
-    const int fields = bits == 8 ? 2 : 4, blocks = LANES / 4 > fields ? 2 : 1;
-    const int step = blocks * (TILE == 1 ? 4 : LANES);
-    for (int row = 0; row < p->rows; row += step) {
+INLINE void products_in(const Products *p, int fields, int field, int same) {
+    const int blocks = LANES / 4 > fields ? 2 : 1;
+    const int wide = TILE == 1 ? 4 : LANES; /* rows of a block */
+    for (int row = p->first; row < p->end; row += blocks * wide) {
         ALIGNED V sums[LANES];
-        const int count = TILE == 1 ? 1 : LANES;
-        for (int r = 0; r < count && row + r < p->rows; r++)
-            sums[r] = sums_of_rows(p, bits, row + r, field, paired);
-        if (TILE == 4) transpose_sums(sums);
-        for (int i = 0; i < LANES; i += TILE == 1 ? 4 : 1) { /* four rows, or those of a query */
-            const int start = row + i / (4 * fields) * (TILE == 1 ? 4 : LANES);
-            float *to = p->out + (TILE == 1 ? 0 : i % 4) * p->ld +
-                        (field + i / 4) % fields * p->plane + start;
-            if (TILE == 1) put(p, to, (float *)sums + i, 4, p->rows - start);
-            else put(p, to, (float *)(sums + i), LANES, p->rows - start);
+        for (int r = 0; r < wide && row + r < p->end; r += 5 - TILE)
+            sums[r] = sums_of_rows(p, row + r, fields, field, same);
+        if (TILE == 4) v_transpose(sums);
+        for (int i = 0; i < LANES; i += 5 - TILE) { /* rows of a field and a query */
+            const int r = row + i / (4 * fields) * wide, left = p->end - r;
+            const float *from = TILE == 1 ? (float *)sums + i : (float *)(sums + i);
+            float *to = p->out + i % 4 * LINE + (field + i / 4) % fields * p->plane + r;
+            if (left >= wide) memcpy(to, from, 4 * wide);
+            else if (left > 0) memcpy(to, from, 4 * left);
         }
     }
 }
 
-INLINE void products_of(const Products *p, int bits) {
-    const int paired = LANES == 16 && p->x[0] == p->x[1] && p->x[2] == p->x[3];
-    if (paired) products_in(p, bits, 0, 1);
-    else products_in(p, bits, 0, 0);
-    if (LANES == 8 && bits < 8) products_in(p, bits, 2, 0);
+INLINE void products_of(const Products *p, int same) {
+    if (p->fields == 2) products_in(p, 2, 0, same);
+    else products_in(p, 4, 0, same);
+    if (p->fields == 4 && LANES == 8) products_in(p, 4, 2, same);
+}
+
+static void products(const Products *p) {
+    if (p->x[0] == p->x[1] && p->x[2 % p->fields] == p->x[3 % p->fields]) products_of(p, 1);
+    else products_of(p, 0);
 }
 #else
-INLINE void products_of(const Products *p, int bits) {
-    const int fields = bits == 8 ? 2 : 4, halves = bits == 2 ? 2 : 1;
-    int16_t words[PART], codes[PART];
-    for (int r = 0; r < p->rows; r++) {
+static void products(const Products *p) {
+    int16_t words[MAX_DIM], codes[MAX_DIM];
+    for (int r = p->first; r < p->end; r++) {
         int32_t sums[16] = {0};
-        for (int i = 0; i < fields * halves * p->pages; i++) {
-            const int page = i / (fields * halves), f = i % fields, half = i / fields % halves;
-            const int bit = f * bits + 8 * half, shift = bit & 8, mask = ((1 << bits) - 1) << (bit & 7);
-            memcpy(words, p->words[page] + r * p->stride, 2 * p->width);
-            for (int64_t c = 0; c < p->width; c++) codes[c] = (uint16_t)words[c] >> shift & mask;
-            for (int64_t c = 0; c < p->width; c += 32) {
-                const int16_t *q = p->x[f] + page * p->page + (c / 32 * halves + half) * TILE * 32;
-                const int64_t count = p->width - c < 32 ? p->width - c : 32;
-                for (int h = 0; h < TILE; h++)
-                    for (int64_t j = 0; j < count; j++) sums[4 * f + h] += codes[c + j] * q[32 * h + j];
+        for (const Part *part = p->parts; part < p->parts + p->count; part++) {
+            const int halves = part->bits == 2 ? 2 : 1, bits = (int)part->bits;
+            memcpy(words, part->words + r * part->stride, 2 * part->width);
+            for (int i = 0; i < p->fields * halves; i++) {
+                const int f = i / halves, half = i % halves, shift = f * bits + 8 * half;
+                const int up = f % 2 ? p->odd : 0;
+                for (int64_t c = 0; c < part->width; c++)
+                    codes[c] = ((uint16_t)words[c] >> shift & ((1 << bits) - 1)) << up;
+                const int16_t *q = p->x[f] + part->at[half];
+                for (int h = 0; h < TILE; h++, q += OPERANDS)
+                    for (int64_t c = 0; c < part->width; c++) sums[4 * f + h] += codes[c] * q[c];
             }
         }
-        for (int i = 0; i < fields * TILE; i++) {
-            const int f = i / TILE, h = i % TILE;
-            float *to = p->out + h * p->ld + f * p->plane + r;
-            float s = (float)sums[4 * f + h] * p->times[4 * f + h] + p->add[4 * f + h];
-            *to = p->more ? *to + s : s;
-        }
+        for (int f = 0; f < p->fields; f++)
+            for (int h = 0; h < TILE; h++)
+                p->out[h * LINE + f * p->plane + r] =
+                    (float)sums[4 * f + h] * p->times[4 * f + h] + p->add[4 * f + h];
     }
 }
 #endif
-
-static void products(const Products *p, int64_t bits) {
-    if (bits == 2) products_of(p, 2);
-    else if (bits == 4) products_of(p, 4);
-    else products_of(p, 8);
-}

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from disagg.codecs import codec_names, get_codec
-from disagg.codecs.describe import describe, describe_all
+from disagg.codecs.describe import describe, describe_all, measured_costs
+from disagg.codecs.registry import CODECS
 
 AT_MOST = {  # percent of fp16 at 8192 and 2048 tokens, tail included, head dim 128
     "kivi:bits=2,group=64,residual=64": (16.3, 18.3),
@@ -48,3 +51,24 @@ def test_every_registered_codec_has_a_row() -> None:
     assert (kivi.page_tokens, kivi.page_bytes, kivi.segment_bytes) == (64, 8 * 5120, 0)
     assert kivi.bits_per_element == 2.5
     assert kivi.fp16_pct < kivi.fp16_pct_mean  # 2048 is a multiple of the page
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_codec_says_in_its_docstring_what_was_measured_of_it(name: str) -> None:
+    text = " ".join((type(get_codec(name)).__doc__ or "").split())
+    rows = [x for spec, x in measured_costs()["codecs"].items() if spec.split(":")[0] == name]
+    for row in rows:
+        assert "{bits:.2f} bits, {ppl_pct:+.1f} %, KL {kl:.4f}".format(**row) in text
+    assert text.count(" %, KL ") == len(rows)
+    assert ("cost: not measured" in text) == (not rows)
+
+
+def test_the_table_of_the_docs_has_the_costs_that_were_measured() -> None:
+    rows = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text().splitlines()
+    table = {row.split("`")[1]: row for row in rows if row.startswith("| `") and " ± " in row}
+    assert {"fp8", "kivi:bits=4", "kivi:bits=2", "banded:bits=2", "banded:bits=3"} == set(table)
+    for spec, row in table.items():
+        spec += ",residual=64" if spec.startswith("kivi") else ""
+        cost = measured_costs()["codecs"][get_codec(spec).spec]
+        assert "| {ppl_pct:+.1f} ± {ppl_se_pct:.1f} % | {kl:.4f} |".format(**cost) in row
+        assert f"| {cost['bits']:.1f} |" in row

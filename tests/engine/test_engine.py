@@ -73,20 +73,27 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     assert relative_error(found, whole[known:]) <= allowed(codec)
 
 
-@pytest.mark.parametrize("codec", ["raw", "kivi:bits=2,group=64,residual=128"])
-def test_preempted_sequences_lose_nothing(runner, codec):
-    prompts = {str(i): random_prompt(n) for i, n in enumerate((100, 120, 90, 110))}
-    expected = forced_logits(runner, prompts, dict.fromkeys(prompts, codec), 90)
-    tight, forced = make_forced(runner, arena_bytes=2 << 20, watermark=0.0)
+@pytest.mark.parametrize(
+    ("codec", "lengths", "tokens", "mib"),
+    [
+        ("raw", (100, 120, 90, 110), 90, 2),
+        ("kivi:bits=2,group=64,residual=128", (100, 120, 90, 110), 90, 2),
+        ("banded", (200, 120, 250, 130), 140, 4),  # pages of the prompt; or the first one decoding
+    ],
+)
+def test_preempted_sequences_lose_nothing(runner, codec, lengths, tokens, mib):
+    prompts = {str(i): random_prompt(n) for i, n in enumerate(lengths)}
+    expected = forced_logits(runner, prompts, dict.fromkeys(prompts, codec), tokens)
+    tight, forced = make_forced(runner, arena_bytes=mib << 20, watermark=0.0)
     for rid, prompt in prompts.items():
-        tight.submit(Replay(request(rid, prompt, codec, 90)))
+        tight.submit(Replay(request(rid, prompt, codec, tokens)))
     preempted: list[str] = []
     said = collect(tight, forced, preempted)
     assert preempted
     assert "0" not in preempted
     for rid in prompts:
         own = [x for x in said if x.token.rid == rid]
-        assert [x.token.index for x in own] == list(range(90))
+        assert [x.token.index for x in own] == list(range(tokens))
         found = torch.stack([x.logits for x in own])
         assert relative_error(found, expected[rid]) <= allowed(codec)
 

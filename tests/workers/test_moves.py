@@ -57,7 +57,8 @@ def test_a_worker_that_leaves_takes_no_token_along(
 
     def admits(self: DecodeSide, admission: Admission) -> None:
         if tokens := admission.job.moved:
-            plan, arena = self.engine.plan(codec), self.engine.pool.arena
+            engine = self.way.engine
+            plan, arena = engine.plan(codec), engine.pool.arena
             came.append(digests(arena, plan, tokens, admission.groups))
             assert tuple(came[-1]) == admission.commit.digests
         admit(self, admission)

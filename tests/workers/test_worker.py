@@ -1,6 +1,7 @@
 """Two plain workers and real gRPC: a prompt goes through; whatever goes wrong leaves nothing."""
 
 import asyncio
+import ctypes
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena
 from disagg.engine.sequence import SamplingParams
 from disagg.kernels import ops
+from disagg.kernels.cpu import library
+from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
 from disagg.llm import LLM
@@ -27,10 +30,10 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import Pool
 from disagg.transfer.messages import Role
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission, Reservations, Write
+from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
-from disagg.workers.prefill import Offering
+from disagg.workers.offering import Offering
 from disagg.workers.router import Output
 from tests.workers.fakes import until
 from tests.workers.pairs import Prompt, house
@@ -203,19 +206,19 @@ def test_the_first_frame_leaves_before_the_last_layer_starts(
 ) -> None:
     """The engine may not go on to the last layer until bytes have arrived at the other worker."""
     arrived, waited = threading.Event(), list[bool]()
-    offer, begin_write = Offering.offer, Reservations.begin_write
+    offer, store = Offering.offer, Reservations.store
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         offer(self, items)
         if items[0].layer == LAYERS - 2:
             waited.append(arrived.wait(30))
 
-    def written(self: Reservations, *event: Any) -> Write:
+    def stored(self: Reservations, *event: Any) -> None:
         arrived.set()
-        return begin_write(self, *event)
+        store(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Reservations, "begin_write", written)
+    monkeypatch.setattr(Reservations, "store", stored)
 
     async def scene() -> None:
         async with house() as home:
@@ -230,18 +233,18 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    offer, begin_write = Offering.offer, Reservations.begin_write
+    offer, store = Offering.offer, Reservations.store
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         order.append("offer")
         offer(self, items)
 
-    def written(self: Reservations, *event: Any) -> Write:
+    def stored(self: Reservations, *event: Any) -> None:
         order.append("write")
-        return begin_write(self, *event)
+        store(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Reservations, "begin_write", written)
+    monkeypatch.setattr(Reservations, "store", stored)
 
     async def scene() -> None:
         config = Config(transfer=replace(TransferConfig(), overlap=False))
@@ -254,14 +257,20 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
     assert order.index("write") == order.count("offer")
 
 
+@pytest.mark.parametrize("one_call", [False, True])
 def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+    one_call: bool, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended."""
+    """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended.
+
+    one_call: by one call of the C library for each layer, from what that call is told
+    """
+    if one_call and not library.paths():
+        pytest.skip("no C library was built")
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, views, admit = ops.encode, Kivi.views, DecodeSide.admit
+    encode, views, run, admit = ops.encode, Kivi.views, LayerCalls.run, DecodeSide.admit
 
     def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
         blocks, _ = encode(*args)
@@ -275,6 +284,14 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             block = view.arena[start : start + view.heads * view.fmt.block_bytes]
             attended.add(digest(block.numpy().tobytes()))
         return [view]
+
+    def calling(self: LayerCalls, rank: int, *args: Any) -> Tensor:
+        table = self._tables[0]  # of pages; the other one is of the tail
+        nbytes = self._job.attention.heads * library.FormatC.from_address(table.format).block_bytes
+        start = table.arena + table.base + rank * nbytes
+        for page in (ctypes.c_int32 * table.num_pages).from_address(table.pages):
+            attended.add(digest(ctypes.string_at(start + page * ARENA_UNIT, nbytes)))
+        return run(self, rank, *args)
 
     async def scene() -> None:
         async with house() as home:
@@ -291,12 +308,16 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
                         stored[item] = digest(data)
                 admit(self, admission)
 
-            home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
+            rules = home.workers["d"].receiver.reservations
+            rules._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
     monkeypatch.setattr(ops, "encode", encoding)
-    monkeypatch.setattr(Kivi, "views", attending)
-    monkeypatch.setattr(layers, "prepare", lambda *_: None)  # else one view serves all layers
+    if one_call:
+        monkeypatch.setattr(LayerCalls, "run", calling)
+    else:
+        monkeypatch.setattr(Kivi, "views", attending)
+        monkeypatch.setattr(layers, "prepare", lambda *_: None)
     asyncio.run(scene())
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored
