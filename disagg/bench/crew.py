@@ -14,7 +14,8 @@ Every answer is compared with the one that the same prompt got while nothing hap
     drained   another one takes its place, then it is told to leave: its sequences move
     cut off   for 2 to 8 s all its connections break and none is accepted
 
-In the end nothing may be held, and no process or port of a worker may be left.
+In the end nothing may be held, and no process or port of a worker may be left. Where it is calm
+nothing of this happens, and the memory of the workers has to be what it was.
 """
 
 import asyncio
@@ -227,6 +228,7 @@ class ChaosOptions:
     """How long, for whom, and how it is made.
 
     tokens: of an answer · pauses_s: the shortest and the longest between two events
+    calm:   there are none
     """
 
     seed: int = 1
@@ -238,6 +240,7 @@ class ChaosOptions:
     codec: str = DEFAULT_CODEC
     pauses_s: tuple[float, float] = (6.0, 12.0)
     deadline_s: float = 120.0
+    calm: bool = False
 
 
 @dataclass
@@ -332,6 +335,10 @@ class Storm:
     async def rage(self) -> list[Row]:
         """Strike until the time is over; what was done to whom, when."""
         events, began = list[Row](), time.monotonic()
+        if self._options.calm:
+            await asyncio.sleep(60 * self._options.minutes)
+            self._over = True
+            return events
         strikes = (self._kill, self._freeze, self._drain, self._cut_off)
         async with asyncio.TaskGroup() as tasks:
             while True:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from itertools import count
+from itertools import count, takewhile
 from queue import Empty, SimpleQueue
 
 import torch
@@ -56,6 +56,7 @@ from disagg.errors import (
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
+from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.wire import Item
 
@@ -369,18 +370,16 @@ class Engine:
         before = 0 if before == sequence.cached else before  # what is known is not encoded yet
         start = time.perf_counter()
         queries, codec = sequence.workspace.queries(layer), codec_of(group)
-        written = write_prompt(
-            codec, group, state, layer, self.arena, k, v, before, total, queries, done - k.shape[1]
-        )
+        there = 0
+        if sequence.handoff is not None:
+            pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(state.page_ids())))
+            there = len(list(takewhile(sequence.handoff.has, pages)))
+        prompt = k, v, before, total, queries, done - k.shape[1]
+        written = write_prompt(codec, group, state, layer, self.arena, *prompt, there)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
-            sequence.handoff.offer(
-                [
-                    Item(w.kind, index, layer, i)
-                    for w in written
-                    for i in range(w.first, w.first + w.count)
-                ]
-            )
+            found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)
+            sequence.handoff.offer(list(found))
 
     def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
         """A step broke and nobody can say for whom: all that were in it end.

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from disagg.engine.failures import named
@@ -121,17 +121,15 @@ class DecodeSide:
 
     def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
         """The end of a request that was served whole says what its prompt took here."""
-        event = TokenEvent(job.rid, job.attempt, 0)
         if isinstance(output, Failed):
-            event = replace(event, error=output.error)
+            event = TokenEvent(job.rid, job.attempt, 0, error=output.error)
         else:
-            reason = output.finish_reason or ""
-            event = replace(event, index=output.index, token=output.token, finish_reason=reason)
-            event = replace(event, logprobs=output.logprobs)
+            reason, stats = output.finish_reason or "", None
             if reason and output.rid.endswith(LOCAL):
                 plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
-                stats = handoff_stats(plan, tokens, output.cached_tokens)
-                event = replace(event, stats=asdict(stats))
+                stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
+            said = output.index, output.token, reason, None, stats, output.logprobs
+            event = TokenEvent(job.rid, job.attempt, *said)
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)
@@ -170,8 +168,6 @@ class Departure(Offering):
     and where it stops everything is.
     """
 
-    _offered: frozenset[Item] = frozenset()
-
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         stops = self._source is not None
         super().begin(plan, groups)
@@ -182,7 +178,6 @@ class Departure(Offering):
             for x in self._checklist.items
             if x not in self._offered and (stops or _is_sealed(x, plan, groups))
         ]
-        self._offered |= set(final)
         self.offer(final)
 
 

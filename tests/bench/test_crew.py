@@ -53,6 +53,16 @@ def test_a_minute_of_chaos() -> None:
     check(measure_chaos(ChaosOptions(seed=4, minutes=1.0)))
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_a_calm_minute_leaves_nothing_behind() -> None:
+    result = measure_chaos(ChaosOptions(minutes=1.0, streams=64, calm=True))
+    check(result)
+    assert result["failed"] == result["retried"] == 0
+    memory = result["resident_mb"]
+    assert memory["after"] < 1.1 * memory["before"]
+
+
 def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(100):
