@@ -24,12 +24,12 @@ from disagg.engine.sequence import handoff_stats
 from disagg.errors import DisaggError, RequestError, ReservationError
 from disagg.metrics import HandoffStats
 from disagg.page import FinalAt, Kind
-from disagg.plan import Plan
+from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
 from disagg.transfer.channel import Peers
 from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
-from disagg.transfer.records import Checklist
+from disagg.transfer.records import Checklist, ids_by_kind
 from disagg.transfer.reservations import Admission
 from disagg.transfer.sender import Sender
 from disagg.wire import Item, Ticket
@@ -203,15 +203,21 @@ class Departure(Offering):
         super().begin(plan, groups)
         if stops:
             self._checklist.match(groups)
+        tokens = self._checklist.tokens
+        sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
         final = [
             x
             for x in self._checklist.items
-            if x not in self._offered and (stops or _is_sealed(x, plan, groups))
+            if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
         self._offered.update(final)
         self.offer(final)
 
 
-def _is_sealed(item: Item, plan: Plan, groups: Sequence[GroupState]) -> bool:
-    by_page = plan.groups[item.group].final_at is FinalAt.PAGE
-    return by_page and item.kind is Kind.PAGE and item.record < groups[item.group].num_pages
+def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:
+    """How many records of each kind stay as they are, and under their numbers, up to a length."""
+    drops = group.dropped(tokens) > state.dropped * group.page.tokens
+    if drops or group.flush_page or group.final_at is FinalAt.PROMPT:
+        return {}
+    ids = ids_by_kind(state)
+    return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}

@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
+from disagg.config import DEFAULT_CODEC
 from disagg.errors import TransferError
 from disagg.model.runner import Runner
+from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
@@ -17,6 +20,7 @@ from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission
 from disagg.wire import digest
 from disagg.workers.decode import DecodeSide, Departure
+from tests.model.tiny import random_prompt, save_tiny
 from tests.workers.fakes import until
 from tests.workers.pairs import GREEDY, House, Prompt, house
 
@@ -43,15 +47,33 @@ def digests(arena: Arena, plan: Plan, tokens: int, groups: Sequence[GroupState])
     return [digest(source.read([item])[0]) for item in checklist.items]
 
 
-@pytest.mark.parametrize("codec", [KIVI, "0-1:raw;2-:kivi:bits=4,residual=32"])
+@pytest.mark.parametrize(
+    ("codec", "windowed"),
+    [
+        (KIVI, False),
+        ("0-1:raw;2-:kivi:bits=4,residual=32", False),
+        (DEFAULT_CODEC, False),
+        ("raw", True),
+    ],
+)
 def test_a_worker_that_leaves_takes_no_token_along(
-    codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+    codec: str,
+    windowed: bool,
+    runners: list[Runner],
+    story: Prompt,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """Sealed pages leave early; those of a window, of which some are dropped meanwhile, do not."""
+    if windowed:
+        folder = str(save_tiny("mistral", tmp_path))
+        runners, story = [Runner.load(folder) for _ in range(3)], tuple(random_prompt(200))
     begin, admit = Departure.begin, DecodeSide.admit
-    left, came = [], []
+    left, came, early = [], [], []
 
     def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
         begin(self, plan, groups)
+        early.append({item.kind for item in self._offered})
         if len(self._offered) == self._checklist.num_items:
             left.append(digests(self._arena, plan, self._checklist.tokens, groups))
 
@@ -79,6 +101,7 @@ def test_a_worker_that_leaves_takes_no_token_along(
             home.router.died("d")
             assert await asking == expected
             assert left == came
+            assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
             assert len(came) == leaving.decode.counts["moved"] == 1
             assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
             await home.empty()
