@@ -18,8 +18,10 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, Self
 
-from disagg.errors import DisaggError, PeerLostError
+from disagg.errors import DeadlineError, DisaggError, PeerLostError
 from disagg.transfer.rpc import tune_malloc
+
+ANSWER_S, END_S = 300.0, 10.0  # for one call; for a process to end by itself
 
 
 class Child:
@@ -39,9 +41,14 @@ class Child:
         self.pid = self._process.pid
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method there; raises the DisaggError it raised, PeerLostError if it died."""
+        """Call a method there; raises the DisaggError it raised, PeerLostError if it died.
+
+        DeadlineError after ANSWER_S: it answers no call any more.
+        """
         try:
             self._pipe.send((method, arguments))
+            if not self._pipe.poll(ANSWER_S):
+                raise DeadlineError(f"process {self.pid}: no answer to {method} in {ANSWER_S:g} s")
             answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait()
@@ -56,7 +63,11 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """Returns when the process has ended."""
         self._pipe.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 async def _serve(role: type, pipe: Connection) -> None:

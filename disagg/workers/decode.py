@@ -198,16 +198,21 @@ class Departure(Offering):
         super().__init__(arena, checklist, True, copies)
         self._offered = set[Item]()
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has stopped, and all of it was offered."""
+        return len(self._offered) == self.checklist.num_items
+
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         stops = self._source is not None
         super().begin(plan, groups)
         if stops:
-            self._checklist.match(groups)
-        tokens = self._checklist.tokens
+            self.checklist.match(groups)
+        tokens = self.checklist.tokens
         sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
         final = [
             x
-            for x in self._checklist.items
+            for x in self.checklist.items
             if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
         self._offered.update(final)

@@ -176,8 +176,8 @@ class Offering:
         self.sender: Sender | None = None
         self._source: ArenaSource | None = None
         self._loop = asyncio.get_running_loop()
-        self._arena = arena
-        self._checklist = checklist
+        self.arena = arena
+        self.checklist = checklist
         self._overlap = overlap
         self._copies = copies
         self._kept: list[Item] = []
@@ -186,14 +186,14 @@ class Offering:
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are there; from now on they can be read."""
-        self._source = ArenaSource(self._arena, self._checklist, groups)
+        self._source = ArenaSource(self.arena, self.checklist, groups)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
         assert self._source is not None
         if not self._overlap:
             self._kept.extend(items)
-        elif self._arena.on_host:
+        elif self.arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
             self._copies.submit(self._land, items, self._source.stage(items))

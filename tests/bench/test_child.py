@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench import child as child_module
 from disagg.bench.child import Child
 from disagg.bench.ends import ReceivingEnd
-from disagg.errors import CapacityError, PeerLostError
+from disagg.errors import CapacityError, DeadlineError, PeerLostError
 
 LIMIT_S = 30.0
 PARENT = """
@@ -57,6 +58,16 @@ def test_a_killed_process_is_a_lost_peer():
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
             child.ask("cpu_seconds")
+
+
+def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
+    monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(child_module, "END_S", 0.1)
+    with Child(ReceivingEnd) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match=r"no answer to cpu_seconds in 0.1 s"):
+            child.ask("cpu_seconds")
+    assert not running(child.pid)
 
 
 def test_a_child_ends_with_its_killed_parent():

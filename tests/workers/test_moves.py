@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench.moves import witnessed
 from disagg.config import DEFAULT_CODEC
 from disagg.errors import TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.pool import Arena
 from disagg.state import GroupState
 from disagg.transfer import sender
 from disagg.transfer.messages import Role
-from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission
-from disagg.wire import digest
-from disagg.workers.decode import DecodeSide, Departure
+from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
 from tests.workers.fakes import until
 from tests.workers.pairs import GREEDY, House, Prompt, house
@@ -38,13 +35,6 @@ async def listen(home: House, prompt: Prompt, codec: str, heard: asyncio.Event) 
             if len(tokens) == 20:
                 heard.set()
     return tokens
-
-
-def digests(arena: Arena, plan: Plan, tokens: int, groups: Sequence[GroupState]) -> list[int]:
-    """Of all items of a sequence, where they lie now."""
-    checklist = Checklist(plan, tokens)
-    source = ArenaSource(arena, checklist, groups)
-    return [digest(source.read([item])[0]) for item in checklist.items]
 
 
 @pytest.mark.parametrize(
@@ -68,24 +58,13 @@ def test_a_worker_that_leaves_takes_no_token_along(
     if windowed:
         folder = str(save_tiny("mistral", tmp_path))
         runners, story = [Runner.load(folder) for _ in range(3)], tuple(random_prompt(200))
-    begin, admit = Departure.begin, DecodeSide.admit
-    left, came, early = [], [], []
+    early, begin = list[set[Kind]](), Departure.begin
 
     def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
         begin(self, plan, groups)
         early.append({item.kind for item in self._offered})
-        if len(self._offered) == self._checklist.num_items:
-            left.append(digests(self._arena, plan, self._checklist.tokens, groups))
-
-    def admits(self: DecodeSide, admission: Admission) -> None:
-        if tokens := admission.job.moved:
-            plan, arena = self.engine.plan(codec), self.engine.pool.arena
-            came.append(digests(arena, plan, tokens, admission.groups))
-            assert tuple(came[-1]) == admission.commit.digests
-        admit(self, admission)
 
     monkeypatch.setattr(Departure, "begin", begins)
-    monkeypatch.setattr(DecodeSide, "admit", admits)
 
     async def scene() -> None:
         async with house() as home:
@@ -100,14 +79,16 @@ def test_a_worker_that_leaves_takes_no_token_along(
             await until(lambda: leaving.wait(0.0))
             home.router.died("d")
             assert await asking == expected
-            assert left == came
-            assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
-            assert len(came) == leaving.decode.counts["moved"] == 1
+            assert leaving.decode.counts["moved"] == 1
             assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
 
-    asyncio.run(scene())
+    with witnessed() as (left, came):
+        asyncio.run(scene())
+    assert left == came
+    assert came.total() == 1
+    assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
