@@ -10,6 +10,7 @@ from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, print_table
 from disagg.cli.serve import running
+from disagg.cli.submit import ApiKey
 from disagg.errors import ConfigError
 
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
@@ -24,12 +25,15 @@ COLUMNS += ["backend", ""]
 
 def status(
     url: Url = None,
+    api_key: ApiKey = None,
     watch: Watch = False,
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Say how the running service is and what its workers do."""
-    for found in looks(RunningService(url, 0, "") if url else running(state_file), watch):
+    for found in looks(
+        RunningService(url, 0, api_key or "") if url else running(state_file), watch
+    ):
         if as_json:
             print_json(found)
         else:
