@@ -11,7 +11,7 @@ that it starts again elsewhere.
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +36,7 @@ from disagg.wire import Item, Ticket
 from disagg.workers.prefill import Offering, Say, request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
+PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
 EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
 log = logging.getLogger(__name__)
 
@@ -192,11 +193,14 @@ class DecodeSide:
 class Departure(Offering):
     """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
     and where it stops everything is.
+
+    What is sealed leaves in small parts: packing it all at once would hold up the next token.
     """
 
     def __init__(self, arena: Arena, checklist: Checklist, copies: Executor):
         super().__init__(arena, checklist, True, copies)
         self._offered = set[Item]()
+        self._later = deque[Item]()
 
     @property
     def whole(self) -> bool:
@@ -217,6 +221,18 @@ class Departure(Offering):
         ]
         self._offered.update(final)
         self.offer(final)
+
+    def _pass(self, items: Sequence[Item]) -> None:
+        trickles = bool(self._later)
+        self._later.extend(items)
+        if not trickles or self.whole:
+            self._trickle()
+
+    def _trickle(self) -> None:
+        count = len(self._later) if self.whole else min(PART_ITEMS, len(self._later))
+        if part := [self._later.popleft() for _ in range(count)]:
+            super()._pass(part)
+            self._loop.call_later(PART_S, self._trickle)
 
 
 def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:
