@@ -2,8 +2,9 @@
 
     python -m disagg.bench.child disagg.bench.ends ReceivingEnd 5
 
-A child is a fresh interpreter that has what its module imports, and nothing that its parent has. It
-ends when its parent does, however that ended and whatever it is doing: its end of the pipe closes.
+A child is a fresh interpreter that has what its module imports, and nothing that its parent has; or
+a fork of one such, for who cannot wait for imports. It ends when its parent does, however that
+ended and whatever it is doing: its end of the pipe closes.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, Self
@@ -51,8 +53,7 @@ class Child:
                 raise DeadlineError(f"process {self.pid}: no answer to {method} in {ANSWER_S:g} s")
             answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
-            code = self._process.wait()
-            raise PeerLostError(f"process {self.pid} ended with {code}") from error
+            raise PeerLostError(f"process {self.pid} ended with {self._wait()}") from error
         if isinstance(answer, DisaggError):
             raise answer
         return answer
@@ -63,11 +64,32 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """Returns when the process has ended."""
         self._pipe.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        if self._wait(END_S) is None:
             self._process.kill()
-            self._process.wait()
+            self._wait()
+
+    def _wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code; None: it still runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode
+
+
+class Fork(Child):
+    """A process out of one that has imported the module of `role`, and is kept for the next."""
+
+    def __init__(self, role: type):
+        self._pipe, theirs = Pipe()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([role.__module__])
+        with theirs:
+            self._process = context.Process(target=_live, args=(role, theirs), daemon=True)
+            self._process.start()
+        self.pid = self._process.pid
+
+    def _wait(self, timeout_s: float | None = None) -> int | None:
+        self._process.join(timeout_s)
+        return self._process.exitcode
 
 
 async def _serve(role: type, pipe: Connection) -> None:
@@ -93,11 +115,15 @@ async def _serve(role: type, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """The process; the garbage collector never looks at what was imported."""
+    """A fresh process."""
     module, name, end = sys.argv[1:]
     pipe = Connection(int(end))
     os.set_inheritable(pipe.fileno(), False)
-    role = getattr(import_module(module), name)
+    _live(getattr(import_module(module), name), pipe)
+
+
+def _live(role: type, pipe: Connection) -> None:
+    """The garbage collector never looks at what was imported."""
     tune_malloc()
     gc.freeze()
     asyncio.run(_serve(role, pipe))

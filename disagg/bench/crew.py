@@ -15,7 +15,7 @@ from itertools import count
 
 import torch
 
-from disagg.bench.child import Child
+from disagg.bench.child import Child, Fork
 from disagg.config import Config
 from disagg.errors import DeadlineError
 from disagg.transfer.control import WorkerClient
@@ -126,7 +126,7 @@ class Crew:
     async def hire(self, role: Role) -> Hand:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
-        child = await asyncio.to_thread(Child, self._process)
+        child = await asyncio.to_thread(Fork, self._process)
         self.pids.append(child.pid)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
         door = Door(started.address)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from disagg.bench import child as child_module
-from disagg.bench.child import Child
+from disagg.bench.child import Child, Fork
 from disagg.bench.ends import ReceivingEnd
 from disagg.errors import CapacityError, DeadlineError, PeerLostError
 
@@ -39,31 +39,35 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_call_is_answered_and_the_end_of_the_context_ends_the_process():
-    with Child(ReceivingEnd) as child:
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_call_is_answered_and_the_end_of_the_context_ends_the_process(kind):
+    with kind(ReceivingEnd) as child:
         assert child.ask("cpu_seconds") > 0
     assert not Path(f"/proc/{child.pid}").exists()
 
 
-def test_a_typed_error_comes_back_as_itself_and_the_next_call_is_answered():
-    with Child(ReceivingEnd) as child:
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_typed_error_comes_back_as_itself_and_the_next_call_is_answered(kind):
+    with kind(ReceivingEnd) as child:
         with pytest.raises(CapacityError):
             child.ask("open", {}, 0)
         assert child.ask("cpu_seconds") > 0
 
 
-def test_a_killed_process_is_a_lost_peer():
-    with Child(ReceivingEnd) as child:
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_killed_process_is_a_lost_peer(kind):
+    with kind(ReceivingEnd) as child:
         child.ask("cpu_seconds")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
             child.ask("cpu_seconds")
 
 
-def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_process_that_hangs_is_told_of_and_does_not_stay(kind, monkeypatch):
     monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
     monkeypatch.setattr(child_module, "END_S", 0.1)
-    with Child(ReceivingEnd) as child:
+    with kind(ReceivingEnd) as child:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"no answer to cpu_seconds in 0.1 s"):
             child.ask("cpu_seconds")
