@@ -10,6 +10,7 @@ ended and whatever it is doing: its end of the pipe closes.
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ class Child:
         """Returns when the process has ended."""
         self._pipe.close()
         if self._wait(END_S) is None:
-            self._process.kill()
+            os.kill(self.pid, signal.SIGKILL)
             self._wait()
 
     def _wait(self, timeout_s: float | None = None) -> int | None:
@@ -83,13 +84,13 @@ class Fork(Child):
         context = get_context("forkserver")
         context.set_forkserver_preload([role.__module__])
         with theirs:
-            self._process = context.Process(target=_live, args=(role, theirs), daemon=True)
-            self._process.start()
-        self.pid = self._process.pid
+            self._forked = context.Process(target=_live, args=(role, theirs), daemon=True)
+            self._forked.start()
+        self.pid = self._forked.pid or 0
 
     def _wait(self, timeout_s: float | None = None) -> int | None:
-        self._process.join(timeout_s)
-        return self._process.exitcode
+        self._forked.join(timeout_s)
+        return self._forked.exitcode
 
 
 async def _serve(role: type, pipe: Connection) -> None:

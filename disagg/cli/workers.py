@@ -76,8 +76,8 @@ def draw(found: dict[str, Any]) -> None:
     told = [found["model"], found["codec"], f"{found['requests']} requests"]
     told += [f"{found[x]} {x}" for x in ("queued", "moved", "retried") if found.get(x)]
     if fp16 := found.get("fp16_bytes"):
-        saved = 100 * (1 - found["wire_bytes"] / fp16)
-        told.append(f"{found['wire_bytes']:,} bytes sent, {saved:.0f} % less than fp16")
+        share = 100 * found["wire_bytes"] / fp16
+        told.append(f"{found['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
     print_table(" · ".join(told), COLUMNS, map(row_of, found["workers"]))
 
 

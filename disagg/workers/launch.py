@@ -396,9 +396,9 @@ class Cluster:
 
     def _load(self, role: Role, name: str) -> Actor:
         cluster, units = self._config.cluster, ray.cluster_resources()
-        options: dict[str, object] = {"name": name, "namespace": cluster.name}
-        options |= {"max_restarts": 0, "max_task_retries": 0}
-        options["num_cpus"] = equal_share(int(units.get("CPU", 0)), self._config)
+        options: dict[str, object] = {"name": name, "namespace": cluster.name, "max_restarts": 0}
+        cpus = 0 if self._private else int(units.get("CPU", 0))  # where all are ours, no limit
+        options |= {"max_task_retries": 0, "num_cpus": equal_share(cpus, self._config)}
         options["num_gpus"] = gpu_share(int(units.get("GPU", 0)), self._config)
         if cluster.runtime_env is not None:
             options["runtime_env"] = cluster.runtime_env
