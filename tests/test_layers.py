@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,6 @@ THIRD_PARTY = {  # package: where alone it may be imported
     "transformers": ["disagg/model/"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
-    "hpack": ["disagg/transfer/"],
-    "hyperframe": ["disagg/transfer/"],
     "fastapi": ["disagg/server/"],
     "starlette": ["disagg/server/", "disagg/serve_app.py"],
     "uvicorn": ["disagg/server/"],
@@ -89,8 +88,13 @@ def room(path: Path) -> str:
     return parts[0] if parts[0] == "kernels" else parts[1]
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; here the whole address is written"
             module = node.module or ""
@@ -166,7 +170,7 @@ def lines(path: Path) -> int:
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Every function, and its lines without its docstring."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False) or ""
             length = (node.end_lineno or 0) - node.lineno + 1
@@ -211,7 +215,7 @@ def test_the_package_without_codecs_and_kernels_keeps_its_budget():
 def test_no_class_has_a_name_twice():
     places: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: files for name, files in places.items() if len(files) > 1}

@@ -1,28 +1,57 @@
-"""Child processes of a benchmark: one object each, whose methods the parent calls over a pipe.
+"""Child processes of a benchmark, and what lies between two: a link, TLS, a raw TCP socket.
 
-    python -m disagg.bench.child disagg.bench.ends ReceivingEnd 5
+    python -m disagg.bench.child disagg.bench.crew WorkerProcess 5
 
-A child is a fresh interpreter that has what its module imports, and nothing that its parent has; or
-a fork of one such, for who cannot wait for imports. It ends when its parent does, however that
-ended and whatever it is doing: its end of the pipe closes.
+A child holds one object, whose methods the parent calls over a pipe. It is a fresh interpreter that
+has what its module imports, and nothing that its parent has; or a fork of one such, for who cannot
+wait for imports. It ends when its parent does, however that ended and whatever it is doing: its end
+of the pipe closes.
+
+The link has a chosen rate: a veth pair with the kernel's token bucket between the network
+namespaces of the two processes themselves, so it is gone when they are, however the benchmark
+ended. Wants root on Linux, iproute2 and util-linux.
+
+The raw socket is what hand-offs are compared with: the same bytes, memory to memory. One
+connection, `sendall` of 2 MiB at a time from one arena, `recv_into` another; nothing is checked.
 """
 
 import asyncio
+import contextlib
 import gc
 import os
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
-from disagg.errors import DeadlineError, DisaggError, PeerLostError
+import numpy as np
+
+from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.transfer.rpc import tune_malloc
+from disagg.transfer.security import Security
+from disagg.wire import FRAME_BYTES
+
+LOOPBACK = "127.0.0.1"
+HOSTS = ("10.78.0.1", "10.78.0.2")
+DEVICES = ("near", "far")
+ISOLATED = ("unshare", "--net")
+BURST, QUEUE = "1mb", "20ms"
+# of what can choose, and of namespaces that may; bbr takes pauses between frames for a slow link
+CONGESTION, SETTING = "cubic", "/proc/sys/net/ipv4/tcp_congestion_control"
+_COUNT = struct.Struct("<Q")
+
+
+# -- children
 
 ANSWER_S, END_S = 300.0, 10.0  # for one call; for a process to end by itself
 
@@ -31,7 +60,7 @@ class Child:
     """A process that holds one object of a class; use it as a context.
 
     role:   a class with async methods, made without arguments
-    prefix: a command that runs the interpreter and becomes it, such as `link.ISOLATED`
+    prefix: a command that runs the interpreter and becomes it, such as `ISOLATED`
     """
 
     def __init__(self, role: type, prefix: Sequence[str] = ()):
@@ -71,7 +100,7 @@ class Child:
 
     def _wait(self, timeout_s: float | None = None) -> int | None:
         """The exit code; None: it still runs."""
-        with suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self._process.returncode
 
@@ -128,6 +157,104 @@ def _live(role: type, pipe: Connection) -> None:
     tune_malloc()
     gc.freeze()
     asyncio.run(_serve(role, pipe))
+
+
+# -- what lies between
+
+
+def available() -> bool:
+    """Whether this process may make such a link here."""
+    tools = all(map(shutil.which, ("ip", "tc", "unshare", "nsenter")))
+    if not (sys.platform.startswith("linux") and os.geteuid() == 0 and tools):
+        return False
+    return not subprocess.run([*ISOLATED, "true"], capture_output=True).returncode
+
+
+def isolate() -> tuple[str, ...]:
+    """What to put before the command of a process that `join` shall link; ConfigError if none may.
+
+    It has a network namespace of its own then.
+    """
+    if not available():
+        raise ConfigError(
+            "a link between network namespaces needs root on Linux, where these may be made, and "
+            "ip, tc, unshare and nsenter"
+        )
+    return ISOLATED
+
+
+def join(pids: Sequence[int]) -> None:
+    """Link two isolated processes: they have the addresses HOSTS."""
+    ends = [["name", device, "netns", str(pid)] for device, pid in zip(DEVICES, pids, strict=True)]
+    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
+    for pid, host, device in zip(pids, HOSTS, DEVICES, strict=True):
+        _run_at(pid, "ip", "addr", "add", f"{host}/24", "dev", device)
+        for name in (device, "lo"):
+            _run_at(pid, "ip", "link", "set", name, "up")
+        _run_at(pid, "sh", "-c", f"(echo {CONGESTION} || echo reno) > {SETTING} 2>/dev/null || :")
+
+
+def limit(pids: Sequence[int], gbps: float) -> None:
+    """Let at most so much pass, in both directions."""
+    bucket = ["rate", f"{round(1e6 * gbps)}kbit", "burst", BURST, "latency", QUEUE]
+    for pid, device in zip(pids, DEVICES, strict=True):
+        _run_at(pid, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+
+
+def _run_at(pid: int, *command: str) -> None:
+    subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True)
+
+
+def congestion() -> str:
+    """What TCP of this process does that asks for nothing, as gRPC does not."""
+    return Path(SETTING).read_text().strip()
+
+
+def serve_raw(host: str, nbytes: int) -> int:
+    """The port of a socket: each connection is read into the same memory, and told the count."""
+    memory = memoryview(np.full(nbytes, 0, np.uint8).data)  # touched: no page faults later
+    server = socket.create_server((host, 0))
+
+    def accept() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                total, count = 0, 1
+                while count and total < nbytes:
+                    count = connection.recv_into(memory[total : total + FRAME_BYTES])
+                    total += count
+                connection.sendall(_COUNT.pack(total))
+
+    Thread(target=accept, daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def send_raw(host: str, port: int, data: memoryview) -> int:
+    """Send bytes and wait until they have all been read; the count that the server says."""
+    with socket.create_connection((host, port)) as connection:
+        with contextlib.suppress(OSError):  # a kernel without it has its own
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION.encode())
+        for start in range(0, len(data), FRAME_BYTES):
+            connection.sendall(data[start : start + FRAME_BYTES])
+        connection.shutdown(socket.SHUT_WR)
+        (count,) = _COUNT.unpack(connection.recv(_COUNT.size, socket.MSG_WAITALL))
+    return int(count)
+
+
+def make_security(hosts: Iterable[str]) -> tuple[Security, Security]:
+    """Security of a server at these addresses, and of its clients. Needs the openssl command."""
+    if shutil.which("openssl") is None:
+        raise ConfigError("measuring TLS needs the openssl command")
+    names = ",".join(f"IP:{host}" for host in hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        key, certificate = Path(folder, "key"), Path(folder, "certificate")
+        command = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=benchmark"]
+        command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        command += ["-addext", f"subjectAltName={names}"]
+        command += ["-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(command, check=True, capture_output=True)
+        server = Security(certificate=certificate.read_bytes(), key=key.read_bytes())
+        return server, Security(ca=certificate.read_bytes())
 
 
 if __name__ == "__main__":

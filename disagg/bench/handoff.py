@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from disagg.bench.child import Child
-from disagg.bench.ends import SendingEnd, Sent, Way
 from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import urgency
@@ -202,7 +202,9 @@ def _decode(
     worker.ask("answer", rid, options.answer)
     began, ended, nbytes = 0.0, float("inf"), 0
     if way is not None:
-        began, ended, nbytes = source.ask("send_for", options.seconds, options.codec, way)
+        began = time.monotonic()
+        while (ended := time.monotonic()) < began + options.seconds:
+            nbytes += source.ask("send", options.codec, way).stats.payload_bytes
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}

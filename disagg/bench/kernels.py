@@ -22,12 +22,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from disagg.bench.compiled import compile_all, compile_others
-from disagg.bench.inputs import DEVICES, check_device, make_prompt
-from disagg.bench.layers import LAYER, PagedLayer, StepShape, make_layer
+from disagg.bench.inputs import (
+    DEVICES,
+    LAYER,
+    PagedLayer,
+    StepShape,
+    check_device,
+    make_layer,
+    make_prompt,
+)
+from disagg.bench.machine_code import compile_all, compile_others
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
+from disagg.codecs.doctor import examine
 from disagg.kernels.cpu import library
 
 SPECS = (
@@ -82,8 +90,8 @@ def run(options: KernelOptions) -> Row:
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":
-        spellings = import_module("disagg.bench.spellings")  # needs Triton; a CPU has none
-        more["checks"] = [asdict(check) for check in spellings.check_spellings(device)]
+        checks = (examine(spec, 2, 128, device) for spec in options.specs)
+        more["checks"] = [asdict(found) for some in checks for found in some]
         more["gpu"] = torch.cuda.get_device_name(device)
     else:
         torch.set_num_threads(1)  # as in a worker; and a second core is not always there

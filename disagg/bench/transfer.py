@@ -3,8 +3,10 @@
     disagg bench transfer --gbps 0.1 --gbps 1 --gbps 10 --plot transfer.png
     disagg bench transfer --plane --netns         loopback and links of 1, 5 and 10 Gb/s, as root
 
-KV shaped as in Llama 3.1 8B goes from one process to another through what serves. A link's rate is
-kept by a token bucket in the sender, or with `--netns` by the kernel.
+KV shaped as in Llama 3.1 8B goes from one process to another: a prefill worker and a decode worker
+without a model. Receiver, pool and server of the one are those that serve, and so are channel and
+sender of the other, which is the router too. A link's rate is kept by a token bucket in the sender,
+or with `--netns` by the kernel.
 
 Codecs: every prompt, realistic and made up, goes twice, with its pages ready before the clock
 starts, and encoded layer by layer while it is sent. The clock ends at the acknowledgement.
@@ -15,28 +17,52 @@ many bytes from the same memory to as much. Rounds are interleaved; figures are 
 is the median of the rounds' ratios, since machines have moods.
 """
 
+import asyncio
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
-from disagg.bench import link
+import torch
+from torch import Tensor
+
+from disagg.bench import child
 from disagg.bench.child import Child
-from disagg.bench.ends import ReceivingEnd, SendingEnd, Sent, Way
-from disagg.bench.inputs import SLAB_BYTES, fp16_bytes, shape_of, slabs_for
+from disagg.bench.inputs import SLAB_BYTES, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.codecs.planning import KVShape, parse_plan
+from disagg.codecs.layer import write_prompt
+from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import DEFAULT_CODEC
+from disagg.engine.arena import make_pool
+from disagg.metrics import HandoffStats
 from disagg.plan import Plan
-from disagg.transfer.records import Checklist
-from disagg.wire import FRAME_BYTES
+from disagg.pool import Arena
+from disagg.protos.v1 import worker_pb2 as pb
+from disagg.state import GroupState, allocate_group
+from disagg.transfer.channel import Channel, ChannelOptions
+from disagg.transfer.control import WORKER_SERVICE, WorkerClient
+from disagg.transfer.direct import DirectServer
+from disagg.transfer.link import Pace
+from disagg.transfer.messages import Attach, Job, Role, parse
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.reservations import Admission, Terms
+from disagg.transfer.rpc import rpc_handlers, start_server
+from disagg.transfer.security import Security
+from disagg.transfer.sender import Sender
+from disagg.wire import FRAME_BYTES, Item, Ticket
 from disagg.workers.dispatch import Started
 
+MODEL, EPOCH = "synthetic", 1
+DEADLINE_S = 3600.0
+CPU = torch.device("cpu")
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
-ADDRESSES = (link.LOOPBACK, *link.HOSTS)
+ADDRESSES = (child.LOOPBACK, *child.HOSTS)
 LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
@@ -62,6 +88,204 @@ class TransferOptions:
 PLANE = TransferOptions((DEFAULT_CODEC,), (16384,), (1.0, 5.0, 10.0), rounds=5)
 
 
+# -- the ends
+
+
+class End:
+    """What both ends tell of their process."""
+
+    async def cpu_seconds(self) -> float:
+        """Its processor time so far, user and system, all threads."""
+        return time.process_time()
+
+    async def congestion(self) -> str:
+        """See `child.congestion`."""
+        return child.congestion()
+
+
+class ReceivingEnd(End):
+    """What a benchmark asks of the decode worker; a prompt that is complete is freed at once."""
+
+    def __init__(self) -> None:
+        self._admitted = 0
+        self._tasks: list[asyncio.Task[object]] = []
+
+    async def open(self, plans: Mapping[str, Plan], nbytes: int) -> None:
+        """A pool, for prompts under any of these plans."""
+        self._pool, arena = make_pool(nbytes, SLAB_BYTES, CPU)
+        arena.fill_(0)  # no page faults later
+        first = next(iter(plans.values()))
+        # nothing is kept: every prompt is sent whole, and no page is read beside
+        self._terms = Terms(MODEL, first, EPOCH, nbytes, plan_of=plans.__getitem__, share=False)
+
+    async def listen(self, host: str, security: Security | None = None) -> Started:
+        """A new receiver before the pool: where it is reached."""
+        receiver = Receiver(
+            self._terms,
+            self._pool,
+            self._pool.arena,
+            lambda admission: self._admit(receiver, admission),
+            lambda rid, attempt, reason: None,
+        )
+        direct = DirectServer(receiver.open_channel, security)
+        port = direct.listen(host)
+        receiver.direct = lambda: (port, direct.make_key())
+
+        async def reserve(data: bytes) -> bytes:
+            message = parse(pb.ReserveRequest, data)
+            grant = receiver.reserve(Job.from_message(message.job), message.epoch)
+            return grant.to_message().SerializeToString()
+
+        handlers = [receiver.handlers(), rpc_handlers(WORKER_SERVICE, {"Reserve": reserve})]
+        server, address = await start_server(handlers, host, security)
+        runs = receiver.run(), direct.run(), server.wait_for_termination()
+        self._tasks += map(asyncio.ensure_future, runs)
+        return Started("sink", Role.DECODE, address, EPOCH, MODEL)
+
+    async def listen_raw(self, host: str, nbytes: int) -> int:
+        """The port of a socket that reads so many bytes into memory."""
+        return child.serve_raw(host, nbytes)
+
+    async def settle(self) -> int:
+        """How many prompts were admitted since the last time; all are freed by then."""
+        count, self._admitted = self._admitted, 0
+        self._pool.check_integrity()
+        assert not self._pool.referenced_pages
+        return count
+
+    def _admit(self, receiver: Receiver, admission: Admission) -> None:
+        def free() -> None:
+            for state in admission.groups:
+                self._pool.release(list(state.ids()))
+            receiver.finished(admission.job.rid, admission.job.attempt)
+
+        self._admitted += 1
+        asyncio.get_running_loop().call_soon(free)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a prompt is sent: to whom, in which frames, and how fast at most."""
+
+    target: Started
+    security: Security | None = None
+    direct: bool = False
+    frame_bytes: int = FRAME_BYTES
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class PromptRecords:
+    """A prompt's records in an arena of its own."""
+
+    checklist: Checklist
+    arena: Arena
+    tensor: Tensor
+    states: Sequence[GroupState]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One prompt sent. Times on the monotonic clock of the host, in seconds.
+
+    began_at:  when its first layer had its turn; it was reserved and attached by then
+    seconds:   from then to the acknowledgement · offered_s: until the last layer was offered
+    cpu_s:     processor time of the sending process
+    """
+
+    rid: str
+    began_at: float
+    seconds: float
+    offered_s: float
+    cpu_s: float
+    stats: HandoffStats
+
+
+class SendingEnd(End):
+    """What a benchmark asks of the prefill worker."""
+
+    def __init__(self) -> None:
+        self._channels: dict[Way, Channel] = {}
+        self._prompts: dict[str, PromptRecords] = {}
+        self._numbers = itertools.count()
+
+    async def generate(self, heads: int, tokens: int, head_dim: int, threads: int = 1) -> None:
+        """Make up K and V of one layer, fp16; forget the prompts of before."""
+        torch.set_num_threads(threads)
+        made = await asyncio.to_thread(make_prompt, tokens, heads, head_dim)
+        self._layer = made.k, made.v
+        self._prompts.clear()
+
+    async def fill(self, spec: str, plan: Plan, tokens: int) -> None:
+        """Make a prompt of arbitrary bytes."""
+        pool, tensor = make_pool(slabs_for(plan, tokens) * SLAB_BYTES, SLAB_BYTES, CPU)
+        tensor.fill_(7)
+        states = [allocate_group(group, tokens, pool) for group in plan.groups]
+        self._prompts[spec] = PromptRecords(Checklist(plan, tokens), pool.arena, tensor, states)
+
+    async def encode(self, spec: str, plan: Plan, tokens: int) -> None:
+        """Make a prompt of all layers, encoded."""
+        await self.fill(spec, plan, tokens)
+        await asyncio.to_thread(self._encode, self._prompts[spec], lambda items: None)
+
+    async def send(self, spec: str, way: Way, inline: bool = False) -> Sent:
+        """Send a prompt whose bytes are there; or encode it again, layer by layer, meanwhile."""
+        prompt, channel = self._prompts[spec], self._channel(way)
+        plan, tokens = prompt.checklist.plan, prompt.checklist.tokens
+        job = self._job(spec, tokens)
+        grant = await WorkerClient(channel.link).reserve(job, way.target.epoch, "")
+        ticket = Ticket(grant.nonce, grant.epoch, 0)
+        attach = Attach(ticket, way.target.model, plan.fingerprint, tokens)
+        source = ArenaSource(prompt.arena, prompt.checklist, prompt.states)
+        sender = Sender(channel, attach, plan, source, DEADLINE_S)
+        running = asyncio.create_task(sender.run())
+        while not (sender.outbox.credit or running.done()):
+            await asyncio.sleep(1e-3)  # workers attach before they compute
+        cpu, began = time.process_time(), time.monotonic()
+        if inline:
+            loop = asyncio.get_running_loop()
+            await asyncio.to_thread(
+                self._encode, prompt, lambda items: loop.call_soon_threadsafe(sender.offer, items)
+            )
+        else:
+            sender.offer(prompt.checklist.items)
+        offered = time.monotonic()
+        sender.finish(first_token=1)
+        stats = await running
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        return Sent(job.rid, began, seconds, offered - began, cpu_s, stats)
+
+    async def send_raw(self, spec: str, host: str, port: int) -> Sent:
+        """Send as many bytes of the arena over a socket."""
+        prompt = self._prompts[spec]
+        data = prompt.arena.read(0, prompt.checklist.total_bytes)
+        cpu, began = time.process_time(), time.monotonic()
+        assert await asyncio.to_thread(child.send_raw, host, port, data) == len(data)
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
+        return Sent("", began, seconds, 0.0, cpu_s, HandoffStats("", 0, 0, 0))
+
+    def _channel(self, way: Way) -> Channel:
+        if way not in self._channels:
+            pace = Pace(way.bytes_per_s, way.frame_bytes) if way.bytes_per_s else None
+            options = ChannelOptions(way.frame_bytes, pace=pace, direct=way.direct)
+            self._channels[way] = Channel(way.target.address, way.security, options)
+        return self._channels[way]
+
+    def _job(self, spec: str, tokens: int) -> Job:
+        """One that is over when it is admitted, and begins as no other does: no page is known."""
+        number = next(self._numbers)
+        prompt = (number % 100, number // 100 % 100, number // 10000, *[1] * tokens)[:tokens]
+        return Job(str(number), 0, prompt, sampling={"max_tokens": 1}, codec=spec)
+
+    def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
+        checklist, arena, (k, v) = prompt.checklist, prompt.tensor, self._layer
+        for layer, index in enumerate(checklist.plan.group_of):
+            group, state = checklist.plan.groups[index], prompt.states[index]
+            codec = codec_of(group)
+            for x in write_prompt(codec, group, state, layer, arena, k, v, 0, checklist.tokens):
+                ready(checklist.select(layer, x.kind, x.first, x.count))
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two processes that are linked: by the kernel, or by loopback."""
@@ -72,12 +296,12 @@ class Pair:
 
     @property
     def host(self) -> str:
-        return link.HOSTS[1] if self.netns else link.LOOPBACK
+        return child.HOSTS[1] if self.netns else child.LOOPBACK
 
     def limit(self, gbps: float) -> None:
         """Let at most so much pass, if it is the kernel that does it."""
         if self.netns:
-            link.limit([self.sender.pid, self.receiver.pid], gbps)
+            child.limit([self.sender.pid, self.receiver.pid], gbps)
 
     def send(self, *what: Any) -> Sent:
         """A prompt by `SendingEnd.send`, which must have arrived."""
@@ -89,14 +313,14 @@ class Pair:
 @contextmanager
 def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
     """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
-    prefix = link.isolate() if netns else ()
+    prefix = child.isolate() if netns else ()
     with ExitStack() as stack:
         sender = stack.enter_context(Child(SendingEnd, prefix))
         receiver = stack.enter_context(Child(ReceivingEnd, prefix))
         sender.ask("cpu_seconds")  # it runs, so it is where it shall be
         receiver.ask("open", plans, nbytes)
         if netns:
-            link.join([sender.pid, receiver.pid])
+            child.join([sender.pid, receiver.pid])
         yield Pair(sender, receiver, netns)
 
 
@@ -120,33 +344,28 @@ def measure(options: TransferOptions) -> Row:
     slabs = max(slabs_for(plan, tokens) for plan in plans.values() for tokens in options.tokens)
     with start_pair(options.netns, plans, slabs * SLAB_BYTES) as pair:
         target = pair.receiver.ask("listen", pair.host)
+        way = Way(target, direct=options.channel == "direct")
         for tokens in options.tokens:
             pair.sender.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
             for spec in tell(plans, f"{tokens} tokens, encode {{}}".format):
                 pair.sender.ask("encode", spec, plans[spec], tokens)
             for gbps in options.gbps:
-                sent = _send_all(options, pair, target, plans, tokens, gbps)
+                sent = _send_all(options.rounds, pair, way, plans, tokens, gbps)
                 rows += _rows(options, tokens, gbps, sent)
     return result_of(rows, NOTES)
 
 
 def _send_all(
-    options: TransferOptions,
-    pair: Pair,
-    target: Started,
-    plans: Mapping[str, Plan],
-    tokens: int,
-    gbps: float,
+    rounds: int, pair: Pair, way: Way, plans: Mapping[str, Plan], tokens: int, gbps: float
 ) -> dict[tuple[str, str], list[Sent]]:
     """Rounds over all codecs and both ways of encoding, interleaved, over one link."""
     pair.limit(gbps)
     bytes_per_s = 1e9 * gbps / 8
     frame = round(min(max(bytes_per_s * FRAME_S, LEAST_FRAME), FRAME_BYTES))
-    pace = None if pair.netns else bytes_per_s
-    way = Way(target, None, options.channel == "direct", frame, pace)
+    way = replace(way, frame_bytes=frame, bytes_per_s=None if pair.netns else bytes_per_s)
     cases = [
         (spec, pages)
-        for number in range(options.rounds)
+        for number in range(rounds)
         for spec, plan in plans.items()
         if not number or Checklist(plan, tokens).total_bytes / bytes_per_s <= LONG_S
         for pages in ("ready", "inline")
@@ -177,7 +396,7 @@ def _rows(
             "gbps": gbps,
             "pages": pages,
             "rounds": len(sent),
-            "fp16_bytes": fp16_bytes(options.shape, tokens),
+            "fp16_bytes": 2 * parse_plan(RAW, options.shape).numbers(tokens),
             "payload_bytes": stats.payload_bytes,
             "wire_bytes": stats.wire_bytes,
             "seconds": seconds,
@@ -207,7 +426,7 @@ def measure_plane(options: TransferOptions) -> Row:
     plane_gbps, tcp_gbps:  1e9 bits of records per second, of the channel and of the socket
     ratio:                 of them, round by round
     plane_cpu, tcp_cpu:    processor seconds per 1e9 bytes of records, of both processes
-    congestion:            what the kernel does for gRPC; of the others: `link.CONGESTION`
+    congestion:            what the kernel does for gRPC; of the others: `child.CONGESTION`
     """
     rows: list[Row] = []
     codec, tokens = options.codecs[0], options.tokens[0]
@@ -232,7 +451,7 @@ def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial
     """How the bytes can be sent: by channel, and whether over TLS."""
     port = pair.receiver.ask("listen_raw", pair.host, nbytes)
     found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
-    for server, client in ((None, None), link.make_security(ADDRESSES)):
+    for server, client in ((None, None), child.make_security(ADDRESSES)):
         target = pair.receiver.ask("listen", pair.host, server)
         for channel in ("grpc", "direct"):
             way = Way(target, client, channel == "direct")
@@ -272,10 +491,6 @@ def _plane_rows(
 
 def draw_plane(result: Row) -> str:
     """What people read; processor seconds per GB are of sender + receiver."""
-    cpu = "{sender:.2f} + {receiver:.2f}".format_map
-    return table(
-        [
-            row | {"tls": "TLS" * row["tls"]} | {x: cpu(row[x]) for x in ("plane_cpu", "tcp_cpu")}
-            for row in result["rows"]
-        ]
-    )
+    cpu, rows = "{sender:.2f} + {receiver:.2f}".format_map, result["rows"]
+    told = [{x: cpu(row[x]) for x in ("plane_cpu", "tcp_cpu")} for row in rows]
+    return table([row | {"tls": "TLS" * row["tls"]} | y for row, y in zip(rows, told, strict=True)])

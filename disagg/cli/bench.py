@@ -83,7 +83,7 @@ def chaos(
     as_json: options.Json = False,
 ) -> None:
     """40 streams while workers are killed, frozen, drained and cut off."""
-    from disagg.bench.chaos import ChaosOptions, draw_chaos, measure_chaos
+    from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
     asked = ChaosOptions(seed, minutes, **_set({"codec": codec}))
     _show(draw_chaos, measure_chaos(asked), out, as_json)
@@ -182,7 +182,7 @@ def transfer(
         return
     if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError("--plane measures one codec and one length, and draws nothing")
-    from disagg.bench.link import available
+    from disagg.bench.child import available
     from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
     asked = replace(PLANE, **{"netns": available()} | given)

@@ -54,7 +54,9 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     state = (m, l, bias, empty_sums(SHAPE.columns, SHAPE.groups, V_SIDE))
 
     offset = base // 2 + i_head * (FMT.block_bytes // 2)
-    whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
+    whole, whole_end = start, start  # with sparse slots a second loop would spill
+    if FMT.k.sparse is None and FMT.v.sparse is None:
+        whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
     page = tl.load(row_ptr + whole, mask=whole < whole_end, other=0)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         at = tl.multiple_of(page.to(tl.int64) * 64 + offset, 8)

@@ -1,3 +1,5 @@
+"""Children of a benchmark, and what lies between two of them."""
+
 import os
 import signal
 import subprocess
@@ -8,20 +10,49 @@ from pathlib import Path
 import pytest
 
 from disagg.bench import child as child_module
-from disagg.bench.child import Child, Fork
-from disagg.bench.ends import ReceivingEnd
-from disagg.errors import CapacityError, DeadlineError, PeerLostError
+from disagg.bench.child import (
+    HOSTS,
+    ISOLATED,
+    Child,
+    Fork,
+    available,
+    congestion,
+    isolate,
+    join,
+    limit,
+    send_raw,
+    serve_raw,
+)
+from disagg.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
+from disagg.wire import FRAME_BYTES
 
 LIMIT_S = 30.0
 PARENT = """
 import signal
 from disagg.bench.child import Child
-from disagg.bench.ends import ReceivingEnd
-child = Child(ReceivingEnd)
-child.ask("cpu_seconds")
+from tests.bench.test_child import Clerk
+child = Child(Clerk)
+child.ask("count")
 print(child.pid, flush=True)
 signal.pause()
 """
+
+
+class Clerk:
+    """Counts what it is asked; knows what TCP does there."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def count(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    async def congestion(self) -> str:
+        return congestion()
+
+    async def refuse(self, *what: object) -> None:
+        raise CapacityError(f"no room for {what}")
 
 
 def wait_until_gone(pid: int) -> None:
@@ -40,37 +71,32 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", [Child, Fork])
-def test_a_call_is_answered_and_the_end_of_the_context_ends_the_process(kind):
-    with kind(ReceivingEnd) as child:
-        assert child.ask("cpu_seconds") > 0
+def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(kind):
+    with kind(Clerk) as child:
+        assert child.ask("count") == 1
+        with pytest.raises(CapacityError, match="no room for \\('a', 2\\)"):
+            child.ask("refuse", "a", 2)
+        assert child.ask("count") == 2
     assert not Path(f"/proc/{child.pid}").exists()
 
 
 @pytest.mark.parametrize("kind", [Child, Fork])
-def test_a_typed_error_comes_back_as_itself_and_the_next_call_is_answered(kind):
-    with kind(ReceivingEnd) as child:
-        with pytest.raises(CapacityError):
-            child.ask("open", {}, 0)
-        assert child.ask("cpu_seconds") > 0
-
-
-@pytest.mark.parametrize("kind", [Child, Fork])
 def test_a_killed_process_is_a_lost_peer(kind):
-    with kind(ReceivingEnd) as child:
-        child.ask("cpu_seconds")
+    with kind(Clerk) as child:
+        child.ask("count")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
-            child.ask("cpu_seconds")
+            child.ask("count")
 
 
 @pytest.mark.parametrize("kind", [Child, Fork])
 def test_a_process_that_hangs_is_told_of_and_does_not_stay(kind, monkeypatch):
     monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
     monkeypatch.setattr(child_module, "END_S", 0.1)
-    with kind(ReceivingEnd) as child:
+    with kind(Clerk) as child:
         os.kill(child.pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match=r"no answer to cpu_seconds in 0.1 s"):
-            child.ask("cpu_seconds")
+        with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
+            child.ask("count")
     assert not running(child.pid)
 
 
@@ -81,3 +107,52 @@ def test_a_child_ends_with_its_killed_parent():
         assert running(pid)
         parent.kill()
     wait_until_gone(pid)
+
+
+def permitted() -> bool:
+    try:
+        return subprocess.run([*ISOLATED, "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+needs_root = pytest.mark.skipif(not permitted(), reason="may not make network namespaces")
+
+
+def output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@needs_root
+def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
+    assert available()
+    before = output(["ip", "-o", "link"])
+    with Child(Clerk, isolate()) as sink, Child(Clerk, isolate()) as source:
+        pids = [child.pid for child in (sink, source) if child.ask("congestion")]
+        join(pids)
+        limit(pids, 0.25)
+        limit(pids, 2.5)
+        for pid, host in zip(pids, HOSTS, strict=True):
+            prefix = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+            assert host in output([*prefix, "ip", "-o", "addr"])
+            queues = output([*prefix, "tc", "qdisc"])
+            assert "tbf" in queues
+            assert "rate 2500Mbit" in queues
+        assert source.ask("congestion") == sink.ask("congestion") != "bbr"
+        assert output(["ip", "-o", "link"]) == before
+    assert not any(map(running, pids))
+
+
+def test_without_root_it_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert not available()
+    with pytest.raises(ConfigError, match="root on Linux"):
+        isolate()
+
+
+def test_the_socket_brings_every_byte():
+    nbytes = FRAME_BYTES + 12345
+    port = serve_raw("127.0.0.1", nbytes)
+    data = memoryview(bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+    assert send_raw("127.0.0.1", port, data) == nbytes
+    assert send_raw("127.0.0.1", port, data[:777]) == 777

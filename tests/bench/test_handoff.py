@@ -18,14 +18,21 @@ from disagg.bench.handoff import (
     summarise,
     waits_by_rule,
 )
+from tests.bench.here import Here
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(handoff, "Child", Here)
+    monkeypatch.setattr(handoff, "settle_memory", lambda: None)
 
 
 def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Times]:
     return [Times(first_ms, decoded_ms + i, wire_bytes) for i in (-1, 0, 1)]
 
 
-def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
-    options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=0.3)
+def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside(here):
+    options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=1.0)
     result = measure_latency(options)
     (row,) = result["rows"]
     assert (row["tokens"], row["rounds"]) == (37, 3)
@@ -40,7 +47,7 @@ def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     assert "running" in draw_latency(result)
 
 
-def test_prompts_go_through_a_router_and_are_decoded_elsewhere(monkeypatch):
+def test_prompts_go_through_a_router_and_are_decoded_elsewhere(here, monkeypatch):
     monkeypatch.setattr(handoff, "CODECS", ["raw"])
     found = measure_side(True, [prompt_of(40, number) for number in range(2)])
     (once,) = found["raw"]
@@ -80,7 +87,7 @@ def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_o
     assert waits_by_rule([(3.0, 50), (0.0, 50)], by_tokens, 100) == [0.5, 0.5]
 
 
-def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
+def test_every_prompt_of_a_load_is_measured_beside_the_rule(here, monkeypatch):
     monkeypatch.setattr(handoff, "PROMPT_TOKENS", 30)
     result = measure_load(1, 2)
     assert len(result["rows"]) == 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from disagg.bench import kernels
-from disagg.bench.compiled import NotCompiled
+from disagg.bench.inputs import StepShape, make_layer
 from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
-from disagg.bench.layers import StepShape, make_layer
+from disagg.bench.machine_code import NotCompiled
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
@@ -67,12 +67,13 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     assert layer.nbytes == 3 * expected
 
 
-def test_a_row_of_the_cpu_says_what_it_was_compared_with():
+def test_a_row_of_the_cpu_says_what_it_was_compared_with(monkeypatch):
+    monkeypatch.setattr(kernels, "DTYPES", {"fp32": torch.float32})  # each takes a process
     shape = StepShape(1, 192, heads=2, per_head=3, head_dim=64)
     result = kernels.run(kernels.KernelOptions(runs=1, specs=["int8"], shapes=[shape]))
     (row,) = result["rows"]
     assert row["codec"] == "int8"
-    assert row["baseline"].startswith("sdpa")
+    assert row["baseline"] == "sdpa fp32"
     assert row["ratio"] == row["baseline_microseconds"] / row["microseconds"]
 
 
@@ -118,9 +119,10 @@ def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
 from disagg.bench import kernels, result
-from disagg.bench.layers import StepShape
+from disagg.bench.inputs import StepShape
 shape = StepShape(1, 64, heads=1, per_head=1, head_dim=64)
 result.PACKAGES += ("no-such-package",)
+kernels.DTYPES = dict([*kernels.DTYPES.items()][:1])
 found = kernels.run(kernels.KernelOptions(runs=1, specs=["kivi"], shapes=[shape]))
 assert found["versions"]["no-such-package"] == "none"
 """

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench import transfer
 from disagg.bench.inputs import shape_of
 from disagg.bench.transfer import (
     PLANE,
@@ -18,6 +19,7 @@ from disagg.bench.transfer import (
 from disagg.codecs.planning import parse_plan
 from disagg.errors import UnknownNameError
 from disagg.transfer.records import Checklist
+from tests.bench.here import Here
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 SHAPE = shape_of(3, 2, 64)
@@ -92,7 +94,8 @@ def test_rows_are_plain_values_and_the_table_has_a_line_for_each(rows):
     assert [line.split()[0] for line in lines] == [row["codec"] for row in rows]
 
 
-def test_every_channel_and_the_socket_bring_the_records_of_one_prompt():
+def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(monkeypatch):
+    monkeypatch.setattr(transfer, "Child", Here)
     options = replace(PLANE, tokens=(333,), rounds=2, shape=SHAPE)
     result = measure_plane(options)
     rows = result["rows"]

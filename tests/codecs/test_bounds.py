@@ -174,18 +174,6 @@ def test_a_rotation_spreads_the_error_no_further_than_its_columns(
         assert ((seen - exact.float()).abs() <= 1.001 * allowed * spread).all()
 
 
-def test_decoded_tokens_keep_the_rotation_of_the_prompt() -> None:
-    k, v = realistic(2, 500, 64)
-    cache = get_codec("decoquant").compress(k[:, :300], v[:, :300])
-    before = cache.runs()[0].segments
-    cache.append(k[:, 300:], v[:, 300:])
-    (run,) = cache.runs()
-    assert before is not None
-    assert run.segments is not None
-    assert torch.equal(run.segments, before)
-    assert run.blocks.shape[0] == 7
-
-
 @pytest.mark.parametrize("sparsity", ["0.02", "0", "0.3", "0.01"])
 def test_a_sparsity_that_no_page_can_have_is_refused(sparsity: str) -> None:
     with pytest.raises(ConfigError, match="1/64"):

@@ -233,25 +233,25 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
     assert torch.equal(cache.attend(q), whole)
 
 
-@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 130, 300])
-def test_the_reconstruction_has_every_token_in_order(codec: Codec, n: int) -> None:
-    k, v = realistic(2, n, 64)
-    cache = compress(codec, k, v)
-    there = cache.present()[0]
-    for original, seen in zip((k, v), cache.reconstruct(), strict=True):
-        assert seen.shape == original.shape
-        assert torch.isfinite(seen).all()
-        if n:
-            nearest = torch.cdist(original[0], seen[0]).argmin(0)
-            assert (nearest == torch.arange(n))[there].float().mean() > 0.8
+def test_the_reconstruction_has_every_token_in_order(codec: Codec) -> None:
+    for n in (0, 1, 63, 64, 65, 130, 300):
+        k, v = realistic(2, n, 64)
+        cache = compress(codec, k, v)
+        there = cache.present()[0]
+        for original, seen in zip((k, v), cache.reconstruct(), strict=True):
+            assert seen.shape == original.shape
+            assert torch.isfinite(seen).all()
+            if n:
+                nearest = torch.cdist(original[0], seen[0]).argmin(0)
+                assert (nearest == torch.arange(n))[there].float().mean() > 0.8, n
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_any_float_dtype_is_accepted(codec: Codec, dtype: torch.dtype) -> None:
+def test_any_float_dtype_is_accepted(codec: Codec) -> None:
     k, v = realistic(2, 200, 64)
     usual = relative_error(compress(codec, k, v).reconstruct()[0], k)
-    seen = compress(codec, k.to(dtype), v.to(dtype)).reconstruct()[0]
-    assert relative_error(seen, k) < 1.05 * usual + 2**-8
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        seen = compress(codec, k.to(dtype), v.to(dtype)).reconstruct()[0]
+        assert relative_error(seen, k) < 1.05 * usual + 2**-8, dtype
 
 
 def test_hostile_values_stay_finite(codec: Codec) -> None:

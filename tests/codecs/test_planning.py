@@ -5,7 +5,7 @@ import pytest
 from disagg.codecs import codec_names
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import DEFAULT_CODEC
-from disagg.errors import ConfigError, UnknownNameError
+from disagg.errors import ConfigError
 
 SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
 
@@ -82,11 +82,6 @@ def test_raw_follows_the_dtype_of_the_model() -> None:
 def test_a_plan_that_cannot_be_says_why(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_plan(spec, SHAPE)
-
-
-def test_a_codec_nobody_knows_is_named() -> None:
-    with pytest.raises(UnknownNameError, match="unknown codec 'kiwi'"):
-        parse_plan("0-:kiwi", SHAPE)
 
 
 @pytest.mark.parametrize(

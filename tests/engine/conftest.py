@@ -1,14 +1,11 @@
-"""One torch thread, and one tiny model for all engine tests."""
+"""One tiny model for all engine tests."""
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from disagg.model.runner import Runner
 from tests.model.tiny import save_tiny
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

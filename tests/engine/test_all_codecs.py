@@ -34,16 +34,14 @@ ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"
 def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner):
     engine = make_engine(runner)
     for codec in EIGHT:
-        engine.submit(Replay(request(codec, random_prompt(200), codec, 100)))
+        engine.submit(Replay(request(codec, random_prompt(240), codec, 50)))
     outputs = run_until_idle(engine)
     assert max(len(output.tokens) for output in outputs) == len(EIGHT)
-    assert {codec: len(answer) for codec, answer in answers(outputs).items()} == dict.fromkeys(
-        EIGHT, 100
-    )
+    assert {x: len(answer) for x, answer in answers(outputs).items()} == dict.fromkeys(EIGHT, 50)
 
 
 @pytest.mark.parametrize(
-    ("codecs", "n", "tokens"), [(EIGHT, 200, 100), (ALIKE, 150, 40), (SINKS, 180, 30)]
+    ("codecs", "n", "tokens"), [(EIGHT, 240, 50), (ALIKE, 150, 40), (SINKS, 180, 30)]
 )
 def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n, tokens):
     prompts = dict.fromkeys(codecs, random_prompt(n))
@@ -56,7 +54,7 @@ def test_a_codec_computes_beside_others_what_it_computes_alone(runner, codecs, n
 @pytest.mark.parametrize(
     ("codec", "lengths", "tokens", "chunk"),
     [(x, (1, 58, 300), 16, 53) for x in codec_names()]
-    + [(x, (1, 63, 64, 130, 300), 40, 37) for x in (KIVI, MIXED, "h2o", EIGHT[5], "alignedkv")],
+    + [(x, (1, 63, 64, 130, 300), 24, 37) for x in (KIVI, MIXED, "h2o", EIGHT[5], "alignedkv")],
 )
 def test_logits_do_not_depend_on_batch_or_chunks(runner, codec, lengths, tokens, chunk):
     prompts = {str(n): random_prompt(n) for n in lengths}

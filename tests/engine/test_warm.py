@@ -49,10 +49,6 @@ def test_where_steps_are_recorded_a_request_names_a_listed_codec(runner):
         engine.plan("raw")
 
 
-def test_where_nothing_is_recorded_a_request_names_any(runner):
-    assert make_engine(runner).plan("raw")
-
-
 def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reached(runner):
     recorder = EagerRecorder()
     runner.record_steps(recorder)

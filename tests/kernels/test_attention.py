@@ -4,13 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
 
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.bits import MAGIC, PLAIN, PTX, spelling_for, takes_subnormals
+from disagg.kernels.gpu.bits import (
+    MAGIC,
+    PLAIN,
+    PTX,
+    float8,
+    float8_weight,
+    spelling_for,
+    takes_subnormals,
+)
 from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import codes
+from tests.kernels.assembly import assemble
 from tests.kernels.cases import (
     DEVICE,
     FORMATS,
@@ -185,8 +197,40 @@ def test_the_magic_number_form_equals_exact_attention(bits):
     check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4), spelling=MAGIC)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes it itself")
+@pytest.mark.parametrize(
+    "fmt",
+    [quant_format(2, 64, 64, 64), quant_format(4, 64, 64, 64), make_format(**FORMATS["gear"])],
+    ids=["2", "4", "sparse"],
+)
+def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
+    q, view = make_case(fmt, [130], 1, 4).on(DEVICE)
+    plain = merge(gpu.attend(q, [view], 0.2, spelling=PLAIN))
+    with pytest.raises(interpreter.InterpreterError):
+        gpu.attend(q, [view], 0.2, spelling=PTX)
+    assemble(monkeypatch)
+    assert takes_subnormals(torch.device(DEVICE), PTX)
+    found = merge(gpu.attend(q, [view], 0.2, spelling=PTX))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
 def test_the_start_up_test_tells_right_from_wrong_spellings():
     device = torch.device(DEVICE)
     assert takes_subnormals(device, PLAIN)
     assert takes_subnormals(device, MAGIC)
     assert spelling_for(device) in (PLAIN, PTX)
+
+
+@triton.jit
+def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
+    o_256 = tl.arange(0, 256)
+    codes = float8(tl.load(codes_ptr + o_256), SPELLING)
+    tl.store(o_ptr + o_256, codes.to(tl.float32) * float8_weight(SPELLING))
+
+
+def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
+    codes = torch.arange(256).to(torch.uint8)
+    found = torch.empty(256, device=DEVICE)
+    float8_kernel[(1,)](codes.view(torch.int8).to(DEVICE), found, PLAIN, num_warps=1)
+    numbers = codes & 127 != 127  # the rest are NaN
+    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])

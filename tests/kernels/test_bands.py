@@ -44,12 +44,12 @@ def test_bands_are_attended_as_what_they_stand_for(bits, head_dim, width, m):
     assert not o[~seen].any()
 
 
-@pytest.mark.parametrize(("bits", "head_dim"), [(2, 64), (3, 128)])
-def test_bytes_of_bands_are_those_of_the_reference(bits, head_dim):
+@pytest.mark.parametrize(("bits", "head_dim", "heads"), [(2, 64, 2), (3, 128, 1)])
+def test_bytes_of_bands_are_those_of_the_reference(bits, head_dim, heads):
     fmt = banded_format(bits, head_dim)
-    k, v = (x[0].half() for x in random_kv([128], 2, head_dim, 64))
-    k[0, 3, 5], v[1, 70, 9], k[1, 64:, 2] = float("inf"), 6e4, 0.25
-    cut = Segmentation(128, 0, random_segment(fmt, 2, 0))
+    k, v = (x[0].half() for x in random_kv([128], heads, head_dim, 64))
+    k[0, 3, 5], v[-1, 70, 9], k[-1, 64:, 2] = float("inf"), 6e4, 0.25
+    cut = Segmentation(128, 0, random_segment(fmt, heads, 0))
     wanted, segments = reference.encode(k, v, fmt, cut)
     there = Segmentation(128, 0, cut.frozen.to(DEVICE))
     found, shared = encode(k.to(DEVICE), v.to(DEVICE), fmt, there)

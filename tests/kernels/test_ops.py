@@ -68,11 +68,6 @@ def test_encode_refuses_parts_of_pages_and_integers():
         ops.encode(x[:, :64, :32], x[:, :64, :32], FMT)
 
 
-def test_encode_of_no_tokens_is_no_blocks():
-    x = torch.zeros(2, 0, 64)
-    assert ops.encode(x, x, FMT)[0].shape == (0, 2, FMT.block_bytes)
-
-
 def test_decode_refuses_blocks_of_another_size():
     with pytest.raises(ValueError, match="bytes"):
         ops.decode(torch.zeros(1, 16, dtype=torch.uint8), None, FMT)

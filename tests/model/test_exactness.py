@@ -1,5 +1,3 @@
-import torch
-
 from tests.model.exactness import compare, make_prompts, measure
 from tests.model.reference import Reference
 from tests.model.tiny import save_tiny
@@ -21,7 +19,6 @@ def test_prompts_are_of_all_lengths(tmp_path):
 
 
 def test_exact_kv_is_exact_one_by_one_and_together(tmp_path):
-    torch.set_num_threads(1)
     path = str(save_tiny("llama", tmp_path, max_position_embeddings=2048))
     result = measure(path, None, prompts=3, max_tokens=6)
     assert result.lengths == (5, 752, 1500)

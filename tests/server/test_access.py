@@ -14,7 +14,7 @@ from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
 from tests.model.tiny import save_tiny
 from tests.server.running import running
-from tests.server.visits import ask, visit
+from tests.server.visits import ask, send
 
 KEYS = ["one", "two"]
 
@@ -24,48 +24,32 @@ KEYS = ["one", "two"]
     "given", [None, "", "Bearer", "Bearer ", "Bearer three", "one", "Bearer oné"]
 )
 def test_without_a_key_nothing_is_said(given, path, completions):
+    headers = {} if given is None else {"Authorization": given.encode()}
     app = create_app(completions, "owner", keys=KEYS)
-
-    async def scene(client: httpx.AsyncClient) -> None:
-        headers = {} if given is None else {"Authorization": given.encode()}
-        response = await client.get(path, headers=headers)
-        assert response.status_code == 401
-        assert response.json()["error"]["type"] == "auth"
-        assert len(response.headers["x-request-id"]) == 32
-
-    visit(app, scene)
+    response = send(app, "GET", path, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "auth"
+    assert len(response.headers["x-request-id"]) == 32
 
 
 @pytest.mark.parametrize("key", ["one", "two", "owner"])
 def test_every_key_and_the_owners_secret_are_good(key, completions):
     app = create_app(completions, "owner", keys=KEYS)
-
-    async def scene(client: httpx.AsyncClient) -> None:
-        headers = {"Authorization": f"Bearer {key}"}
-        assert (await client.get("/status", headers=headers)).status_code == 200
-        assert (
-            await client.post("/v1/completions", json=ask(), headers=headers)
-        ).status_code == 200
-        stopped = await client.post("/stop", headers=headers)
-        assert stopped.status_code == (200 if key == "owner" else 401)
-
-    visit(app, scene)
+    headers = {"Authorization": f"Bearer {key}"}
+    assert send(app, "GET", "/status", headers=headers).status_code == 200
+    assert send(app, "POST", "/v1/completions", json=ask(), headers=headers).status_code == 200
+    stopped = send(app, "POST", "/stop", headers=headers)
+    assert stopped.status_code == (200 if key == "owner" else 401)
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics"])
 def test_probes_and_dashboards_need_no_key(path, completions):
-    async def scene(client: httpx.AsyncClient) -> None:
-        assert (await client.get(path)).status_code == 200
-
-    visit(create_app(completions, keys=KEYS), scene)
+    assert send(create_app(completions, keys=KEYS), "GET", path).status_code == 200
 
 
 def test_an_empty_secret_opens_nothing(completions):
-    async def scene(client: httpx.AsyncClient) -> None:
-        response = await client.get("/status", headers={"Authorization": "Bearer "})
-        assert response.status_code == 401
-
-    visit(create_app(completions, token=None, keys=KEYS), scene)
+    app, headers = create_app(completions, token=None, keys=KEYS), {"Authorization": "Bearer "}
+    assert send(app, "GET", "/status", headers=headers).status_code == 401
 
 
 def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):

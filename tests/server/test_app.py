@@ -4,13 +4,12 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
 from tests.server.conftest import KV
-from tests.server.visits import ask, chat, events, get, post, visit
+from tests.server.visits import ask, chat, events, get, post, send
 
 
 def test_a_completion_has_the_shape_that_clients_know(app):
@@ -95,16 +94,13 @@ def test_a_stop_string_ends_the_answer_and_frees_the_workers(stream, app, router
 
 
 def test_the_body_counts_and_not_its_content_type(app):
-    async def scene(client: httpx.AsyncClient) -> None:
-        headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
-        body = json.dumps(ask())
-        answer = await client.post("/v1/completions", content=body, headers=headers)
-        assert answer.status_code == 200
-        broken = await client.post("/v1/completions", content="prompt=abc", headers=headers)
-        assert broken.status_code == 400
-        assert "JSON" in broken.json()["error"]["message"]
-
-    visit(app, scene)
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    answer, broken = (
+        send(app, "POST", "/v1/completions", content=body, headers=headers)
+        for body in (json.dumps(ask()), "prompt=abc")
+    )
+    assert (answer.status_code, broken.status_code) == (200, 400)
+    assert "JSON" in broken.json()["error"]["message"]
 
 
 REFUSALS = [
@@ -141,27 +137,21 @@ def test_an_error_in_mid_stream_is_an_event(app, router):
     [("GET", "/v1/chat/completions", 405), ("POST", "/nowhere", 404), ("GET", "/stop", 405)],
 )
 def test_what_is_not_there_has_the_body_of_an_error_too(method, path, status, app):
-    async def scene(client: httpx.AsyncClient) -> None:
-        response = await client.request(method, path)
-        assert response.status_code == status
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert f"{method} {path}" in error["message"]
-
-    visit(app, scene)
+    response = send(app, method, path)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert f"{method} {path}" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
 def test_every_response_can_be_found_again_by_its_request_id(path, app):
-    async def scene(client: httpx.AsyncClient) -> None:
-        ours = (await client.get(path, headers={"X-Request-Id": "mine-7"})).headers
-        assert ours["x-request-id"] == "mine-7"
-        made = [(await client.get(path)).headers["x-request-id"] for _ in range(2)]
-        assert len(set(made)) == 2
-        long = (await client.get(path, headers={"X-Request-Id": "x" * 1000})).headers
-        assert len(long["x-request-id"]) == 32
+    def name(headers: dict[str, str]) -> str:
+        return send(app, "GET", path, headers=headers).headers["x-request-id"]
 
-    visit(app, scene)
+    assert name({"X-Request-Id": "mine-7"}) == "mine-7"
+    assert name({}) != name({})
+    assert len(name({"X-Request-Id": "x" * 1000})) == 32
 
 
 SCOPE = {

@@ -5,7 +5,6 @@ import logging
 import threading
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN, Completions, Served
 from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
 from tests.server.conftest import FakeRouter, Letters, Lines
-from tests.server.visits import ask, assert_counted, chat, post, send, visit
+from tests.server.visits import ask, assert_counted, chat, post, send
 
 HUGE = 2**64  # does not fit where integers of 64 bits are wanted
 
@@ -93,12 +92,9 @@ INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinit
     "body", ["", "[]", "5", "{", "[" * 10_000, '{"a": 1e}', "\ud800", *INFINITE]
 )
 def test_a_body_that_is_no_json_object_is_refused(body, app):
-    async def scene(client: httpx.AsyncClient) -> None:
-        content = body.encode("utf-8", "surrogatepass")
-        response = await client.post("/v1/completions", content=content)
-        assert (response.status_code, response.json()["error"]["type"]) == (400, "request")
-
-    visit(app, scene)
+    content = body.encode("utf-8", "surrogatepass")
+    response = send(app, "POST", "/v1/completions", content=content)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "request")
 
 
 @pytest.mark.parametrize(
@@ -136,21 +132,18 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
     app = create_app(Completions(served, letters, router))  # type: ignore[arg-type]
     read: list[int] = []
 
-    async def scene(client: httpx.AsyncClient) -> None:
-        async def chunks() -> Any:
-            for index in range(1000):
-                read.append(index)
-                yield b" " * 1000
+    async def chunks() -> Any:
+        for index in range(1000):
+            read.append(index)
+            yield b" " * 1000
 
-        response = await client.post("/v1/completions", content=chunks())
-        error = response.json()["error"]
-        assert (response.status_code, error["type"], error["code"]) == (413, "too_large", 413)
-        assert "5,000 bytes" in error["message"]
-        whole = json.dumps(ask(prompt="x")).encode()
-        fits = await client.post("/v1/completions", content=whole + b" " * (5000 - len(whole)))
-        assert fits.status_code == 200
-
-    visit(app, scene)
+    response = send(app, "POST", "/v1/completions", content=chunks())
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (413, "too_large", 413)
+    assert "5,000 bytes" in error["message"]
+    whole = json.dumps(ask(prompt="x")).encode()
+    filled = whole + b" " * (5000 - len(whole))
+    assert send(app, "POST", "/v1/completions", content=filled).status_code == 200
     assert len(read) == 6
     assert len(router.asked) == 1
 

@@ -1,15 +1,13 @@
 """What the service tells of itself, and who may stop it."""
 
-import httpx
 import pytest
 
 from disagg import __version__
 from disagg.errors import ConfigError, PeerLostError
-from disagg.server.app import create_app
 from disagg.server.counts import Counts
 from disagg.server.text import Piece
 from tests.server.conftest import KV, said
-from tests.server.visits import assert_counted, get, post, visit
+from tests.server.visits import assert_counted, get, post
 
 
 def test_ready_follows_the_workers_and_health_does_not(app, router):
@@ -156,18 +154,3 @@ def test_what_engines_do_has_the_names_that_dashboards_know(app, router):
         f"vllm:num_preemptions_total{labels} 4.0",
         'disagg_worker{role="prefill",what="jobs",worker="p"} 0.0',
     )
-
-
-def test_only_who_knows_the_secret_may_stop_the_service(completions):
-    stopped: list[bool] = []
-    app = create_app(completions, "secret", lambda: stopped.append(True))
-
-    async def scene(client: httpx.AsyncClient) -> None:
-        for header in ("", "Bearer wrong", "Bearer "):
-            response = await client.post("/stop", headers={"authorization": header})
-            assert response.status_code == 401
-        assert not stopped
-        await client.post("/stop", headers={"authorization": "Bearer secret"})
-
-    visit(app, scene)
-    assert stopped == [True]

@@ -1,28 +1,11 @@
-"""Scenes: a client and the application."""
+"""A client and the application."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 from starlette.types import ASGIApp
-
-Scene = Callable[[httpx.AsyncClient], Awaitable[None]]
-
-
-def visit(app: ASGIApp, scene: Scene, raises: bool = True) -> None:
-    """Run a scene against the application. raises: what nobody expected ends the test."""
-
-    async def run() -> None:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
-        async with (
-            asyncio.timeout(30),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            await scene(client)
-
-    asyncio.run(run())
 
 
 def post(app: ASGIApp, raises: bool = True, **fields: Any) -> httpx.Response:
@@ -42,14 +25,17 @@ def get(app: ASGIApp, path: str) -> httpx.Response:
 
 
 def send(app: ASGIApp, method: str, path: str, raises: bool = True, **what: Any) -> httpx.Response:
-    """The answer to one request."""
-    answers: list[httpx.Response] = []
+    """The answer to one request. raises: what nobody expected ends the test."""
 
-    async def scene(client: httpx.AsyncClient) -> None:
-        answers.append(await client.request(method, path, **what))
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
+        async with (
+            asyncio.timeout(30),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            return await client.request(method, path, **what)
 
-    visit(app, scene, raises)
-    return answers[0]
+    return asyncio.run(run())
 
 
 def assert_counted(app: ASGIApp, *lines: str) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from disagg.bench.chaos import ChaosOptions, Storm, draw_chaos, measure_chaos
-from disagg.bench.crew import Door, Hand
+from disagg.bench.crew import ChaosOptions, Door, Hand, Storm, draw_chaos, measure_chaos
 from disagg.bench.result import Row
 
 Strike = Callable[[Hand], Awaitable[None]]
