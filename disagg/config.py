@@ -263,11 +263,6 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     return config
 
 
-def as_dict(config: Any) -> dict[str, Any]:
-    """Plain nested values, in the order of the dataclasses: what a YAML file would say."""
-    return dataclasses.asdict(config)
-
-
 def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
     """A copy of a config dataclass with some keys changed, nested ones too."""
     hints = get_type_hints(type(config))

@@ -8,7 +8,6 @@ the service; only sockets, processes and Ray are missing.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +16,14 @@ from itertools import count
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.arena import measure_memory
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Prefill, Prefilled, Token
+from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError
 from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.transfer.receiver import Intake
-from disagg.transfer.reservations import Reservations, Terms
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Admission, Terms
 from disagg.workers.loopback import Loopback
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
@@ -72,19 +71,18 @@ class LLM:
         config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
+        self._decode.plan(codec)  # its errors now
         self._rids = count()
         terms = Terms(
             model=self._runner.fingerprint,
-            plan=self._decode.plan(codec),
             plan_of=self._decode.plan,
             epoch=EPOCH,
-            capacity_bytes=self._decode.pool.arena.nbytes,
             lease_s=math.inf,
             max_sequences=config.max_sequences,
             may_reserve=self._decode.may_reserve,
         )
-        pool = self._decode.pool
-        self._intake = Intake(Reservations(terms, pool, count(1).__next__), pool.arena)
+        drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
+        self._receiver = Receiver(terms, self._decode.pool, self._take, drop)
 
     def generate(
         self,
@@ -121,7 +119,7 @@ class LLM:
         while waiting:
             x = waiting[0]
             try:
-                x.link = Loopback(x.request, self._intake, self._prefill, self._decode)
+                x.link = Loopback(x.request, self._receiver, self._prefill)
             except CapacityError:
                 return
             self._prefill.submit(Prefill(waiting.popleft().request, x.link))
@@ -137,16 +135,19 @@ class LLM:
         for token in following.tokens:
             work[token.rid].take(token)
             if token.finish_reason:
-                self._intake.reservations.finished(token.rid, 0, time.monotonic())
+                self._receiver.finished(token.rid, 0)
+
+    def _take(self, admission: Admission) -> None:
+        """A complete prompt, for the decode engine."""
+        job = admission.job
+        request = Request(job.rid, job.prompt, SamplingParams(**job.sampling), job.codec)
+        self._decode.submit(Admit(request, admission.groups, (admission.commit.first_token,)))
 
     def _abandon(self, work: Sequence["_Work"]) -> None:
         """Leave nothing behind of a call that failed."""
-        rules = self._intake.reservations
         for x in work:
-            rules.abort(x.request.rid, 0, "the call failed", time.monotonic())
-            for engine in (self._prefill, self._decode):
-                engine.submit(Abort(x.request.rid))
-        rules.take_actions()
+            self._receiver.abort(x.request.rid, 0, "the call failed")
+            self._prefill.submit(Abort(x.request.rid))
         self._prefill.step()
         self._decode.step()
 

@@ -147,41 +147,21 @@ def pack(frame: Frame) -> list[Buffer]:
     return [prelude + _CHECKSUM.pack(digest(prelude + packed)) + packed, *payload]
 
 
-def unpack(message: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
-    """The frame in a message; a page frame holds views of the message, not verified yet.
+def unpack(data: Buffer) -> Frame:
+    """The frame of these bytes; a page frame holds views of them, not verified yet.
 
     Raises VersionError for another version, CorruptFrameError for whatever else is wrong with it.
     """
-    view = memoryview(message)
-    if len(view) > max_bytes:
-        raise CorruptFrameError(f"a frame of {len(view)} bytes, where {max_bytes} are accepted")
-    head_bytes, payload_bytes = frame_sizes(view)
-    if len(view) != head_bytes + payload_bytes:
-        expected = f"{head_bytes} of head and {payload_bytes} of payload"
-        raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {expected}")
-    return unpack_parts(view[:head_bytes], view[head_bytes:])
-
-
-def frame_sizes(start: Buffer) -> tuple[int, int]:
-    """Bytes of the head (prelude and header) and of the payload, from the prelude of a frame."""
-    if len(start) < PRELUDE_BYTES:
-        raise CorruptFrameError(f"a frame of {len(start)} bytes is shorter than its prelude")
-    magic, version, _, header_bytes, payload_bytes = _PRELUDE.unpack_from(start)
-    if magic != MAGIC:
-        raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
-    if version != WIRE_VERSION:
-        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise CorruptFrameError(f"a frame header of {header_bytes} bytes")
-    return PRELUDE_BYTES + header_bytes, payload_bytes
-
-
-def unpack_parts(head: memoryview, payload: memoryview) -> Frame:
-    """The frame of a head; the payload of a page frame may come into its memory later."""
-    prelude, packed = head[: _PRELUDE.size], head[PRELUDE_BYTES:]
-    if _CHECKSUM.unpack_from(head, _PRELUDE.size) != (digest(bytes(prelude) + bytes(packed)),):
+    view = memoryview(data)
+    if len(view) > MAX_FRAME_BYTES:
+        raise CorruptFrameError(f"a frame of {len(view)} bytes, where {MAX_FRAME_BYTES} go")
+    if len(view) != (size := frame_bytes(view)):
+        raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {size}")
+    _, _, what, header_bytes, payload_bytes = _PRELUDE.unpack_from(view)
+    prelude, packed = view[: _PRELUDE.size], view[PRELUDE_BYTES : PRELUDE_BYTES + header_bytes]
+    payload = view[size - payload_bytes :]
+    if _CHECKSUM.unpack_from(view, _PRELUDE.size) != (digest(bytes(prelude) + bytes(packed)),):
         raise CorruptFrameError("the checksum of a frame header does not match")
-    what = _PRELUDE.unpack(prelude)[2]
     if what not in list(FrameType):
         raise CorruptFrameError(f"a frame of unknown type {what}")
     fields = _FIELDS | _PAGES if what == FrameType.PAGES else _FIELDS
@@ -192,6 +172,20 @@ def unpack_parts(head: memoryview, payload: memoryview) -> Frame:
     if unpack_digests(header["digests"]) != (digest(payload),):
         raise CorruptFrameError("the digest of a commit frame does not match")
     return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
+
+
+def frame_bytes(start: Buffer) -> int:
+    """The size of a frame, from its prelude."""
+    if len(start) < PRELUDE_BYTES:
+        raise CorruptFrameError(f"a frame of {len(start)} bytes is shorter than its prelude")
+    magic, version, _, header_bytes, payload_bytes = _PRELUDE.unpack_from(start)
+    if magic != MAGIC:
+        raise CorruptFrameError(f"a frame begins with {magic!r}, not with {MAGIC!r}")
+    if version != WIRE_VERSION:
+        raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CorruptFrameError(f"a frame header of {header_bytes} bytes")
+    return int(PRELUDE_BYTES + header_bytes + payload_bytes)
 
 
 def frame_message(parts: Sequence[Buffer]) -> bytes:

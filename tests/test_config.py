@@ -1,11 +1,12 @@
 """Defaults, a YAML file, flags: in this order, and unknown keys never pass."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
-from disagg.config import Config, as_dict, load_config
+from disagg.config import Config, load_config
 from disagg.errors import ConfigError, UnknownNameError
 
 
@@ -28,7 +29,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_what_is_shown_can_be_loaded_again(tmp_path):
     config = load_config(None, {"transfer.link_mbps": "50", "cluster.decode": 2})
-    assert load_config(write(tmp_path, yaml.safe_dump(as_dict(config)))) == config
+    assert load_config(write(tmp_path, yaml.safe_dump(asdict(config)))) == config
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from disagg.errors import CorruptFrameError, VersionError, WireError
 from disagg.page import Kind
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.wire import (
+    MAX_FRAME_BYTES,
     MAX_ITEMS,
     PRELUDE_BYTES,
     WIRE_VERSION,
@@ -21,11 +22,9 @@ from disagg.wire import (
     Ticket,
     digest,
     frame_message,
-    frame_sizes,
     message_frame,
     pack,
     unpack,
-    unpack_parts,
 )
 
 TICKET = Ticket(nonce=2**64 - 3, epoch=7, gen=2)
@@ -131,8 +130,8 @@ def test_a_frame_of_another_version_is_a_version_error():
 
 
 def test_a_frame_above_the_limit_is_refused_before_it_is_read():
-    with pytest.raises(CorruptFrameError, match="accepted"):
-        unpack(b"\0" * 101, max_bytes=100)
+    with pytest.raises(CorruptFrameError, match="where 4194288 go"):
+        unpack(bytes(MAX_FRAME_BYTES + 1))
 
 
 WRONG_HEADERS = {
@@ -187,18 +186,6 @@ def test_a_commit_with_a_timing_that_is_no_number_is_refused():
     header = vars(TICKET) | {"digests": struct.pack("<Q", digest(payload))}
     with pytest.raises(CorruptFrameError, match="timing"):
         unpack(resealed(header, payload, what=2))
-
-
-def test_a_payload_may_come_later_into_memory_that_the_frame_holds_already():
-    message = joined(PAGES)
-    head_bytes, payload_bytes = frame_sizes(message[:PRELUDE_BYTES])
-    memory = bytearray(payload_bytes)
-    frame = unpack_parts(memoryview(message)[:head_bytes], memoryview(memory))
-    with pytest.raises(CorruptFrameError):
-        frame.verify()
-    memory[:] = message[head_bytes:]
-    assert frame == PAGES
-    frame.verify()
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 70_000])

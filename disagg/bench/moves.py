@@ -54,8 +54,9 @@ def witnessed() -> Iterator[tuple[Seen, Seen]]:
 
     def admits(self: DecodeSide, admission: Admission) -> None:
         if tokens := admission.job.moved:
-            checklist = Checklist(self.engine.plan(admission.job.codec), tokens)
-            came[_digests(self.engine.pool.arena, checklist, admission.groups)] += 1
+            engine = self.way.engine
+            checklist = Checklist(engine.plan(admission.job.codec), tokens)
+            came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
         admit(self, admission)
 
     with patch.object(Departure, "begin", begins), patch.object(DecodeSide, "admit", admits):

@@ -114,22 +114,19 @@ class ReceivingEnd(End):
         """A pool, for prompts under any of these plans."""
         self._pool, arena = make_pool(nbytes, SLAB_BYTES, CPU)
         arena.fill_(0)  # no page faults later
-        first = next(iter(plans.values()))
         # nothing is kept: every prompt is sent whole, and no page is read beside
-        self._terms = Terms(MODEL, first, EPOCH, nbytes, plan_of=plans.__getitem__, share=False)
+        self._terms = Terms(MODEL, plans.__getitem__, EPOCH, share=False)
 
     async def listen(self, host: str, security: Security | None = None) -> Started:
         """A new receiver before the pool: where it is reached."""
         receiver = Receiver(
             self._terms,
             self._pool,
-            self._pool.arena,
             lambda admission: self._admit(receiver, admission),
             lambda rid, attempt, reason: None,
         )
-        direct = DirectServer(receiver.open_channel, security)
-        port = direct.listen(host)
-        receiver.direct = lambda: (port, direct.make_key())
+        direct = DirectServer(receiver, security)
+        direct.listen(host)
 
         async def reserve(data: bytes) -> bytes:
             message = parse(pb.ReserveRequest, data)

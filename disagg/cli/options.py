@@ -4,12 +4,13 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, as_dict, load_config
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, load_config
 from disagg.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -46,11 +47,11 @@ def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, A
 def print_config(config: Config, as_json: bool) -> None:
     """As YAML that `--config` reads, or as JSON."""
     if as_json:
-        print(json.dumps(as_dict(config)))
+        print(json.dumps(asdict(config)))
         return
     import yaml
 
-    print(yaml.safe_dump(as_dict(config), sort_keys=False), end="")
+    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
 
 
 def state_path(given: Path | str | None, name: str = ClusterConfig.name) -> Path:

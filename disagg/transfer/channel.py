@@ -3,14 +3,15 @@
 The channel chooses whose frame is next, of those that have credit: the earliest deadline, then the
 lowest layer. Credit is per hand-off, so none holds up another. Whatever ends the stream, a failure
 of our own included, breaks it loudly, and all that is attached on it attaches anew; an error of one
-hand-off ends that one. Links close when nobody has used them for a while. Lives on the io loop.
+hand-off ends that one. A stream that nobody needs for a while ends, and then gRPC closes the link.
+Lives on the io loop.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -27,14 +28,23 @@ from disagg.errors import (
     VersionError,
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.control import PUSH, KvClient
 from disagg.transfer.direct import dial
 from disagg.transfer.link import LinkReport, Pace, measure
-from disagg.transfer.messages import Ack, Attached, Credit, Nack, parse
+from disagg.transfer.messages import (
+    KV_SERVICE,
+    Ack,
+    Attach,
+    Attached,
+    Credit,
+    Nack,
+    answer_from,
+    fill,
+    parse,
+)
 from disagg.transfer.rpc import Link, connect, error_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Parcel, Sender
-from disagg.wire import FRAME_BYTES, Buffer, CommitFrame, frame_message
+from disagg.wire import FRAME_BYTES, Buffer, CommitFrame, frame_message, pack
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +75,7 @@ class ChannelOptions:
     silence_s:   a peer that cannot be reached, or breaks every stream, for this long is lost
     stall_s:     frames or a commit that are not answered this long mean a broken stream
     call_s:      every single call but the commit
-    idle_s:      a link without hand-offs is closed after this
+    idle_s:      a stream without hand-offs ends after this
     pace:        a slower link than there is, for benchmarks
     direct:      frames over a socket of their own, where the peer has one
     """
@@ -87,54 +97,28 @@ class Channel:
         address: str,
         security: Security | None = None,
         options: ChannelOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.address = address
         self.options = options or ChannelOptions()
+        self.link = connect(address, security)  # it connects when first used
+        self.report: LinkReport | None = None
         self._security = security
-        self._clock = clock
-        self._link: Link | None = None
-        self._users = 0
-        self._idle: asyncio.TimerHandle | None = None
-        self._closing: asyncio.Future[None] | None = None  # held until it is done
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._owed = 0  # frames and commits out and not answered
         self._heard_at = 0.0  # when something was answered, or began to be owed
+        self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
 
-    @property
-    def link(self) -> Link:
-        """The link, opened when first used and after it was closed."""
-        if self._link is None:
-            self._link = connect(self.address, self._security)
-        return self._link
-
     async def close(self) -> None:
-        """Break what is carried and close the link; who still needs it opens another."""
-        link, self._link = self._link, None
+        """Break what is carried and close the link."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving])
-        if link is not None:
-            await link.close()
+        await self.link.close()
 
     # -- for senders
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """While somebody is here, the link stays."""
-        self._users += 1
-        if self._idle is not None:
-            self._idle.cancel()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                loop = asyncio.get_running_loop()
-                self._idle = loop.call_later(self.options.idle_s, self._retire)
 
     @contextmanager
     def carries(self, sender: Sender, attached: Attached) -> Iterator[None]:
@@ -148,18 +132,30 @@ class Channel:
             yield
         finally:
             self._attached.pop(sender.ticket.nonce, None)
+            self._needed_at = time.monotonic()
 
     def wake(self) -> None:
         """There is something to send."""
         self._wake.set()
 
+    async def attach(self, attach: Attach) -> tuple[Attached, int]:
+        """Take a reservation over: what is there; the bytes of both messages."""
+        data = attach.to_message().SerializeToString()
+        reply, nbytes = await self._call("Attach", data, self.options.call_s)
+        return Attached.from_message(parse(kv.AttachResponse, reply)), nbytes
+
     async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
         """The answer to a commit, when there is one; the bytes of both messages."""
         self._owe()
         try:
-            return await KvClient(self.link).commit(frame, timeout_s)
+            reply, nbytes = await self._call("Commit", frame_message(pack(frame)), timeout_s)
         finally:
-            self._answered(1)
+            self._answered()
+        return answer_from(parse(kv.CommitResponse, reply)), nbytes
+
+    async def _call(self, name: str, data: bytes, timeout_s: float) -> tuple[bytes, int]:
+        reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
+        return reply, len(data) + len(reply)
 
     # -- the stream
 
@@ -197,7 +193,7 @@ class Channel:
                 await self._wake.wait()
                 continue
             sender, parcel = chosen
-            if pace is not None and (delay := pace.delay(parcel.size, self._clock())) > 0:
+            if pace is not None and (delay := pace.delay(parcel.size, time.monotonic())) > 0:
                 await asyncio.sleep(delay)
             self._owe()
             size = await stream.send(parcel.parts)
@@ -220,7 +216,7 @@ class Channel:
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
                 credit = Credit.from_message(parse(kv.PushResponse, data))
-                self._answered(credit.frames)
+                self._answered()
                 if sender := self._attached.get(credit.nonce):
                     sender.credited(credit, len(data))
                 self._wake.set()
@@ -234,12 +230,13 @@ class Channel:
             if not self._attached:
                 continue
             tickets = [sender.ticket for sender in self._attached.values()]
-            timeout_s = min(self.options.call_s, pause_s)
+            data = fill(kv.RenewRequest, tickets=tickets).SerializeToString()
             try:
-                over, nbytes = await KvClient(self.link).renew(tickets, timeout_s)
+                reply, nbytes = await self._call("Renew", data, min(self.options.call_s, pause_s))
             except (PeerLostError, DeadlineError) as error:
                 log.warning("the leases at %s were not renewed: %s", self.address, error)
                 continue
+            over = set(parse(kv.RenewResponse, reply).over)
             for ticket in tickets:
                 if sender := self._attached.get(ticket.nonce):
                     sender.wire_bytes += nbytes // len(tickets)
@@ -247,37 +244,36 @@ class Channel:
                         sender.end(ReservationError(f"{sender} is over at {self.address}"))
 
     async def _watch(self) -> None:
-        """PeerLostError once nothing is answered any more."""
+        """PeerLostError once nothing is answered any more, or nobody needs the stream."""
         while True:
             await asyncio.sleep(self.options.stall_s / 4)
-            quiet_s = self._clock() - self._heard_at
+            if not self._attached and time.monotonic() - self._needed_at > self.options.idle_s:
+                raise PeerLostError(f"no hand-off for {self.options.idle_s:g} s")
+            quiet_s = time.monotonic() - self._heard_at
             if self._owed > 0 and quiet_s > self.options.stall_s:
                 raise PeerLostError(f"{self.address} answered nothing for {quiet_s:.1f} s")
 
     def _owe(self) -> None:
         if self._owed <= 0:
-            self._owed, self._heard_at = 0, self._clock()
+            self._owed, self._heard_at = 0, time.monotonic()
         self._owed += 1
 
-    def _answered(self, count: int) -> None:
-        self._owed -= count
-        self._heard_at = self._clock()
+    def _answered(self) -> None:
+        self._owed -= 1
+        self._heard_at = time.monotonic()
 
     def _why(self, failure: Exception) -> DisaggError:
         """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
         while isinstance(failure, ExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, DisaggError):
-            log.warning("the channel to %s broke: %s", self.address, failure)
+            level = logging.WARNING if self._attached else logging.INFO
+            log.log(level, "the channel to %s broke: %s", self.address, failure)
         else:
             log.error("the channel to %s failed", self.address, exc_info=failure)
         if isinstance(failure, ConfigError | VersionError | PeerLostError):
             return failure
         return PeerLostError(f"the channel to {self.address} broke: {failure}")
-
-    def _retire(self) -> None:
-        if not self._users:
-            self._closing = asyncio.ensure_future(self.close())
 
 
 class PushStream:
@@ -285,7 +281,7 @@ class PushStream:
 
     def __init__(self, link: Link):
         self._address = link.address
-        self._call = link.channel.stream_stream(PUSH)(metadata=link.metadata)
+        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
 
     async def send(self, parts: Sequence[Buffer]) -> int:
         message = frame_message(parts)
@@ -316,7 +312,6 @@ class Peers:
             size = min(size, config.burst_bytes)
         direct = config.channel == "direct"
         self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
-        self.reports: dict[str, LinkReport] = {}
         self._security = security
         self._channels: dict[str, Channel] = {}
 
@@ -328,29 +323,22 @@ class Peers:
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:
         """Measure links before they are needed; what each can do, in words."""
-        for address in addresses:
-            channel = self.get(address)
-            with channel.used():
-                try:
-                    report = self.reports[address] = await measure(channel.link)
-                    size = report.frame_bytes(self.options.frame_bytes)
-                    channel.options = replace(self.options, frame_bytes=size)
-                    log.info("%s", report)
-                except DisaggError as error:
-                    log.warning("the link to %s cannot be measured: %s", address, error)
-        return [str(self.reports[address]) for address in addresses if address in self.reports]
+        channels = [self.get(address) for address in addresses]
+        for channel in channels:
+            try:
+                channel.report = await measure(channel.link)
+                size = channel.report.frame_bytes(self.options.frame_bytes)
+                channel.options = replace(self.options, frame_bytes=size)
+                log.info("%s", channel.report)
+            except DisaggError as error:
+                log.warning("the link to %s cannot be measured: %s", channel.address, error)
+        return [str(channel.report) for channel in channels if channel.report]
 
     def as_info(self) -> list[dict[str, Any]]:
         """What was measured, as plain values."""
-        return [asdict(report) for report in self.reports.values()]
+        return [asdict(x.report) for x in self._channels.values() if x.report]
 
-    async def close(self, address: str) -> None:
-        """That worker is gone: end what is left of its channel."""
-        self.reports.pop(address, None)
-        if channel := self._channels.pop(address, None):
-            await channel.close()
-
-    async def close_all(self) -> None:
+    async def close(self) -> None:
         """End everything."""
-        for address in list(self._channels):
-            await self.close(address)
+        for channel in self._channels.values():
+            await channel.close()

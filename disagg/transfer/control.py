@@ -1,40 +1,30 @@
-"""The two services as methods: workers as a router sees them, receivers as a sender sees them.
+"""Control of workers as methods, the same whether they are here or elsewhere.
 
 `WorkerHandler` is what a worker implements, `WorkerClient` is the same methods over a link, so a
-router holds either and cannot tell. `KvClient` has the calls of a hand-off that are no frames.
-Failures are errors of disagg.errors; a transport that broke is PeerLostError, which leaves open
-whether the peer is dead.
+router holds either and cannot tell. Failures are errors of disagg.errors; a transport that broke is
+PeerLostError, which leaves open whether the peer is dead.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
-from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.transfer.messages import (
-    Ack,
-    Attach,
-    Attached,
     Grant,
     Job,
-    Nack,
     Step,
     Submit,
     WorkerStatus,
-    answer_from,
     fill,
     parse,
     read,
 )
 from disagg.transfer.rpc import Link, error_of, rpc_handlers
-from disagg.wire import CommitFrame, Ticket, frame_message, pack
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
-KV_SERVICE = "disagg.v1.KvTransferService"
-PUSH, PROBE = f"/{KV_SERVICE}/Push", f"/{KV_SERVICE}/Probe"
 
 
 class WorkerHandler(Protocol):
@@ -52,11 +42,8 @@ class WorkerHandler(Protocol):
         have: outputs of each rid that the caller has already · router: who follows
         """
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The caller has these outputs; they may be forgotten."""
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        """Give up an attempt and all before it, known or not."""
+        """Forget an attempt and all before it, known or not, and what was said of them."""
 
     async def fence(self, epoch: int, router: str) -> None:
         """The next epoch: drop everything of the old one. Refused while another router follows."""
@@ -117,9 +104,6 @@ class WorkerClient(WorkerHandler):
         finally:
             call.cancel()
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        await self._ask(pb.AcknowledgeRequest(have=have))
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         await self._ask(pb.AbortRequest(rid=rid, attempt=attempt, reason=reason))
 
@@ -134,31 +118,3 @@ class WorkerClient(WorkerHandler):
         method, data = f"/{WORKER_SERVICE}/{name}", request.SerializeToString()
         answer = await self._link.call(method, data, self._timeout_s)
         return parse(getattr(pb, f"{name}Response"), answer)
-
-
-class KvClient:
-    """The receiver of a decode worker elsewhere. Each call: the answer, and bytes both ways."""
-
-    def __init__(self, link: Link):
-        self._link = link
-
-    async def attach(self, attach: Attach, timeout_s: float) -> tuple[Attached, int]:
-        """Take a reservation over; what is there."""
-        data = attach.to_message().SerializeToString()
-        reply, nbytes = await self._call("Attach", data, timeout_s)
-        return Attached.from_message(parse(kv.AttachResponse, reply)), nbytes
-
-    async def renew(self, tickets: Sequence[Ticket], timeout_s: float) -> tuple[set[int], int]:
-        """A sign of life for reservations; the nonces of those that are over."""
-        data = fill(kv.RenewRequest, tickets=tickets).SerializeToString()
-        reply, nbytes = await self._call("Renew", data, timeout_s)
-        return set(parse(kv.RenewResponse, reply).over), nbytes
-
-    async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
-        """The end of a hand-off; waits for its frames that are on the way."""
-        reply, nbytes = await self._call("Commit", frame_message(pack(frame)), timeout_s)
-        return answer_from(parse(kv.CommitResponse, reply)), nbytes
-
-    async def _call(self, name: str, data: bytes, timeout_s: float) -> tuple[bytes, int]:
-        reply = await self._link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
-        return reply, len(data) + len(reply)

@@ -1,4 +1,4 @@
-"""Frames over a plain socket that gRPC negotiated: from memory to socket, from socket to arena.
+"""Frames over a plain socket that gRPC negotiated.
 
     receiver: Attach answers a port and a key ──► sender: connects, says hello with the key
     hello, 24 bytes: magic · version · key │ then frames ► ◄ PushResponses, each behind its length
@@ -16,22 +16,15 @@ import ssl
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
-from disagg.transfer.receiver import Intake
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, client_context, server_context
-from disagg.wire import (
-    MAX_FRAME_BYTES,
-    PRELUDE_BYTES,
-    Buffer,
-    PageFrame,
-    frame_sizes,
-    unpack_parts,
-)
+from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +48,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class AsyncSocket:
-    """A connected socket: exact reads into memory, gathered writes. Its end is an OSError.
+    """A connected socket: exact reads, gathered writes. Its end is an OSError.
 
     One task reads and one writes at a time; cancel them before it is closed.
     """
@@ -87,30 +80,27 @@ class AsyncSocket:
             except ssl.SSLWantWriteError:
                 await self._ready(reading=False)
 
-    async def read_into(self, parts: Iterable[memoryview]) -> None:
-        """Fill all of the memory, in its order; ConnectionError if the peer ends before."""
-        left = deque(part for part in parts if len(part))
-        missing = sum(map(len, left))
-        while left:
+    async def read_into(self, memory: memoryview) -> None:
+        """Fill the memory; ConnectionError if the peer ends before."""
+        while len(memory):
             try:
-                count = self._receive(left)
+                count = self._sock.recv_into(memory)
             except (BlockingIOError, ssl.SSLWantReadError):
-                self._want(missing)
+                self._want(len(memory))
                 await self._ready(reading=True)
                 continue
             if not count:
                 raise ConnectionResetError("the peer closed the connection")
-            missing -= count
-            _advance(left, count)
+            memory = memory[count:]
             self._reads += 1
             if self._reads % MAX_READS == 0:
                 await asyncio.sleep(0)
 
-    async def read(self, nbytes: int) -> memoryview:
+    async def read(self, nbytes: int) -> bytearray:
         """The next bytes."""
-        memory = memoryview(bytearray(nbytes))
-        await self.read_into([memory])
-        return memory
+        data = bytearray(nbytes)
+        await self.read_into(memoryview(data))
+        return data
 
     async def write(self, parts: Iterable[Buffer]) -> None:
         """Hand all parts to the kernel, in their order."""
@@ -124,11 +114,6 @@ class AsyncSocket:
     def close(self) -> None:
         """End the connection."""
         self._sock.close()
-
-    def _receive(self, left: deque[memoryview]) -> int:
-        if isinstance(self._sock, ssl.SSLSocket):
-            return self._sock.recv_into(left[0])
-        return self._sock.recvmsg_into(list(islice(left, MAX_PARTS)))[0]
 
     def _send(self, left: deque[memoryview]) -> int:
         if isinstance(self._sock, ssl.SSLSocket):
@@ -216,20 +201,17 @@ async def dial(
 
 
 class DirectServer:
-    """Takes the frames of direct connections. Lives on the io loop.
+    """Takes the frames of direct connections to a receiver. Lives on the io loop."""
 
-    intake: makes what stores the frames of a new connection
-    """
-
-    def __init__(self, intake: Callable[[], Intake], security: Security | None = None):
-        self._intake = intake
+    def __init__(self, receiver: Receiver, security: Security | None = None):
+        self._receiver = receiver
         self._context = server_context(security or Security())
         self._keys: dict[bytes, float] = {}  # until when each opens a connection; oldest first
         self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._socket: socket.socket | None = None
 
     def listen(self, host: str, ports: Sequence[int] | None = None) -> int:
-        """Bind to a free port of `host`, within a range if one is given: which one."""
+        """Bind to a free port of `host`, within a range if one is given; Attach tells which."""
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -238,7 +220,9 @@ class DirectServer:
             self._socket.setblocking(False)
             return int(self._socket.getsockname()[1])
 
-        return bind_within(ports, bind)
+        port = bind_within(ports, bind)
+        self._receiver.direct = lambda: (port, self.make_key())
+        return port
 
     def make_key(self) -> bytes:
         """A key that opens one connection, soon."""
@@ -295,23 +279,14 @@ class DirectServer:
 
     async def _frames(self, sock: AsyncSocket) -> None:
         """Frames in, answers out, one at a time: the next one waits in the kernel."""
-        scratch = memoryview(bytearray(MAX_FRAME_BYTES))
-        with closing(self._intake()) as intake:
+        memory = memoryview(bytearray(MAX_FRAME_BYTES))
+        try:
             while True:
-                prelude = await sock.read(PRELUDE_BYTES)
-                head_bytes, payload_bytes = frame_sizes(prelude)
-                if (size := head_bytes + payload_bytes) > MAX_FRAME_BYTES:
+                await sock.read_into(memory[:PRELUDE_BYTES])
+                if (size := frame_bytes(memory)) > MAX_FRAME_BYTES:
                     raise CorruptFrameError(f"a frame of {size} bytes; {MAX_FRAME_BYTES} go")
-                rest = await sock.read(head_bytes - PRELUDE_BYTES)
-                head = memoryview(b"".join([prelude, rest]))
-                frame = unpack_parts(head, scratch[:payload_bytes])
-                if not isinstance(frame, PageFrame):
-                    raise CorruptFrameError("a commit where pages were expected")
-                whole, memory = False, intake.begin(frame, size)
-                try:
-                    await sock.read_into(memory)
-                    whole = True
-                finally:
-                    credit = intake.end(whole)
-                answer = credit.to_message().SerializeToString()
+                await sock.read_into(memory[PRELUDE_BYTES:size])
+                answer = self._receiver.take(memory[:size], sock).to_message().SerializeToString()
                 await sock.write([_LENGTH.pack(len(answer)), answer])
+        finally:
+            self._receiver.channel_ended(sock)

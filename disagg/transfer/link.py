@@ -3,19 +3,13 @@
 A slow or wrong transport is the failure that nobody notices, so workers say what they found.
 """
 
-import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
-
-from disagg.errors import PeerLostError
-from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.control import PROBE
-from disagg.transfer.rpc import Link, error_of
+from disagg.transfer.messages import KV_SERVICE
+from disagg.transfer.rpc import Link
 from disagg.wire import FRAME_BYTES, frame_message
 
 TRIPS = 5
@@ -50,44 +44,31 @@ class LinkReport:
 
 
 async def measure(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkReport:
-    """Ask a decode worker's receiver. PeerLostError if nobody is there, VersionError if it cannot.
+    """Ask a decode worker's receiver; raises as `Link.call` does if nobody is there, or it cannot.
 
     At most 64 KiB and three frames cross; less where they would take long.
     """
-    call = link.channel.stream_stream(PROBE)(metadata=link.metadata)
 
     async def ask(nbytes: int, times: int = 1) -> float:
         message, best = frame_message([bytes(nbytes)]), math.inf  # as a ProbeRequest looks
         for _ in range(times):
             began = clock()
-            with suppress(asyncio.InvalidStateError):  # it is over: reading says why
-                await call.write(message)
-            if await call.read() is grpc.aio.EOF:
-                raise PeerLostError(f"{link.address} ended the call of a probe")
+            await link.call(f"/{KV_SERVICE}/Probe", message, CALL_S)
             best = min(best, max(clock() - began, 1e-9))
         return best
 
-    try:
-        async with asyncio.timeout(CALL_S):
-            await ask(0)  # connects
-            trip = await ask(0, TRIPS)
-            first = max(await ask(FIRST_BYTES) - trip, 1e-9)
-            size = int(min(FRAME_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONG_S / first)))
-            seconds = await ask(size, 3)
-    except TimeoutError as error:
-        raise PeerLostError(f"{link.address} did not answer a probe in {CALL_S:g} s") from error
-    except grpc.aio.AioRpcError as failure:
-        raise error_of(failure, link.address) from failure
-    finally:
-        call.cancel()
+    await ask(0)  # connects
+    trip = await ask(0, TRIPS)
+    first = max(await ask(FIRST_BYTES) - trip, 1e-9)
+    size = int(min(FRAME_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONG_S / first)))
+    seconds = await ask(size, 3)
     rate = size / max(seconds - trip / 2, seconds / 2)
     return LinkReport(link.address, link.transport, 1e3 * trip, rate / 1e9)
 
 
-async def absorb(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The receiver's side, as a method of `rpc.rpc_handlers`: says how much came."""
-    async for message in messages:
-        yield kv.ProbeResponse(bytes=len(message)).SerializeToString()
+async def absorb(data: bytes) -> bytes:
+    """The receiver's side, as a method of `rpc.rpc_handlers`: it came."""
+    return b""
 
 
 class Pace:

@@ -184,28 +184,7 @@ class WorkerStatus(Told, form=pb.StatusResponse):
 
 # -- sender and receiver
 
-
-class State(StrEnum):
-    """Where a reservation is in its life; `reservations.py` draws the arrows."""
-
-    HELD = "held"
-    ATTACHED = "attached"
-    BROKEN = "broken"
-    ADMITTED = "admitted"
-    FINISHED = "finished"
-    EXPIRED = "expired"
-    ABORTED = "aborted"
-    SUPERSEDED = "superseded"
-
-    @property
-    def live(self) -> bool:
-        """Still waiting for its pages."""
-        return self in (State.HELD, State.ATTACHED, State.BROKEN)
-
-    @property
-    def admitted(self) -> bool:
-        """Its pages are the engine's."""
-        return self in (State.ADMITTED, State.FINISHED)
+KV_SERVICE = "disagg.v1.KvTransferService"
 
 
 @dataclass(frozen=True)
@@ -221,16 +200,13 @@ class Attach(Told, form=kv.AttachRequest):
 
 @dataclass(frozen=True)
 class Attached(Told, form=kv.AttachResponse):
-    """The answer: what is here, verified; or that the reservation ended meanwhile.
+    """The answer: what is here, verified; or that all was, so that the commit can be repeated.
 
-    state:  ATTACHED, or ADMITTED (commit again to hear the answer), or EXPIRED (it is over)
-    have:   items with their digests; those of the first `cached` units of each layer group were
-            found by their content keys: the sender takes these digests for its own
+    have: items with their digests, which the sender takes for its own
     """
 
-    state: State
+    admitted: bool = False
     have: Mapping[Item, int] = field(default_factory=dict)
-    cached: tuple[int, ...] = ()
     lease_s: float = 0.0
     credit: int = 0
     port: int = 0
@@ -239,12 +215,10 @@ class Attached(Told, form=kv.AttachResponse):
 
 @dataclass(frozen=True)
 class Credit(Told, form=kv.PushResponse):
-    """What became of frames of one attachment; `nbytes` more may be sent in their place."""
+    """What became of a frame of one attachment; another one may be sent in its place."""
 
     nonce: int
     gen: int
-    nbytes: int
-    frames: int = 1
     error: DisaggError | None = None
 
 
@@ -395,9 +369,6 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "tickets": _several(_TICKET),
     "work": _words("WORK", pb.Work, Work),
     "role": _words("ROLE", pb.Role, Role),
-    "state": _words(
-        "HANDOFF_STATE", kv.HandoffState, (State.ATTACHED, State.ADMITTED, State.EXPIRED)
-    ),
     "sampling": _json("sampling", dict, dict),
     "info": _json("info", dict, dict),
     "stats": _json("stats", dict, lambda: None),

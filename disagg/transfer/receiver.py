@@ -1,7 +1,7 @@
 """KvTransferService of a decode worker: the rules of `reservations.py` around channels and a clock.
 
     Attach, Renew, Commit ──► Receiver ──► Reservations ──► on_admit, on_drop: the engine
-    Push, or a direct one ──► Intake  ──►      │
+    Push, or a direct one ──► take    ──►      │
                                                └──► arena: verified, then in place
 
 Frames are verified and copied inline, at most 2 MiB at a time, so that nothing comes between a
@@ -14,197 +14,121 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import grpc
 
-from disagg.errors import CorruptFrameError, DisaggError, PeerLostError
-from disagg.pool import Arena, Pool
+from disagg.errors import CorruptFrameError, DisaggError
+from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.control import KV_SERVICE
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
+    KV_SERVICE,
     Ack,
     Attach,
     Credit,
     Grant,
     Job,
-    State,
     answer_to,
     parse,
     read,
 )
-from disagg.transfer.reservations import Admission, Dropped, Reservations, Terms, Write
+from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
-SCRUB_S = 1.0
-SCRUB_BYTES = 2 << 20  # at a time: as much as a frame
+TURN_S = 0.25  # between two looks at leases, and at kept pages:
+SCRUB_BYTES = 512 << 10  # so many at a time
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Intake:
-    """The receiving end of one channel: frames of any number of hand-offs in, credit out.
-
-    A frame that is refused is dropped, and credited back with the error; the channel goes on. A
-    gRPC stream calls `take` with each message, a direct connection `begin` and `end`.
-
-    on_news:  called when nothing more is expected of a hand-off, or the channel is over
-    failures: refusals by reason
-    """
-
-    reservations: Reservations
-    arena: Arena
-    clock: Callable[[], float] = time.monotonic
-    on_news: Callable[[], None] = lambda: None
-    failures: Counter[str] = field(default_factory=Counter)
-    _frame: PageFrame | None = None
-    _opened: Write | DisaggError | None = None
-    _nbytes: int = 0  # of the message
-
-    def take(self, message: Buffer) -> Credit:
-        """What became of the frame in a PushRequest.
-
-        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
-        """
-        frame = unpack(message_frame(message))
-        if not isinstance(frame, PageFrame):
-            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
-        self._open(frame, len(message))
-        return self._store(whole=True, landed=False)
-
-    def begin(self, frame: PageFrame, nbytes: int) -> Sequence[memoryview]:
-        """Where to receive the payload of a frame that is still to come: each item where it belongs
-        in the arena, if it lies there in one piece; else in the memory that the frame came with.
-        """
-        write, payload = self._open(frame, nbytes), [memoryview(data) for data in frame.payload]
-        if isinstance(write, Write) and self.arena.on_host:
-            for place, spans in enumerate(write.spans):
-                if len(spans) == 1:
-                    payload[place] = self.arena.read(*spans[0])
-            self._frame = replace(frame, payload=tuple(payload))
-        return payload
-
-    def end(self, whole: bool) -> Credit:
-        """The payload came, or it never will."""
-        return self._store(whole, landed=self.arena.on_host)
-
-    def close(self) -> None:
-        """The channel is over, however it ended: nothing is complete without a commit."""
-        self.reservations.channel_ended(self)
-        self.on_news()
-
-    def _open(self, frame: PageFrame, nbytes: int) -> Write | DisaggError:
-        self._frame, self._nbytes = frame, nbytes
-        try:
-            self._opened = self.reservations.begin_write(frame, self.clock(), self)
-        except DisaggError as error:
-            self._opened = error
-        return self._opened
-
-    def _store(self, whole: bool, landed: bool) -> Credit:
-        """What becomes of the frame; what has `landed` is in place already."""
-        frame, opened = self._frame, self._opened
-        assert frame is not None
-        error = opened if isinstance(opened, DisaggError) else None
-        if isinstance(opened, Write):
-            began, written = self.clock(), False
-            try:
-                if not whole:
-                    raise PeerLostError("the frame was cut short")
-                frame.verify()
-                self.arena.write(list(opened.pieces(frame.payload, landed)))
-                written = True
-            except DisaggError as failure:
-                error = failure
-            finally:
-                self.reservations.end_write(opened, written, 1000 * (self.clock() - began))
-        self.failures.update([error.reason] if error else [])
-        if not self.reservations.expects(frame.ticket):
-            self.on_news()
-        return Credit(frame.ticket.nonce, frame.ticket.gen, self._nbytes, error=error)
 
 
 class Receiver:
     """Takes prompts in and hands them to the engine.
 
-    on_admit:  called with every complete prompt; only enqueues. If it raises anything the prompt is
-               refused with that, and its records are freed here.
-    on_drop:   called with (rid, attempt, reason) of a prompt that the engine was given and must
-               drop and free
+    on_admit, on_drop: as in `Reservations`
     on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
     direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
-               nowhere. Its frames go through `open_channel`.
+               nowhere
     """
 
     def __init__(
         self,
         terms: Terms,
         pool: Pool,
-        arena: Arena,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
         on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.reservations = Reservations(terms, pool, lambda: secrets.randbits(64))
+        nonces = partial(secrets.randbits, 64)
+        self.reservations = Reservations(terms, pool, nonces, on_admit, on_drop)
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
         self.failures: Counter[str] = Counter()  # refusals by reason
-        self._arena = arena
-        self._on_admit = on_admit
-        self._on_drop = on_drop
+        self._arena = pool.arena
         self._on_damage = on_damage
         self._clock = clock
-        self._news = asyncio.Event()  # set once, when something happened; then there is another
 
     # -- for the worker
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service, for `rpc.start_server`."""
         calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
-        streams = {"Push": self.push, "Probe": absorb}
+        calls["Probe"] = absorb
         note = lambda error: self.failures.update([error.reason])  # noqa: E731
-        return rpc_handlers(KV_SERVICE, calls, both_stream=streams, on_refusal=note)
+        return rpc_handlers(KV_SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
 
     async def run(self) -> None:
         """End leases when they are due and verify what is kept, until it is cancelled.
 
         Raises what breaks: without it no lease ends.
         """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_time())
-            tasks.create_task(self._keep_verifying())
+        while True:
+            await asyncio.sleep(TURN_S)
+            self.reservations.expire(self._clock())
+            await self.scrub()
 
     def reserve(self, job: Job, epoch: int) -> Grant:
         """Room for a prompt, at once or not at all."""
-        with self._event() as now:
-            return self.reservations.reserve(job, epoch, now)
+        return self.reservations.reserve(job, epoch, self._clock())
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Give up an attempt and all before it, known or not."""
-        with self._event() as now:
-            self.reservations.abort(rid, attempt, reason, now)
+        self.reservations.abort(rid, attempt, reason, self._clock())
 
     def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a prompt and has freed it."""
-        with self._event() as now:
-            self.reservations.finished(rid, attempt, now)
+        self.reservations.finished(rid, attempt, self._clock())
 
     def fence(self, epoch: int) -> None:
         """The next epoch; ReservationError if it is not."""
-        with self._event() as now:
-            self.reservations.fence(epoch, now)
+        self.reservations.fence(epoch, self._clock())
 
     def gauges(self) -> dict[str, int]:
         """What is held; all zero when nothing goes on."""
         return self.reservations.gauges()
 
-    def open_channel(self) -> Intake:
-        """The receiving end of a new channel; close it when that ends."""
-        return Intake(self.reservations, self._arena, self._clock, self._wake, self.failures)
+    def take(self, data: Buffer, channel: object) -> Credit:
+        """What became of the frame of these bytes. One that is refused is dropped, and answered
+        with the error; the channel goes on.
+
+        Raises CorruptFrameError or VersionError for what is no page frame: it ends the channel.
+        """
+        frame = unpack(data)
+        if not isinstance(frame, PageFrame):
+            raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
+        error: DisaggError | None = None
+        try:
+            self.reservations.store(frame, self._clock(), self._put, channel)
+        except DisaggError as failure:
+            error = failure
+            self.failures[error.reason] += 1
+        return Credit(frame.ticket.nonce, frame.ticket.gen, error)
+
+    def channel_ended(self, channel: object) -> None:
+        """However it ended: nothing is complete without a commit."""
+        self.reservations.channel_ended(channel)
 
     async def scrub(self, max_bytes: int = SCRUB_BYTES) -> None:
         """Verify the next kept pages, up to so many bytes; damaged ones are forgotten and told.
@@ -216,8 +140,7 @@ class Receiver:
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
-            with self._event() as now:
-                struck = self.reservations.end_scrub(scrub, damaged, now)
+            struck = self.reservations.end_scrub(scrub, damaged, self._clock())
         for error, requests in struck.items():
             log.error("%s; %d requests had it", error, len(requests))
             for rid, attempt in requests:
@@ -228,91 +151,41 @@ class Receiver:
     async def attach(self, data: bytes) -> bytes:
         """An AttachResponse."""
         attach = Attach.from_message(parse(kv.AttachRequest, data))
-        with self._event() as now:
-            attached = self.reservations.attach(attach, now)
-        if attach.direct and attached.state is State.ATTACHED:
+        attached = self.reservations.attach(attach, self._clock())
+        if attach.direct and not attached.admitted:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
         return attached.to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[Buffer]) -> AsyncGenerator[bytes, None]:
         """PushResponses to the frames of one channel."""
-        intake = self.open_channel()
+        channel = object()
         try:
             async for message in messages:
-                yield intake.take(message).to_message().SerializeToString()
+                credit = self.take(message_frame(message), channel)
+                yield credit.to_message().SerializeToString()
         finally:
-            intake.close()
+            self.channel_ended(channel)
 
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
         tickets = read(parse(kv.RenewRequest, data))["tickets"]
-        with self._event() as now:
-            over = self.reservations.renew(tickets, now)
+        over = self.reservations.renew(tickets, self._clock())
         return kv.RenewResponse(over=over).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
-        """A CommitResponse, once the frames before it came or will not come.
-
-        Nothing that is missing is waited for longer than a lease.
-        """
+        """A CommitResponse. Where this completes a prompt, the engine has it then."""
         frame = unpack(message_frame(data))
         if not isinstance(frame, CommitFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.reservations.terms.lease_s):
-                while self.reservations.expects(frame.ticket):
-                    await self._news.wait()
-        with self._event() as began:  # where this completes a prompt, the engine has it then
-            answer = self.reservations.commit(frame, began)
+        answer = self.reservations.commit(frame, began := self._clock())
         if isinstance(answer, Ack):
             admit_ms = 1000 * (self._clock() - began)
             answer = self.reservations.acknowledge(frame.ticket.nonce, admit_ms)
         return answer_to(answer).SerializeToString()
 
-    # -- what happens by itself
-
-    @contextmanager
-    def _event(self) -> Iterator[float]:
-        """One event of the rules, at the time that this gives; then what they decided is done."""
-        try:
-            yield self._clock()
-        finally:
-            self._wake()
-            self._act()
-
-    def _act(self) -> None:
-        """Do all that was decided; raises the first failure of it."""
-        failures = []
-        for action in self.reservations.take_actions():
-            try:
-                if isinstance(action, Dropped):
-                    self._on_drop(action.rid, action.attempt, action.reason)
-                else:
-                    self._on_admit(action)
-            except Exception as error:
-                failures.append(error)
-                if isinstance(action, Admission):
-                    self.reservations.reject(action, str(error), self._clock())
-        if failures:
-            raise failures[0]
-
-    def _wake(self) -> None:
-        """Something happened: who waits for that looks again."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def _keep_time(self) -> None:
-        while True:
-            news, due = self._news, self.reservations.next_event()
-            wait_s = None if due is None else max(0.0, due - self._clock())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await news.wait()
-            with self._event() as now:
-                self.reservations.expire(now)
-
-    async def _keep_verifying(self) -> None:
-        while True:
-            await asyncio.sleep(SCRUB_S)
-            await self.scrub()
+    def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+        began = self._clock()
+        frame.verify()
+        self._arena.write(pieces)
+        return 1000 * (self._clock() - began)

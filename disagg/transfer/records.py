@@ -17,7 +17,7 @@ from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Commit, Item, PageFrame
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, PageFrame
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
@@ -282,7 +282,7 @@ class ArenaSource:
 
 
 class Arrivals:
-    """Which items of a prompt are verified and in place at a receiver, and which are on their way.
+    """Which items of a prompt are verified and in place at a receiver.
 
     digests: of those that are there from the beginning
     """
@@ -293,40 +293,31 @@ class Arrivals:
         self._checklist = checklist
         self._addresses = Addresses(checklist, states)
         self._here = {checklist.place(item): seen for item, seen in digests.items()}
-        self._writing: dict[int, int] = {}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all are here."""
-        return len(self._here) == self._checklist.num_items
-
-    def begin_write(self, frame: PageFrame) -> tuple[dict[int, int], list[list[Span]]]:
-        """What a frame brings, digests by place; and where each of its items goes: nowhere, if it
-        is here or being written.
+    def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
+        """What a frame brings that is not here: digests by place, and bytes with their offsets.
 
         Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
         came with another digest before.
         """
         self._checklist.check(frame)
         new: dict[int, int] = {}
-        spans: list[list[Span]] = []
-        for item, expected in zip(frame.items(), frame.digests, strict=True):
+        pieces: list[tuple[int, Buffer]] = []
+        for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
             place = self._checklist.place(item)
-            seen = self._here.get(place, self._writing.get(place, new.get(place)))
+            seen = self._here.get(place, new.get(place))
             if seen is None:
-                new[place] = expected
+                new[place], end = expected, 0
+                for start, nbytes in self._addresses.spans(item):
+                    pieces.append((start, data[end : end + nbytes]))
+                    end += nbytes
             elif seen != expected:
                 raise CorruptFrameError(f"{item} came as {seen:x} before, as {expected:x} now")
-            spans.append(self._addresses.spans(item) if seen is None else [])
-        self._writing |= new
-        return new, spans
+        return new, pieces
 
-    def end_write(self, new: Mapping[int, int], written: bool) -> None:
-        """What it brought is verified and in place, or as absent as before."""
-        for place in new:
-            del self._writing[place]
-        if written:
-            self._here |= new
+    def add(self, new: Mapping[int, int]) -> None:
+        """These are verified and in place now."""
+        self._here |= new
 
     def have(self) -> dict[Item, int]:
         """Items that are here, with their digests."""
@@ -345,8 +336,6 @@ class Arrivals:
             if seen != (expected := commit.digests[place]):
                 item = self._checklist.items[place]
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
-        if self.complete:
-            return ()
         return tuple(x for place, x in enumerate(self._checklist.items) if place not in self._here)
 
 

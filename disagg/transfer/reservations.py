@@ -9,34 +9,36 @@
                        └─► from HELD, ATTACHED and BROKEN:
                            EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
 
-One thread calls it, and carries out `take_actions()` after every call. Records are freed when a
-reservation is over and no write is open; what ended is remembered by its names, so that what comes
-late is refused by name and lands nowhere.
+One thread calls it. A frame is checked, verified and in place within one call. What ended is
+remembered by its names, so that what comes late is refused by name and lands nowhere.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from enum import StrEnum
 
 from disagg.errors import (
     CapacityError,
     CorruptFrameError,
     LayoutError,
-    PromptTooLongError,
     RequestError,
     ReservationError,
 )
 from disagg.plan import Plan
 from disagg.pool import Pool
 from disagg.state import GroupState
-from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack, State
+from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
-from disagg.transfer.records import Arrivals, Span
+from disagg.transfer.records import Arrivals
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
+MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
+
+# verifies a frame and copies pieces of it to their offsets; the milliseconds that it took
+Put = Callable[[PageFrame, Sequence[tuple[int, Buffer]]], float]
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,21 @@ class Terms:
     """What a decode worker promises and accepts.
 
     model:           fingerprint of config and weights
-    plan:            the plan whose records it allocates
+    plan_of:         the plan of a job's codec, whose records it allocates
     epoch:           its incarnation; a fence raises it by one
-    capacity_bytes:  of the whole pool; longer prompts are refused at once
     lease_s:         a reservation ends this long after the last sign of life
-    memory_s:        how long ended reservations and aborts are remembered
     max_sequences:   reservations and admitted prompts together
     watermark_bytes: what a reservation leaves free for sequences that grow
-    plan_of:         plans of jobs that name a codec of their own; None: there is one plan
-    check:           raises RequestError for a job that the engine can never serve
     may_reserve:     False while sequences here wait for room
     share:           prompts that begin alike share the records of their beginning
     """
 
     model: str
-    plan: Plan
+    plan_of: Callable[[str], Plan]
     epoch: int
-    capacity_bytes: int
     lease_s: float = 10.0
-    memory_s: float = 900.0
     max_sequences: int = 1 << 16
     watermark_bytes: int = 0
-    plan_of: Callable[[str], Plan] | None = None
-    check: Callable[[Job], None] = lambda job: None
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
 
@@ -77,33 +71,42 @@ class Terms:
                 f"a request id has 1 to {MAX_RID_CHARS} characters, a codec spec at most "
                 f"{MAX_CODEC_CHARS}; these have {len(job.rid)} and {len(job.codec)}"
             )
-        self.check(job)
-        plan = self.plan_of(job.codec) if job.codec and self.plan_of else self.plan
-        tokens, limit = job.tokens, self.capacity_bytes
-        if tokens < len(job.prompt):
-            raise RequestError(f"{job.name} moves with {tokens} of {len(job.prompt)} tokens")
-        if not tokens or plan.nbytes(tokens) > limit:
-            raise PromptTooLongError(f"a prompt of {tokens} tokens for a pool of {limit} bytes")
-        return plan
+        if not job.prompt or job.tokens < len(job.prompt):
+            has = f"{job.tokens} of {len(job.prompt)} tokens"
+            raise RequestError(f"{job.name} has no prompt, or moves with {has}")
+        return self.plan_of(job.codec)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Do: give a complete prompt to the engine. Its groups are the engine's from here on."""
+    """A complete prompt for the engine. Its groups are the engine's from here on."""
 
     job: Job
     groups: tuple[GroupState, ...]
     commit: Commit
-    nonce: int
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """Do: abort a prompt that was admitted; the engine frees its records."""
+class State(StrEnum):
+    """Where a reservation is in its life."""
 
-    rid: str
-    attempt: int
-    reason: str
+    HELD = "held"
+    ATTACHED = "attached"
+    BROKEN = "broken"
+    ADMITTED = "admitted"
+    FINISHED = "finished"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    SUPERSEDED = "superseded"
+
+    @property
+    def live(self) -> bool:
+        """Still waiting for its pages."""
+        return self in (State.HELD, State.ATTACHED, State.BROKEN)
+
+    @property
+    def admitted(self) -> bool:
+        """Its pages are the engine's."""
+        return self in (State.ADMITTED, State.FINISHED)
 
 
 class Contents:
@@ -127,8 +130,6 @@ class Reservation:
         self.reason = ""
         self.gen = 0
         self.channel: object = None  # what its frames come on
-        self.lossy = False  # a frame of this attachment was dropped: nobody waits for it
-        self.writes = 0
         self.lease_until = self.ended_at = 0.0
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
@@ -151,48 +152,35 @@ class Reservation:
         )
 
 
-@dataclass(frozen=True)
-class Write:
-    """Items of a frame on their way into the arena; their records stay until it is closed.
+class Reservations:
+    """All hand-offs of one decode worker.
 
-    new:   digests of what it brings, by place in the checklist
-    spans: for each item of the frame, in the order of its payload, where its bytes go; none: it is
-           here already, or being written
+    on_admit: called with every complete prompt; only enqueues. If it raises anything the prompt is
+              refused with that, and its records are freed here.
+    on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must drop
+              and free; only enqueues
     """
 
-    reservation: Reservation
-    new: Mapping[int, int]
-    spans: list[list[Span]]
-
-    def pieces(
-        self, payload: Sequence[Buffer], landed: bool = False
-    ) -> Iterator[tuple[int, Buffer]]:
-        """What to write where, of the bytes of items; `landed`: those in one piece are there."""
-        for data, spans in zip(payload, self.spans, strict=True):
-            if landed and len(spans) == 1:
-                continue
-            ends = accumulate(nbytes for _, nbytes in spans)
-            for (start, nbytes), end in zip(spans, ends, strict=True):
-                yield start, data[end - nbytes : end]
-
-
-class Reservations:
-    """All hand-offs of one decode worker."""
-
-    def __init__(self, terms: Terms, pool: Pool, nonces: Callable[[], int]):
+    def __init__(
+        self,
+        terms: Terms,
+        pool: Pool,
+        nonces: Callable[[], int],
+        on_admit: Callable[[Admission], None],
+        on_drop: Callable[[str, int, str], None],
+    ):
         self.terms = terms
         self.epoch = terms.epoch
         # what went wrong: "expired", "damaged"; tokens of prompts: "received_tokens", and
         # "shared_tokens" whose records were here
         self.counts: Counter[str] = Counter()
         self.cache = PrefixCache(pool, terms.share)
-        self._nonces = nonces
+        self._nonces, self._on_admit, self._on_drop = nonces, on_admit, on_drop
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it
         self._by_nonce: dict[int, Reservation] = {}
         self._ended: deque[Reservation] = deque()  # oldest first
         self._tombstones: OrderedDict[str, tuple[int, float]] = OrderedDict()  # oldest first
-        self._actions: list[Admission | Dropped] = []
 
     # -- what the router says
 
@@ -245,8 +233,8 @@ class Reservations:
         """
         self.expire(now)
         reservation = self._find(attach.ticket)
-        if reservation.state.admitted or reservation.state is State.EXPIRED:
-            return Attached(State.ADMITTED if reservation.state.admitted else State.EXPIRED)
+        if reservation.state.admitted:
+            return Attached(admitted=True)
         contents, gen = reservation.live(), attach.ticket.gen
         checklist = contents.holding.checklist
         ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
@@ -255,11 +243,10 @@ class Reservations:
         if gen <= reservation.gen:
             raise ReservationError(f"stream {gen} attaches after stream {reservation.gen} did")
         reservation.gen, reservation.state = gen, State.ATTACHED
-        reservation.channel, reservation.lossy = None, False
+        reservation.channel = None
         self._renew(reservation, now)
-        have, cached = contents.arrivals.have(), contents.holding.cached
-        credit = checklist.window_bytes
-        return Attached(State.ATTACHED, have, cached, self.terms.lease_s, credit)
+        have, credit = contents.arrivals.have(), checklist.window_bytes
+        return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
@@ -273,11 +260,8 @@ class Reservations:
                 over.append(ticket.nonce)
         return tuple(over)
 
-    def begin_write(self, frame: PageFrame, now: float, channel: object = None) -> Write:
-        """Check a frame and open a write; every one is closed by `end_write`.
-
-        Of the payload only the sizes are looked at: it may still be on the way.
-        """
+    def store(self, frame: PageFrame, now: float, put: Put, channel: object = None) -> None:
+        """Take a frame in: what `put` did not refuse is here."""
         self.expire(now)
         reservation = self._find(frame.ticket)
         contents = reservation.attached(frame.ticket, State.ATTACHED)
@@ -285,26 +269,9 @@ class Reservations:
             raise ReservationError(f"frames of {reservation.name} come on another channel")
         reservation.channel = channel
         self._renew(reservation, now)
-        try:
-            write = Write(reservation, *contents.arrivals.begin_write(frame))
-        except BaseException:
-            reservation.lossy = True
-            raise
-        reservation.writes += 1
-        return write
-
-    def end_write(self, write: Write, written: bool, verify_ms: float = 0.0) -> None:
-        """Close a write; `written` only if the bytes have their digests and are in place.
-
-        Frees the records of a reservation that ended while it was open.
-        """
-        reservation = write.reservation
-        reservation.verify_ms += verify_ms
-        if reservation.contents is not None:  # else it had nothing to write
-            reservation.contents.arrivals.end_write(write.new, written)
-        reservation.lossy |= not written
-        reservation.writes -= 1
-        self._free(reservation)
+        new, pieces = contents.arrivals.absent(frame)
+        reservation.verify_ms += put(frame, pieces)
+        contents.arrivals.add(new)
 
     def channel_ended(self, channel: object) -> None:
         """However a channel ended: nothing is complete without a commit."""
@@ -312,22 +279,10 @@ class Reservations:
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
 
-    def expects(self, ticket: Ticket) -> bool:
-        """Whether items are absent and on their way, as far as can be known: the channel holds, no
-        frame was dropped. The answer to a commit waits while they are.
-        """
-        try:
-            reservation = self._find(ticket)
-            contents = reservation.attached(ticket, State.ATTACHED)
-        except ReservationError:
-            return False
-        return not contents.arrivals.complete and not reservation.lossy
-
     def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
         """Admit a hand-off whose items are all here with the digests of the commit.
 
-        The Admission is carried out before the answer is sent; the same commit again gets the same
-        answer and no second one.
+        The same commit again gets the same answer and admits nothing.
         """
         self.expire(now)
         reservation = self._find(frame.ticket)
@@ -341,7 +296,7 @@ class Reservations:
             return Nack(missing)
         reservation.committed = _hash(frame.commit)
         reservation.ack = Ack(reservation.verify_ms)
-        self._admit(reservation, contents, frame.commit)
+        self._admit(reservation, contents, frame.commit, now)
         return reservation.ack
 
     # -- what the engine says, and time
@@ -354,11 +309,6 @@ class Reservations:
             reservation.ack = replace(reservation.ack, admit_ms=admit_ms)
         return reservation.ack
 
-    def reject(self, admission: Admission, reason: str, now: float) -> None:
-        """The engine did not take what was admitted: it is freed, and the commit is refused."""
-        self.cache.release(admission.groups)
-        self._end(self._by_nonce[admission.nonce], State.ABORTED, reason, now)
-
     def finished(self, rid: str, attempt: int, now: float) -> None:
         """The engine is done with a prompt and has freed it."""
         if (running := self._running.get(rid)) and running.attempt == attempt:
@@ -368,16 +318,13 @@ class Reservations:
         """End what is over by now: leases and memories. Every event begins with it."""
         while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
             self.counts["expired"] += 1
-            self._stop(first, State.EXPIRED, f"no sign of life for {self.terms.lease_s} s", now)
-        before = now - self.terms.memory_s
+            why = f"no sign of life for a lease, {self.terms.lease_s:g} s"
+            self._stop(first, State.EXPIRED, why, now)
+        before = now - MEMORY_S
         while self._ended and self._ended[0].ended_at < before:
             self._by_nonce.pop(self._ended.popleft().nonce, None)
         while self._tombstones and next(iter(self._tombstones.values()))[1] < before:
             self._tombstones.popitem(last=False)
-
-    def next_event(self) -> float | None:
-        """When `expire` next ends a lease, if nothing else happens."""
-        return next((x.lease_until for x in self._live.values()), None)
 
     def end_scrub(
         self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
@@ -393,11 +340,6 @@ class Reservations:
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
-
-    def take_actions(self) -> list[Admission | Dropped]:
-        """What the worker must do now, in order."""
-        actions, self._actions = self._actions, []
-        return actions
 
     def gauges(self) -> dict[str, int]:
         """How much is held; all zero when nothing goes on."""
@@ -443,7 +385,9 @@ class Reservations:
         reservation.lease_until = now + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
+    def _admit(
+        self, reservation: Reservation, contents: Contents, commit: Commit, now: float
+    ) -> None:
         """Give the records away, to the engine; keep what can be shared."""
         reservation.pages = self.cache.keep(contents.holding, commit.digests)
         reservation.contents, reservation.state = None, State.ADMITTED
@@ -452,26 +396,29 @@ class Reservations:
         groups, shared = contents.holding.groups, contents.holding.cached_tokens
         self.counts["shared_tokens"] += shared
         self.counts["received_tokens"] += commit.tokens - shared
-        self._actions.append(Admission(contents.job, groups, commit, reservation.nonce))
+        try:
+            self._on_admit(Admission(contents.job, groups, commit))
+        except BaseException as error:
+            self.cache.release(groups)
+            self._end(reservation, State.ABORTED, str(error), now)
+            raise
 
     def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
-        if reservation.state.admitted:
-            self._actions.append(Dropped(reservation.rid, reservation.attempt, reason))
+        admitted = reservation.state.admitted
         self._end(reservation, state, reason, now)
+        if admitted:
+            self._on_drop(reservation.rid, reservation.attempt, reason)
 
     def _end(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
-        """Only its names stay. Its records are freed now or when its last write closes."""
+        """Only its names stay."""
         reservation.state, reservation.reason, reservation.ended_at = state, reason, now
         reservation.pages = frozenset()
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:
                 del table[reservation.rid]
         self._ended.append(reservation)
-        self._free(reservation)
-
-    def _free(self, reservation: Reservation) -> None:
-        if reservation.contents and not reservation.state.live and not reservation.writes:
-            contents, reservation.contents = reservation.contents, None
+        if contents := reservation.contents:
+            reservation.contents = None
             self.cache.release(contents.holding.groups)
 
     def _bury(self, rid: str, attempt: int, now: float) -> None:

@@ -54,6 +54,7 @@ CLIENT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.client_idle_timeout_ms", 60_000),  # a link without calls is closed
     ("grpc.enable_http_proxy", 0),
 ]
 SERVER_OPTIONS = [

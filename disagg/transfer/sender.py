@@ -13,8 +13,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -31,9 +30,8 @@ from disagg.errors import (
 from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.transfer.control import KvClient
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, State
-from disagg.transfer.records import Checklist, items_in_frame, message_bytes, units_of
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack
+from disagg.transfer.records import Checklist, items_in_frame, message_bytes
 from disagg.wire import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
@@ -51,7 +49,7 @@ from disagg.wire import (
 if TYPE_CHECKING:
     from disagg.transfer.channel import Channel
 
-RETRY_S, CREDITS_S = 0.1, 0.1
+RETRY_S = 0.1
 MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
 Result = TypeVar("Result")
 
@@ -88,15 +86,14 @@ class Outbox:
 
     Frames are filled with items of one kind, group and size, oldest first. A frame that is not full
     leaves when nothing is on its way, so that the link never waits for more, and when nothing more
-    will come. What is in flight never exceeds two frames, nor what the receiver granted. What the
-    receiver has is skipped: with the same digest, or found by its content key; then the commit
-    names the receiver's digest.
+    will come. What is in flight never exceeds two frames, nor the credit that the receiver
+    gives. What the receiver has is skipped; the commit names its digest for what we never sent.
     """
 
     def __init__(self, checklist: Checklist, source: Source, frame_bytes: int = FRAME_BYTES):
         self.checklist = checklist
         self.frame_bytes = frame_bytes
-        self.credit = 0
+        self.credit = 0  # bytes that may be in flight
         self._source = source
         self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
@@ -104,8 +101,7 @@ class Outbox:
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
-        self._there: dict[Item, int] = {}  # what the receiver said it has
-        self._skipped: dict[Item, int] = {}  # of it, what is not sent for that
+        self._there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
@@ -116,8 +112,8 @@ class Outbox:
 
     @property
     def drained(self) -> bool:
-        """Every item of the checklist was offered, and none waits to be sent."""
-        return self._whole and not any(self._queues.values()) and self._ready is None
+        """Every item of the checklist was offered, sent and answered for."""
+        return self._whole and not (any(self._queues.values()) or self._ready or self._flight)
 
     @property
     def next_layer(self) -> int:
@@ -133,31 +129,26 @@ class Outbox:
     @property
     def cached_bytes(self) -> int:
         """Bytes that need not be sent, because the receiver has them."""
-        return sum(map(self.checklist.nbytes, self._skipped))
+        return sum(map(self.checklist.nbytes, self._there.keys() - self._sent.keys()))
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        digests = self._sent | self._skipped
+        digests = self._there | self._sent
         return tuple(map(digests.__getitem__, self._order))
 
-    def attached(
-        self, items: Mapping[Item, int], cached: Iterable[Item] = (), credit: int = 0
-    ) -> None:
-        """Start over with a receiver that has these items, some found by their content keys."""
-        self._there = dict(items)
-        self._skipped = {item: items[item] for item in cached if item in items}
+    def attached(self, have: Mapping[Item, int], credit: int) -> None:
+        """Start over with a receiver that has these items, sent before or found by their keys."""
+        self._there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
         self._enqueue(self._given)
 
-    def grant(self, credit: int, frames: int) -> None:
-        """More credit, and `frames` more that arrived and were verified."""
-        self.credit += credit
-        if frames > len(self._flight):
-            raise CorruptFrameError(f"credit for {frames} frames; {len(self._flight)} were sent")
-        for _ in range(frames):
-            self._flight.popleft()
+    def answered(self) -> None:
+        """The oldest frame in flight arrived and was verified."""
+        if not self._flight:
+            raise CorruptFrameError("an answer to a frame that was never sent")
+        self._flight.popleft()
 
     def missing(self, items: Sequence[Item]) -> None:
         """The receiver does not have these: they go out again."""
@@ -167,7 +158,6 @@ class Outbox:
             if item not in self._given:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
             self._there.pop(item, None)
-            self._skipped.pop(item, None)
         self._enqueue(items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
@@ -176,12 +166,11 @@ class Outbox:
             self._ready = self._pack(queue, ticket)
         if (parcel := self._ready) is None:
             return None
-        window = 2 * max(self.frame_bytes, parcel.size)
-        if parcel.size > self.credit or self.bytes_in_flight + parcel.size > window:
+        window = min(self.credit, 2 * max(self.frame_bytes, parcel.size))
+        if self.bytes_in_flight + parcel.size > window:
             return None
         self._ready = None
         self._flight.append(parcel)
-        self.credit -= parcel.size
         return parcel
 
     @property
@@ -213,7 +202,7 @@ class Outbox:
         nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
         items: list[Item] = []
         while queue and len(items) < most:
-            if not self._is_there(item := queue.popleft()):
+            if (item := queue.popleft()) not in self._there:
                 items.append(item)
         if not items:
             return None
@@ -234,17 +223,6 @@ class Outbox:
         parts = pack(frame)
         return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
 
-    def _is_there(self, item: Item) -> bool:
-        """Whether the receiver has an item as we promise it."""
-        seen = self._there.get(item)
-        if seen is None or item in self._skipped:
-            return seen is not None
-        if item in self._sent:
-            return self._sent[item] == seen
-        if digest(self._source.read([item])[0]) == seen:
-            self._skipped[item] = seen
-        return item in self._skipped
-
 
 # -- one hand-off
 
@@ -263,22 +241,19 @@ class Sender:
         plan: Plan,
         source: Source,
         deadline_s: float = 120.0,
-        clock: Callable[[], float] = time.monotonic,
     ):
         checklist = Checklist(plan, attach.tokens)
         _check_sizes(checklist)
         self.ticket = attach.ticket
-        self.deadline = clock() + deadline_s
+        self.deadline = time.monotonic() + deadline_s
         self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
         self.wire_bytes = self.payload_bytes = self.frames = 0
         self._channel = channel
         self._terms = attach
         self._deadline_s = deadline_s
-        self._clock = clock
-        self._ending: tuple[int, Mapping[str, float], Mapping[str, PlainValue]] | None = None
-        self._drained = asyncio.Event()  # everything has left: the commit may
+        self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
+        self._drained = asyncio.Event()  # everything is there: the commit may go
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
-        self._credited, self._acknowledged_at = asyncio.Event(), 0.0
         self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0
@@ -287,18 +262,13 @@ class Sender:
 
     def offer(self, items: Iterable[Item]) -> None:
         """The bytes of these items are final; they leave in this order, each offered once."""
-        self._last_offer = self._clock()
+        self._last_offer = time.monotonic()
         self.outbox.offer(items, self._last_offer)
         self._channel.wake()
 
-    def finish(
-        self,
-        first_token: int,
-        timings: Mapping[str, float] | None = None,
-        extras: Mapping[str, PlainValue] | None = None,
-    ) -> None:
+    def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
-        self._ending = (first_token, timings or {}, extras or {})
+        self._ending = (first_token, extras or {})
         self._note_drained()
 
     # -- the io loop's side
@@ -310,12 +280,11 @@ class Sender:
         Raises DeadlineError, PeerLostError after `silence_s` without progress, ReservationError
         once the reservation is over, and whatever else the receiver refused.
         """
-        with self._channel.used():
-            try:
-                async with asyncio.timeout(self.deadline - self._clock()):
-                    return self._stats(await self._until_acknowledged())
-            except TimeoutError as error:
-                raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
+        try:
+            async with asyncio.timeout(self.deadline - time.monotonic()):
+                return self._stats(await self._until_acknowledged())
+        except TimeoutError as error:
+            raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
 
     async def _until_acknowledged(self) -> Ack:
         silence_s, broken_at, refusals = self._channel.options.silence_s, -math.inf, 0
@@ -326,14 +295,14 @@ class Sender:
                 self._over = asyncio.Future()
             attached_at = math.inf
             try:
-                attached, attached_at = await self._attach(), self._clock()
+                attached, attached_at = await self._attach(), time.monotonic()
                 return await self._push(attached)
             except _Dropped as dropped:
                 refusals = 1 if self._advanced_at >= attached_at else refusals + 1
                 if refusals == MAX_REFUSALS:
                     raise dropped.args[0] from dropped
             except PeerLostError:
-                now = self._clock()
+                now = time.monotonic()
                 if self._advanced_at >= broken_at or now - attached_at > silence_s:
                     broken_at = now  # it went well until now
                 elif now - broken_at > silence_s:
@@ -342,54 +311,43 @@ class Sender:
 
     async def _attach(self) -> Attached:
         self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
-        options, client = self._channel.options, KvClient(self._channel.link)
-        attach = replace(self._terms, ticket=self.ticket, direct=options.direct)
+        direct = self._channel.options.direct
         try:
-            attached, nbytes = await client.attach(attach, options.call_s)
+            attached, nbytes = await self._channel.attach(
+                replace(self._terms, ticket=self.ticket, direct=direct)
+            )
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
         self.wire_bytes += nbytes
-        if attached.state is State.EXPIRED:
-            raise ReservationError(f"the lease of {self} ended; its router has to reserve again")
         return attached
 
     async def _push(self, attached: Attached) -> Ack:
         """Send what is not there, and commit, on one attachment."""
-        if attached.state is State.ADMITTED:  # the acknowledgement was lost
+        if attached.admitted:  # the acknowledgement was lost
             answer = await self._commit() if self._drained.is_set() else None
             if not isinstance(answer, Ack):
                 raise ReservationError(f"{self} was admitted before all of it was sent")
             return answer
-        self.outbox.attached(attached.have, self._cached_items(attached), attached.credit)
+        self.outbox.attached(attached.have, attached.credit)
         self._note_drained()
         with self._channel.carries(self, attached):
             while True:
                 await self._unless_over(self._drained.wait())
                 if isinstance(answer := await self._unless_over(self._commit()), Ack):
-                    await self._settle()
                     return answer
-                self._advanced_at = self._clock()
+                self._advanced_at = time.monotonic()
                 self.outbox.missing(answer.missing)
                 self._note_drained()
                 self._channel.wake()
 
-    async def _settle(self) -> None:
-        """The last credits come by another way than the acknowledgement; their bytes count too."""
-        self._acknowledged_at = self._clock()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CREDITS_S):
-                while self.outbox.bytes_in_flight:
-                    self._credited.clear()
-                    await self._credited.wait()
-
     async def _commit(self) -> Ack | Nack:
         assert self._ending is not None
-        first_token, timings, extras = self._ending
+        first_token, extras = self._ending
         checklist, digests = self.outbox.checklist, self.outbox.manifest()
         plan = checklist.plan.fingerprint
-        commit = Commit(checklist.tokens, plan, digests, first_token, extras, timings)
+        commit = Commit(checklist.tokens, plan, digests, first_token, extras)
         frame = CommitFrame(self.ticket, commit)
-        answer, nbytes = await self._channel.commit(frame, self.deadline - self._clock())
+        answer, nbytes = await self._channel.commit(frame, self.deadline - time.monotonic())
         self.wire_bytes += nbytes
         return answer
 
@@ -411,16 +369,8 @@ class Sender:
         else:
             self._drained.clear()
 
-    def _cached_items(self, attached: Attached) -> Iterator[Item]:
-        """Items as good as ours: those of units with our keys."""
-        plan, cached = self.outbox.checklist.plan, attached.cached
-        units = units_of(plan, self._terms.tokens) if any(cached) else ()
-        for group, some, count in zip(plan.groups, units, cached, strict=False):
-            for unit in some[:count]:
-                yield from unit.items(group)
-
     def _stats(self, ack: Ack) -> HandoffStats:
-        now = self._acknowledged_at or self._clock()
+        now = time.monotonic()
         return HandoffStats(
             codec="",
             tokens=self._terms.tokens,
@@ -450,7 +400,7 @@ class Sender:
         """The next frame, if there is credit for it; it leaves now."""
         parcel = self.outbox.next_parcel(self.ticket)
         if parcel is not None:
-            now = self._clock()
+            now = time.monotonic()
             self._first_sent = min(self._first_sent, now)
             self._longest_wait = max(self._longest_wait, now - parcel.queued_since)
             self.payload_bytes += parcel.payload_bytes
@@ -466,9 +416,9 @@ class Sender:
         try:
             if credit.error is not None:
                 raise credit.error
-            self.outbox.grant(credit.nbytes, credit.frames)
-            self._advanced_at = self._clock()
-            self._credited.set()
+            self.outbox.answered()
+            self._note_drained()
+            self._advanced_at = time.monotonic()
         except DisaggError as error:
             self.end(_Dropped(error))
 

@@ -27,20 +27,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Forget:
-    """A worker aborts an attempt, whatever it did for it."""
+    """A worker aborts an attempt, whatever it did for it, and keeps nothing of what it said."""
 
     worker: str
     rid: str
     attempt: int
-
-
-@dataclass(frozen=True)
-class Acknowledge:
-    """A worker need not keep the first `count` outputs of a request any longer."""
-
-    worker: str
-    rid: str
-    count: int
 
 
 @dataclass(frozen=True)
@@ -51,4 +42,4 @@ class Deliver:
     what: int | str | DisaggError
 
 
-Action = Reserve | Start | Forget | Acknowledge | Deliver
+Action = Reserve | Start | Forget | Deliver

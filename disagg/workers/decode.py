@@ -11,29 +11,24 @@ that it starts again elsewhere.
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.engine import Engine
 from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token
 from disagg.engine.sequence import handoff_stats
 from disagg.errors import DisaggError, RequestError, ReservationError
-from disagg.metrics import HandoffStats
 from disagg.page import FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.transfer.channel import Peers
-from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
-from disagg.transfer.records import Checklist, ids_by_kind
+from disagg.transfer.messages import Job, Submit, TokenEvent
+from disagg.transfer.records import ids_by_kind
 from disagg.transfer.reservations import Admission
-from disagg.transfer.sender import Sender
-from disagg.wire import Item, Ticket
-from disagg.workers.prefill import Offering, Say, request_of
+from disagg.wire import Item
+from disagg.workers.offering import Exit, Offering
+from disagg.workers.prefill import Say, request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
 PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
@@ -50,9 +45,7 @@ class DecodeSide:
     counts:  sequences that moved away, bytes and milliseconds of their hand-offs
     """
 
-    engine: Engine
-    model: str
-    peers: Peers
+    way: Exit
     tasks: asyncio.TaskGroup
     say: Say
     on_done: Callable[[str, int], None]
@@ -61,7 +54,6 @@ class DecodeSide:
     _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
     _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _stopped: dict[str, asyncio.Future[tuple[int, ...]]] = field(default_factory=dict)
-    _copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
@@ -85,7 +77,7 @@ class DecodeSide:
             self.say(TokenEvent(job.rid, job.attempt, index, token) for index, token in again)
         self._jobs[request.rid] = job
         said: Any = () if job.emitted else commit.extras.get("logprobs", ())
-        self.engine.submit(Admit(request, admission.groups, emitted, job.moved, tuple(said)))
+        self.way.engine.submit(Admit(request, admission.groups, emitted, job.moved, tuple(said)))
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -93,7 +85,7 @@ class DecodeSide:
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
-            self.engine.submit(Replay(request, job.emitted))
+            self.way.engine.submit(Replay(request, job.emitted))
 
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can."""
@@ -113,7 +105,7 @@ class DecodeSide:
                 if task := self._moves.get(name):
                     task.cancel()  # frees it when nobody reads its records
                 else:
-                    self.engine.submit(Abort(name))
+                    self.way.engine.submit(Abort(name))
 
     def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
         """A request was dropped, and the router does not know: it may try again."""
@@ -139,7 +131,7 @@ class DecodeSide:
             event = replace(event, index=output.index, token=output.token, finish_reason=reason)
             event = replace(event, logprobs=output.logprobs)
             if reason and output.rid.endswith(LOCAL):
-                plan, tokens = self.engine.plan(job.codec), len(job.prompt)
+                plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
                 stats = handoff_stats(plan, tokens, output.cached_tokens)
                 event = replace(event, stats=asdict(stats))
         if event.error or event.finish_reason:
@@ -154,9 +146,14 @@ class DecodeSide:
     async def _move(self, name: str, submit: Submit) -> None:
         """One hand-off from begin to end; then nothing of the sequence is here."""
         rid, attempt = submit.job.rid, submit.job.attempt
-        self._stopped[name] = asyncio.get_running_loop().create_future()
+        stopped: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._stopped[name] = stopped
         try:
-            stats = await self._hand_over(name, submit)
+            leaving = Departure(self.way, submit, self._jobs[name].codec)
+            async with leaving.sending() as departure:
+                self.way.engine.submit(Move(name, submit.job.tokens, departure))
+                emitted = await departure.unless_over(stopped)
+                stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})
             self.counts.update(
                 moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
             )
@@ -166,28 +163,8 @@ class DecodeSide:
         finally:
             del self._moves[name], self._stopped[name]
             self._jobs.pop(name, None)
-            self.engine.submit(Abort(name))
+            self.way.engine.submit(Abort(name))
             self.on_done(rid, attempt)
-
-    async def _hand_over(self, name: str, submit: Submit) -> HandoffStats:
-        job, plan = submit.job, self.engine.plan(self._jobs[name].codec)
-        departure = Departure(self.engine.pool.arena, Checklist(plan, job.tokens), self._copies)
-        ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
-        attach = Attach(ticket, self.model, plan.fingerprint, job.tokens)
-        channel = self.peers.get(submit.decode_address)
-        sender = departure.sender = Sender(channel, attach, plan, departure, job.deadline_s)
-        self.engine.submit(Move(name, job.tokens, departure))
-        sending, stopped = asyncio.create_task(sender.run()), self._stopped[name]
-        try:
-            both: list[asyncio.Future] = [stopped, sending]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
-                emitted = stopped.result()
-                sender.finish(emitted[0], extras={EMITTED: list(emitted)})
-            return await sending
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
 
 
 class Departure(Offering):
@@ -197,10 +174,8 @@ class Departure(Offering):
     What is sealed leaves in small parts: packing it all at once would hold up the next token.
     """
 
-    def __init__(self, arena: Arena, checklist: Checklist, copies: Executor):
-        super().__init__(arena, checklist, True, copies)
-        self._offered = set[Item]()
-        self._later = deque[Item]()
+    _offered: frozenset[Item] = frozenset()
+    _later: tuple[Item, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -219,18 +194,19 @@ class Departure(Offering):
             for x in self.checklist.items
             if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
-        self._offered.update(final)
+        self._offered |= set(final)
         self.offer(final)
 
     def _pass(self, items: Sequence[Item]) -> None:
         trickles = bool(self._later)
-        self._later.extend(items)
+        self._later = (*self._later, *items)
         if not trickles or self.whole:
             self._trickle()
 
     def _trickle(self) -> None:
-        count = len(self._later) if self.whole else min(PART_ITEMS, len(self._later))
-        if part := [self._later.popleft() for _ in range(count)]:
+        count = len(self._later) if self.whole else PART_ITEMS
+        part, self._later = self._later[:count], self._later[count:]
+        if part:
             super()._pass(part)
             self._loop.call_later(PART_S, self._trickle)
 

@@ -33,7 +33,7 @@ from disagg.errors import (
     TransferError,
 )
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
-from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.board import Board
 from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 
@@ -393,13 +393,10 @@ class Dispatch:
         return self._place(now) if before != (entry.phase, entry.computed) else []
 
     def _finish(self, entry: Entry, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        """All forget it, but the prefill worker of a hand-off: when it has said its figures."""
         del self.entries[event.rid]
-        actions: list[Action] = [Deliver(event.rid, event.finish_reason)]
-        for name in filter(self.members.__contains__, entry.workers):
-            if name == worker or (worker == entry.decode and name != entry.target):
-                actions.append(Acknowledge(name, event.rid, event.index + 1))
-            else:  # ended by its first token: the decode worker waits for pages that never come
-                actions += self._tell(name, event.rid, event.attempt, now)
+        spared = None if worker == entry.prefill else entry.prefill
+        actions = [Deliver(event.rid, event.finish_reason), *self._forget(entry, now, spared)]
         return actions + self._place(now)
 
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
@@ -436,9 +433,10 @@ class Dispatch:
         del self.entries[entry.job.rid]
         return [*self._forget(entry, now), Deliver(entry.job.rid, error)]
 
-    def _forget(self, entry: Entry, now: float) -> list[Action]:
-        """Every living worker of the attempt forgets it."""
-        rid, names = entry.job.rid, [name for name in entry.workers if name in self.members]
+    def _forget(self, entry: Entry, now: float, spared: str | None = None) -> list[Action]:
+        """Every living worker of the attempt forgets it, but one."""
+        rid, living = entry.job.rid, self.members.keys() - {spared}
+        names = [name for name in entry.workers if name in living]
         self._told |= {(name, rid): now for name in names}
         return [Forget(name, rid, entry.job.attempt) for name in names]
 

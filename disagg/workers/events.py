@@ -2,7 +2,7 @@
 
 say ──► record of the request ──► the router that follows
              │                        one that comes back names what it has and hears the rest
-             └── acknowledged, aborted: forgotten
+             └── the router tells to forget it: when it is over, or given up
 
 A worker follows one router at a time: another one is refused until the first is gone.
 """
@@ -20,21 +20,10 @@ HEARTBEAT_S = 1.0  # a step without events, so that silence means something
 
 @dataclass
 class Record:
-    """What was said about one attempt of a request, and whether the router has it all.
-
-    unnamed: it had ended when a router came and did not name it
-    """
+    """What was said about one attempt of a request."""
 
     attempt: int
     events: list[TokenEvent] = field(default_factory=list)
-    acknowledged: bool = False
-    unnamed: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing follows: the answer's end, an error, or the figures of a hand-off."""
-        last = self.events[-1] if self.events else None
-        return last is not None and bool(last.finish_reason or last.error or last.stats)
 
 
 class Events:
@@ -48,7 +37,7 @@ class Events:
 
     @property
     def kept(self) -> int:
-        """Requests with something to say that no router has acknowledged."""
+        """Requests of which something was said that no router has told to forget."""
         return len(self._records)
 
     @property
@@ -65,14 +54,17 @@ class Events:
             )
 
     def say(self, events: Iterable[TokenEvent]) -> None:
-        """Tell the router, and remember; without events, only what could be taken now."""
+        """Tell the router, and remember; without events, only what could be taken now.
+
+        Figures are the last of a hand-off: said once, and with them it is forgotten.
+        """
         events = list(events)
         for event in events:
             record = self._records.get(event.rid)
             if record is None or record.attempt < event.attempt:
                 record = self._records[event.rid] = Record(event.attempt)
             record.events.append(event)
-            if record.ended and record.acknowledged:
+            if event.stats and not event.finish_reason:
                 del self._records[event.rid]
         if self._inbox is not None:
             self._inbox.put_nowait(events)
@@ -85,7 +77,6 @@ class Events:
         """
         self.check(router)
         self.router = router
-        self._drop_unnamed(have)
         inbox: asyncio.Queue[list[TokenEvent]] = asyncio.Queue()
         self._inbox = inbox
         try:
@@ -107,18 +98,6 @@ class Events:
             if self._inbox is inbox:
                 self._inbox = None
 
-    def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The router has so many outputs of these requests, and wants no older ones again."""
-        for rid, count in have.items():
-            record = self._records.get(rid)
-            if record is None:
-                continue
-            if record.ended:
-                del self._records[rid]
-            else:
-                record.acknowledged = True
-                record.events = [event for event in record.events if event.index >= count]
-
     def forget(self, rid: str, attempt: int) -> None:
         """An attempt was given up: nothing about it needs to be kept."""
         record = self._records.get(rid)
@@ -131,14 +110,3 @@ class Events:
 
     def _step(self, events: Iterable[TokenEvent]) -> Step:
         return Step(tuple(events), self._load())
-
-    def _drop_unnamed(self, have: Mapping[str, int]) -> None:
-        """Forget what ended and no router wants: what should have told us so was lost.
-
-        Only at the second time: a request may begin and end after the router wrote its names down.
-        """
-        for rid, record in list(self._records.items()):
-            unnamed = record.ended and rid not in have
-            if unnamed and record.unnamed:
-                del self._records[rid]
-            record.unnamed = unnamed

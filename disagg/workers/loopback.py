@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Admit, Prefilled, Release
+from disagg.engine.messages import Prefilled, Release
 from disagg.engine.sequence import Request, handoff_stats
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Job, answer_to
-from disagg.transfer.receiver import Intake
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission
 from disagg.transfer.sender import Outbox
 from disagg.wire import (
     Commit,
@@ -37,15 +36,14 @@ class Loopback:
     Making one reserves room; CapacityError if there is none now. `stats`: once it is over.
     """
 
-    def __init__(self, request: Request, intake: Intake, sender: Engine, receiver: Engine):
+    def __init__(self, request: Request, receiver: Receiver, sender: Engine):
         self.stats: HandoffStats | None = None
         self._request = request
-        self._intake = intake
-        self._rules = intake.reservations
-        self._sender = sender
         self._receiver = receiver
+        self._rules = receiver.reservations
+        self._sender = sender
         job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
-        grant = self._rules.reserve(job, self._rules.epoch, time.monotonic())
+        grant = receiver.reserve(job, self._rules.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
         self._wire_bytes = self._payload_bytes = 0
         self._first_frame = self._last_offer = 0.0
@@ -59,7 +57,7 @@ class Loopback:
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach, time.monotonic())
         self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
-        self._outbox.attached(attached.have, attached.have, attached.credit)
+        self._outbox.attached(attached.have, attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final."""
@@ -76,7 +74,7 @@ class Loopback:
         stats = handoff_stats(plan, tokens, prefilled.cached_tokens, prefilled.encode_ms)
         ack = Ack()
         if prefilled.finish_reason:
-            self._rules.abort(self._request.rid, 0, "nothing to decode", time.monotonic())
+            self._receiver.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
             ack = self._commit(
@@ -99,24 +97,20 @@ class Loopback:
         while parcel := self._outbox.next_parcel(self._ticket):
             self._first_frame = self._first_frame or time.monotonic()
             message = frame_message(parcel.parts)
-            credit = self._intake.take(message)
+            credit = self._receiver.take(message_frame(message), self)
             if credit.error is not None:
                 raise credit.error
             self._wire_bytes += len(message) + credit.to_message().ByteSize()
             self._payload_bytes += parcel.payload_bytes
-            self._outbox.grant(credit.nbytes, credit.frames)
+            self._outbox.answered()
 
     def _commit(self, commit: Commit) -> Ack:
-        """Give the complete prompt to the decode engine."""
+        """The decode engine has the complete prompt then."""
         began = time.monotonic()
         message = frame_message(pack(CommitFrame(self._ticket, commit)))
         frame = unpack(message_frame(message))
         assert isinstance(frame, CommitFrame)
         answer = self._rules.commit(frame, began)
         assert isinstance(answer, Ack), "frames do not get lost in a process"
-        for action in self._rules.take_actions():
-            assert isinstance(action, Admission)
-            emitted = (action.commit.first_token,)
-            self._receiver.submit(Admit(self._request, action.groups, emitted))
         self._wire_bytes += len(message) + answer_to(answer).ByteSize()
         return self._rules.acknowledge(self._ticket.nonce, 1e3 * (time.monotonic() - began))

@@ -10,26 +10,16 @@ up; whatever goes wrong with one request ends that request, and nothing else.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.config import TransferConfig
-from disagg.engine.engine import Engine
 from disagg.engine.failures import named
 from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
-from disagg.errors import DeadlineError, RequestError
-from disagg.metrics import HandoffStats
-from disagg.plan import Plan
-from disagg.pool import Arena
-from disagg.state import GroupState
-from disagg.transfer.channel import Peers
-from disagg.transfer.messages import Attach, Job, Submit, TokenEvent
-from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.sender import Sender
-from disagg.wire import Item, Ticket
+from disagg.errors import RequestError
+from disagg.transfer.messages import Job, Submit, TokenEvent
+from disagg.workers.offering import Exit, Offering
 
 OF_THE_CODEC = ("codec", "fp16_bytes", "fp8_bytes", "resident_bytes", "encode_ms", "cached_tokens")
 
@@ -48,26 +38,17 @@ def request_of(job: Job, side: str) -> Request:
     return Request(f"{job.rid}#{job.attempt}/{side}", job.prompt, params, job.codec)
 
 
-def check_job(job: Job) -> None:
-    """RequestError for a job that no engine can ever serve."""
-    request_of(job, "d")
-
-
 @dataclass(eq=False)
 class PrefillSide:
     """The hand-offs that leave this worker. `failures`: those that ended in an error, by reason."""
 
-    engine: Engine
-    model: str
-    config: TransferConfig
-    peers: Peers
+    way: Exit
+    overlap: bool
     tasks: asyncio.TaskGroup
     say: Say
     failures: Counter[str] = field(default_factory=Counter)
     _running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
     _computed: dict[str, asyncio.Future[Prefilled]] = field(default_factory=dict)
-    # in order; idle if pages are on the host
-    _copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
@@ -106,126 +87,37 @@ class PrefillSide:
         """One hand-off from begin to end; its error goes to the router."""
         job = submit.job
         try:
-            async with asyncio.timeout(job.deadline_s):
-                await self._hand_over(submit)
+            await self._hand_over(submit)
         except Exception as failure:
             error = named(failure)
-            if isinstance(failure, TimeoutError):
-                error = DeadlineError(f"{job.name} was not handed over in {job.deadline_s:.0f} s")
             self.failures[error.reason] += 1
             self.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
-        plan, tokens = self.engine.plan(job.codec), len(job.prompt)
-        offering = Offering(
-            self.engine.pool.arena, Checklist(plan, tokens), self.config.overlap, self._copies
-        )
-        ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
-        attach = Attach(ticket, self.model, plan.fingerprint, tokens)
-        channel = self.peers.get(submit.decode_address)
-        sender = offering.sender = Sender(channel, attach, plan, offering, job.deadline_s)
-        sending = asyncio.create_task(sender.run())
-        try:
-            done = await self._compute(request, offering, sending)
-            stats = handoff_stats(plan, tokens, done.cached_tokens, done.encode_ms)
-            said: list[Any] = [*done.logprobs]
-            first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
-            if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
-                figures = asdict(replace(stats, wire_bytes=sender.wire_bytes))
-                self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
-                return
-            self.say([] if job.emitted else [first])
-            sender.finish(done.first_token, extras={"logprobs": said} if said else None)
-            sent = await sending
-            kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
-            figures = asdict(replace(sent, **kept))
-            self.say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])
-        finally:
-            sending.cancel()
-            try:
-                await asyncio.gather(sending, return_exceptions=True)
-            finally:
-                self.engine.submit(Abort(request.rid))  # only now: nobody reads its records
-
-    async def _compute(
-        self, request: Request, offering: "Offering", sending: asyncio.Task[HandoffStats]
-    ) -> Prefilled:
-        """The first token, when the engine has it; the error that came in between."""
         computed: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         self._computed[request.rid] = computed
         try:
-            self.engine.submit(Prefill(request, offering))
-            both: list[asyncio.Future] = [computed, sending]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not computed.done():
-                sending.result()  # raises: without a commit it cannot end well
-            offering.computed()
-            return computed.result()
+            leaving = Offering(self.way, submit, job.codec, self.overlap)
+            async with leaving.sending() as offering:
+                self.way.engine.submit(Prefill(request, offering))
+                await self._tell(job, offering, await offering.unless_over(computed))
         finally:
             del self._computed[request.rid]
+            self.way.engine.submit(Abort(request.rid))  # only now: nobody reads its records
 
-
-class Offering:
-    """The engine's end of a hand-off: called on its thread, passed on to the io loop.
-
-    From a device pages come by way of the host: copied beside the kernels, waited for by a thread.
-    """
-
-    def __init__(self, arena: Arena, checklist: Checklist, overlap: bool, copies: Executor):
-        self.sender: Sender | None = None
-        self._source: ArenaSource | None = None
-        self._loop = asyncio.get_running_loop()
-        self.arena = arena
-        self.checklist = checklist
-        self._overlap = overlap
-        self._copies = copies
-        self._kept: list[Item] = []
-
-    # -- on the engine's thread
-
-    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
-        """The records are there; from now on they can be read."""
-        self._source = ArenaSource(self.arena, self.checklist, groups)
-
-    def offer(self, items: Sequence[Item]) -> None:
-        """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
-        assert self._source is not None
-        if not self._overlap:
-            self._kept.extend(items)
-        elif self.arena.on_host:
-            self._loop.call_soon_threadsafe(self._pass, items)
-        else:
-            self._copies.submit(self._land, items, self._source.stage(items))
-
-    # -- on the thread that waits for copies
-
-    def _land(self, items: Sequence[Item], copied: Callable[[], None]) -> None:
-        try:
-            copied()
-            self._loop.call_soon_threadsafe(self._pass, items)
-        except Exception as error:
-            self._loop.call_soon_threadsafe(self._break, error)
-
-    # -- on the io loop
-
-    def read(self, items: Sequence[Item]) -> list[memoryview]:
-        """The bytes of items of one kind, layer group and size that were offered."""
-        assert self._source is not None
-        return self._source.read(items)
-
-    def computed(self) -> None:
-        """The prompt is done: what was kept back goes out."""
-        if self._kept:
-            self._pass(self._kept)
-
-    def _pass(self, items: Sequence[Item]) -> None:
-        assert self.sender is not None
-        try:
-            self.sender.offer(items)
-        except Exception as error:
-            self._break(error)
-
-    def _break(self, error: Exception) -> None:
-        assert self.sender is not None
-        self.sender.end(named(error))
+    async def _tell(self, job: Job, offering: Offering, done: Prefilled) -> None:
+        """The first token, then the figures when the decode worker has it all."""
+        plan = self.way.engine.plan(job.codec)
+        stats = handoff_stats(plan, len(job.prompt), done.cached_tokens, done.encode_ms)
+        said: list[Any] = [*done.logprobs]
+        first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
+        if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
+            figures = asdict(replace(stats, wire_bytes=offering.sender.wire_bytes))
+            self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
+            return
+        self.say([] if job.emitted else [first])
+        sent = await offering.commit(done.first_token, {"logprobs": said} if said else {})
+        kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
+        figures = asdict(replace(sent, **kept))
+        self.say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])

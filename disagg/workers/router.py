@@ -22,7 +22,7 @@ from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
-from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.dispatch import Dispatch, Phase, Started
 
 TICK_S = 0.05
@@ -47,12 +47,23 @@ class Output:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Peer:
-    """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself."""
+    """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself.
+
+    heard: when it last said something · up: it takes part
+    fallen: it was silent for too long, and has something of ours
+    unheard: what it could not be told to forget, by rid · trouble: why it cannot be followed
+    """
 
     started: Started
     client: WorkerHandler
+    heard: float = 0.0
+    up: bool = False
+    fallen: bool = False
+    unheard: dict[str, Forget] = field(default_factory=dict)
+    trouble: str = ""
+    task: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -74,22 +85,6 @@ class Client:
     logprobs: Sequence[Any] = ()
 
 
-@dataclass
-class Watch:
-    """One worker that is followed.
-
-    up: it takes part · fallen: it was silent for too long, and has something of ours
-    unheard: aborts by rid that it could not be told · trouble: why it cannot be followed
-    """
-
-    heard: float
-    up: bool = False
-    fallen: bool = False
-    unheard: dict[str, Forget] = field(default_factory=dict)
-    trouble: str = ""
-    task: asyncio.Task[None] | None = None
-
-
 class Router:
     """Keeps requests alive across workers and delivers every token once. Lives on one loop."""
 
@@ -102,7 +97,6 @@ class Router:
         self.peers: dict[str, Peer] = {}
         self._clock = clock
         self._clients: dict[str, Client] = {}
-        self._watches: dict[str, Watch] = {}
         self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
@@ -166,15 +160,14 @@ class Router:
         """A worker is there: follow its events, give it work."""
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         self.peers[peer.name] = peer
-        watch = self._watches[peer.name] = Watch(self._clock())
-        watch.task = asyncio.create_task(self._follow(peer.name, watch))
+        peer.heard = self._clock()
+        peer.task = asyncio.create_task(self._follow(peer))
 
     def died(self, name: str) -> None:
         """A worker is known to be dead and never comes back."""
-        if watch := self._watches.pop(name, None):
-            assert watch.task is not None
-            watch.task.cancel()
-            del self.peers[name]
+        if peer := self.peers.pop(name, None):
+            assert peer.task is not None
+            peer.task.cancel()
             self._act(self.dispatch.worker_down(name, self._clock()))
 
     def summary(self) -> dict[str, int]:
@@ -207,56 +200,52 @@ class Router:
             client.inbox.put_nowait(PeerLostError("the service is shutting down"))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self.config.silence_s)
-        tasks = [*(watch.task for watch in self._watches.values()), self._ticker, *self._tasks]
+        tasks = [*(peer.task for peer in self.peers.values()), self._ticker, *self._tasks]
         for task in filter(None, tasks):
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
 
     # -- following workers
 
-    async def _follow(self, name: str, watch: Watch) -> None:
+    async def _follow(self, peer: Peer) -> None:
         """The event stream of one worker, again and again until this is cancelled."""
         while True:
             try:
-                client = await self._meet(name, watch)
-                steps = client.events(self.dispatch.known(name), self.id)
+                await self._meet(peer)
+                steps = peer.client.events(self.dispatch.known(peer.name), self.id)
                 async with aclosing(steps):  # type: ignore[type-var]
                     async for step in steps:
-                        self._hear(name, watch, step)
+                        self._hear(peer, step)
             except ConfigError as error:
-                if watch.trouble != str(error):
-                    watch.trouble = str(error)
-                    log.warning("%s cannot be followed: %s", name, error)
+                if peer.trouble != str(error):
+                    peer.trouble = str(error)
+                    log.warning("%s cannot be followed: %s", peer.name, error)
             except DisaggError as error:
-                log.debug("the events of %s broke: %s", name, error)
+                log.debug("the events of %s broke: %s", peer.name, error)
             except Exception:
-                log.exception("following %s broke", name)
+                log.exception("following %s broke", peer.name)
             await asyncio.sleep(REOPEN_S)
 
-    async def _meet(self, name: str, watch: Watch) -> WorkerHandler:
+    async def _meet(self, peer: Peer) -> None:
         """Ask a worker for its epoch; one that was silent has to drop all that it had."""
-        peer = self.peers[name]
         epoch = (await peer.client.status()).epoch
-        if watch.fallen:
+        if peer.fallen:
             epoch += 1
             await peer.client.fence(epoch, self.id)
-            watch.fallen = False
-            watch.unheard.clear()
+            peer.fallen = False
+            peer.unheard.clear()
         if epoch != peer.started.epoch:  # whoever fenced it, nothing of ours is left there
-            self.peers[name] = replace(peer, started=replace(peer.started, epoch=epoch))
-            self._leave(name, watch)
-        return peer.client
+            peer.started = replace(peer.started, epoch=epoch)
+            self._leave(peer)
 
-    def _hear(self, name: str, watch: Watch, step: Step) -> None:
+    def _hear(self, peer: Peer, step: Step) -> None:
         """What a worker did. The first that it says makes it take part."""
-        watch.heard = now = self._clock()
-        if not watch.up:
-            watch.up = True
-            self._act(self.dispatch.worker_up(self.peers[name].started, now))
-        peer = self.peers[name]
-        if (role := step.load.role) not in (None, peer.started.role):
-            self.peers[name] = replace(peer, started=replace(peer.started, role=role))
-        unheard, watch.unheard = watch.unheard, {}
+        peer.heard = now = self._clock()
+        if not peer.up:
+            peer.up = True
+            self._act(self.dispatch.worker_up(peer.started, now))
+        peer.started = replace(peer.started, role=step.load.role or peer.started.role)
+        unheard, peer.unheard = peer.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
             client = self._clients.get(event.rid)
@@ -267,13 +256,13 @@ class Router:
                         self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                     client.kv = event.stats
                     client.receipt.set()
-            self._act(self.dispatch.hear(name, event, now))
-        self._act(self.dispatch.load(name, step.load, now))
+            self._act(self.dispatch.hear(peer.name, event, now))
+        self._act(self.dispatch.load(peer.name, step.load, now))
 
-    def _leave(self, name: str, watch: Watch) -> None:
+    def _leave(self, peer: Peer) -> None:
         """A worker does not take part: its work goes to others."""
-        watch.up = False
-        self._act(self.dispatch.worker_down(name, self._clock()))
+        peer.up = False
+        self._act(self.dispatch.worker_down(peer.name, self._clock()))
 
     async def _tick(self) -> None:
         """Time passes. What this loop was late is no silence of a worker."""
@@ -282,21 +271,21 @@ class Router:
             await asyncio.sleep(TICK_S)
             last, late = self._clock(), self._clock() - last - TICK_S
             try:
-                for name, watch in self._watches.items():
-                    watch.heard += late if late > TICK_S else 0.0
-                    if last - watch.heard >= self.config.silence_s:
-                        self._silent(name, watch)
+                for peer in self.peers.values():
+                    peer.heard += late if late > TICK_S else 0.0
+                    if last - peer.heard >= self.config.silence_s:
+                        self._silent(peer)
                 self._act(self.dispatch.tick(last))
             except Exception:
                 log.exception("a tick of the router broke")
 
-    def _silent(self, name: str, watch: Watch) -> None:
+    def _silent(self, peer: Peer) -> None:
         """A worker said nothing for too long: what it says from now on counts after a fence."""
-        assert watch.task is not None
-        watch.task.cancel()
-        watch.fallen, watch.heard = watch.fallen or watch.up, self._clock()
-        self._leave(name, watch)
-        watch.task = asyncio.create_task(self._follow(name, watch))
+        assert peer.task is not None
+        peer.task.cancel()
+        peer.fallen, peer.heard = peer.fallen or peer.up, self._clock()
+        self._leave(peer)
+        peer.task = asyncio.create_task(self._follow(peer))
 
     # -- actions
 
@@ -310,7 +299,7 @@ class Router:
                     if not job.emitted and (client := self._clients.get(job.rid)):
                         client.waited_s = self._clock() - client.asked
                     self._call(worker, job, peer.client.submit(submit))
-                case Forget() | Acknowledge():
+                case Forget():
                     self._spawn(self._forget(action))
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
@@ -361,21 +350,15 @@ class Router:
                 await asyncio.wait_for(client.receipt.wait(), RECEIPT_S)
             client.inbox.put_nowait(Output(None, reason, client.kv))
 
-    async def _forget(self, action: Forget | Acknowledge) -> None:
-        """A worker that cannot be told to abort is told when it speaks again, or dies with it."""
+    async def _forget(self, action: Forget) -> None:
+        """A worker that cannot be told to forget is told when it speaks again, or dies with it."""
         if call := self._calls.get((action.worker, action.rid)):
             await asyncio.wait([call])  # an abort must not overtake what it aborts
-        if (peer := self.peers.get(action.worker)) is None:
-            return
-        try:
-            if isinstance(action, Forget):
-                await peer.client.abort(action.rid, action.attempt, "the router gave it up")
-            else:
-                await peer.client.acknowledge({action.rid: action.count})
-        except DisaggError:
-            watch = self._watches.get(action.worker)
-            if watch is not None and isinstance(action, Forget):
-                watch.unheard[action.rid] = action
+        if peer := self.peers.get(action.worker):
+            try:
+                await peer.client.abort(action.rid, action.attempt, "the router is done with it")
+            except DisaggError:
+                peer.unheard[action.rid] = action
 
 
 def as_error(failure: Exception, what: str) -> DisaggError:

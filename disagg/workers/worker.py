@@ -56,7 +56,8 @@ from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
 from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
-from disagg.workers.prefill import PrefillSide, check_job
+from disagg.workers.offering import Exit
+from disagg.workers.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
@@ -156,6 +157,7 @@ class Worker:
         job = self._accept(job, epoch, router)
         if not self.role.decodes:
             raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
+        request_of(job, "d")  # RequestError for what no engine can serve
         return self.receiver.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
@@ -180,10 +182,6 @@ class Worker:
             async for step in steps:
                 yield step
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        """The router has these outputs."""
-        self._events.acknowledge(have)
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
         self.receiver.abort(rid, attempt, reason)
@@ -207,7 +205,7 @@ class Worker:
             "engine_waiting": self._load.waiting,
             "engine_held": self._load.held,
             "handoffs_out": len(self.prefill.attempts),
-            "unacknowledged": self._events.kept,
+            "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
@@ -286,13 +284,13 @@ class Worker:
                 for task in kept:
                     task.cancel()
                 await server.stop(0)
-                await self._peers.close_all()
+                await self._peers.close()
         await asyncio.to_thread(self._threads[1].join)
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""
-        least = self.config.transfer.min_disagg_tokens
-        return least_worth_sending(self.engine.plan(self.config.codec)) if least is None else least
+        plan, least = self.engine.plan(self.config.codec), self.config.transfer.min_disagg_tokens
+        return least_worth_sending(plan) if least is None else least
 
     async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
         await work
@@ -303,11 +301,10 @@ class Worker:
         model = self._runner.fingerprint
         self._events = events = Events(self._room)
         self._peers = Peers(self._security, transfer)
-        self.prefill = PrefillSide(engine, model, transfer, self._peers, tasks, events.say)
+        way = Exit(engine, model, self._peers)
+        self.prefill = PrefillSide(way, transfer.overlap, tasks, events.say)
         self.decode = decode = DecodeSide(
-            engine,
-            model,
-            self._peers,
+            way,
             tasks,
             say=events.say,
             on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),
@@ -315,26 +312,22 @@ class Worker:
         )
         terms = Terms(
             model=model,
-            plan=engine.plan(self.config.codec),
             plan_of=engine.plan,
             epoch=self.epoch,
-            capacity_bytes=pool.arena.nbytes,
             lease_s=transfer.lease_s,
             max_sequences=self.config.engine.max_sequences,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
-            check=check_job,
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.receiver = Receiver(terms, pool, pool.arena, decode.admit, decode.drop, decode.fail)
+        self.receiver = Receiver(terms, pool, decode.admit, decode.drop, decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
         """What takes direct connections, if they are wanted."""
         if self.config.transfer.channel != "direct":
             return []
-        direct = DirectServer(self.receiver.open_channel, self._security)
-        port = direct.listen(self._host, self.config.cluster.ports)
-        self.receiver.direct = lambda: (port, direct.make_key())
+        direct = DirectServer(self.receiver, self._security)
+        direct.listen(self._host, self.config.cluster.ports)
         return [direct.run()]
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:

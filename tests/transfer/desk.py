@@ -1,12 +1,12 @@
 """Reservations over a pool, with what a receiver does around them, for their tests."""
 
+from collections.abc import Sequence
 from itertools import count
 
 from disagg.errors import CorruptFrameError
-from disagg.transfer.messages import Ack, Attach, Attached, Grant, State
-from disagg.transfer.records import units_of
-from disagg.transfer.reservations import Admission, Dropped, Reservations
-from disagg.wire import CommitFrame, PageFrame, Ticket
+from disagg.transfer.messages import Ack, Attach, Attached, Grant
+from disagg.transfer.reservations import Admission, Reservations
+from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
@@ -18,10 +18,12 @@ class Desk:
     def __init__(self, nbytes: int = 1 << 20, **terms: object):
         self.pool = make_pool(nbytes)
         nonces = count(1000)
-        self.terms = make_terms(self.pool, **terms)
-        self.ledger = Reservations(self.terms, self.pool, lambda: next(nonces))
+        self.terms = make_terms(**terms)
         self.engine: dict[str, Admission] = {}
-        self.dropped: list[Dropped] = []
+        self.dropped: list[tuple[str, int, str]] = []
+        admit = lambda x: self.engine.update({x.job.rid: x})  # noqa: E731
+        drop = lambda *what: self.dropped.append(what)  # noqa: E731
+        self.ledger = Reservations(self.terms, self.pool, nonces.__next__, admit, drop)
 
     def reserve(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Grant:
         epoch = changes.pop("epoch", self.ledger.epoch)
@@ -31,10 +33,7 @@ class Desk:
         """Leading tokens of a reserved prompt that all layer groups had the units of."""
         contents = self.ledger._live[rid].contents
         assert contents
-        holding = contents.holding
-        units = units_of(holding.checklist.plan, holding.checklist.tokens)
-        found = zip(units, holding.cached, strict=True)
-        return min(some[count - 1].end if count else 0 for some, count in found)
+        return contents.holding.cached_tokens
 
     def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
         """Attach; `attach` when it has to succeed."""
@@ -43,22 +42,26 @@ class Desk:
         return self.ledger.attach(attach, now)
 
     def attach(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
-        assert self.ask(prompt, grant, gen, now).state is State.ATTACHED
+        assert not self.ask(prompt, grant, gen, now).admitted
         return Ticket(grant.nonce, grant.epoch, gen)
 
     def begin(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Ticket:
         """Reserve and attach."""
         return self.attach(prompt, self.reserve(prompt, now, **changes), now=now)
 
-    def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> None:
-        write = self.ledger.begin_write(frame, now, channel)
-        written = False
-        try:
+    def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> int:
+        """Pieces that were written for a frame."""
+        written = 0
+
+        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+            nonlocal written
             frame.verify()
-            self.pool.arena.write(list(write.pieces(frame.payload)))
-            written = True
-        finally:
-            self.ledger.end_write(write, written)
+            self.pool.arena.write(pieces)
+            written = len(pieces)
+            return 0.0
+
+        self.ledger.store(frame, now, put, channel)
+        return written
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
         """Send all that is not there; the bytes of it."""
@@ -81,26 +84,15 @@ class Desk:
         digests = tuple(contents.arrivals.have()[item] for item in prompt.checklist.items)
         commit = type(commit)(**{**vars(commit), "digests": digests})
         assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
-        self.act()
         return sent
 
-    def act(self) -> None:
-        for action in self.ledger.take_actions():
-            if isinstance(action, Admission):
-                self.engine[action.job.rid] = action
-            else:
-                self.dropped.append(action)
-
     def admitted(self) -> Admission:
-        """What was just given to the engine."""
-        (admission,) = self.ledger.take_actions()
-        assert isinstance(admission, Admission)
-        self.engine[admission.job.rid] = admission
+        """All that the engine has."""
+        (admission,) = self.engine.values()
         return admission
 
     def free(self, *rids: str) -> None:
         """The engine is done, with all if none is named."""
-        self.act()
         for rid in rids or list(self.engine):
             admission = self.engine.pop(rid)
             for state in admission.groups:

@@ -61,10 +61,8 @@ class House:
 async def open_house(kind: type[Receiver] = Receiver, **terms: object) -> AsyncIterator[House]:
     """A receiver on free ports, on the clock of the world."""
     pool, admitted = make_pool(1 << 20), []
-    receiver = kind(
-        make_terms(pool, **terms), pool, pool.arena, admitted.append, lambda *drop: None
-    )
-    sockets = DirectServer(receiver.open_channel)
+    receiver = kind(make_terms(**terms), pool, admitted.append, lambda *drop: None)
+    sockets = DirectServer(receiver)
     house = House(pool, receiver, admitted, direct_port=sockets.listen(HOST))
     receiver.direct = lambda: (house.direct_port, sockets.make_key())
     tasks = [asyncio.create_task(x.run()) for x in (receiver, sockets)]

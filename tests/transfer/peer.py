@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.control import KV_SERVICE
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
+    KV_SERVICE,
     Ack,
     Attach,
     Attached,
     Credit,
     Nack,
-    State,
     answer_to,
     parse,
     read,
@@ -46,7 +45,6 @@ class Peer:
     plan: Plan = PLAN
     address: str = ""
     have: dict[int, dict[Item, int]] = field(default_factory=dict)
-    cached: tuple[int, ...] = ()
     attaches: list[Attach] = field(default_factory=list)
     frames: list[PageFrame] = field(default_factory=list)
     commits: list[CommitFrame] = field(default_factory=list)
@@ -57,13 +55,12 @@ class Peer:
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
     on_commit: Callable[[CommitFrame], Ack | Nack | None] = lambda frame: None
-    stored: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        honest = Attached(State.ATTACHED, have, self.cached, self.lease_s, self.credit)
+        honest = Attached(False, have, self.lease_s, self.credit)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -76,21 +73,16 @@ class Peer:
                 yield (await self.take(frame)).to_message().SerializeToString()
         finally:
             self.streams -= 1
-            async with self.stored:
-                self.stored.notify_all()
 
     async def take(self, frame: PageFrame) -> Credit:
         self.frames.append(frame)
         answer = self.on_frame(frame)
         if answer is None:
             frame.verify()
-            ticket, size = frame.ticket, len(b"".join(frame.payload))
-            nbytes = size + 512 + 20 * len(frame.payload)
-            answer = Credit(ticket.nonce, ticket.gen, nbytes)
+            ticket = frame.ticket
+            answer = Credit(ticket.nonce, ticket.gen)
             here = self.have.setdefault(ticket.nonce, {})
             here.update(zip(frame.items(), frame.digests, strict=True))
-            async with self.stored:
-                self.stored.notify_all()
         return answer
 
     async def renew(self, data: bytes) -> bytes:
@@ -104,15 +96,12 @@ class Peer:
         assert isinstance(frame, CommitFrame)
         self.commits.append(frame)
         answer = self.on_commit(frame)
-        return answer_to(answer or await self.judge(frame)).SerializeToString()
+        return answer_to(answer or self.judge(frame)).SerializeToString()
 
-    async def judge(self, frame: CommitFrame) -> Ack | Nack:
-        """Waits for frames as long as there is a stream."""
+    def judge(self, frame: CommitFrame) -> Ack | Nack:
         commit, have = frame.commit, self.have[frame.ticket.nonce]
         items = Checklist(self.plan, commit.tokens).items
         promised = dict(zip(items, commit.digests, strict=True))
-        async with self.stored:
-            await self.stored.wait_for(lambda: not self.streams or have == promised)
         missing = tuple(item for item in items if have.get(item) != promised[item])
         return Nack(missing) if missing else Ack(verify_ms=1.0, admit_ms=2.0)
 
@@ -132,9 +121,8 @@ async def open_peer(
 ) -> AsyncIterator[tuple[Peer, Channel]]:
     """A peer on a free port and a channel to it."""
     peer = Peer(**script)
-    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit}
-    both = {"Push": peer.push, "Probe": absorb}
-    handler = rpc_handlers(KV_SERVICE, calls, both_stream=both)
+    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit, "Probe": absorb}
+    handler = rpc_handlers(KV_SERVICE, calls, both_stream={"Push": peer.push})
     server, peer.address = await start_server([handler], "127.0.0.1", security)
     channel = Channel(peer.address, client or security, options)
     try:
@@ -148,7 +136,7 @@ def offer_all(sender: Sender, prompt: Prompt) -> None:
     """What an engine says of a prompt."""
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.checklist.layer(layer))
-    sender.finish(42, {"encode": 1.5}, {"ids": [1, 2]})
+    sender.finish(42, {"ids": [1, 2]})
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -50,9 +50,8 @@ def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:
     return Pool(HostArena(bytearray(nbytes)), slab_bytes)
 
 
-def make_terms(pool: Pool, plan: Plan = PLAN, **changes: object) -> Terms:
-    capacity = pool.num_slabs * pool.slab_bytes
-    return replace(Terms(MODEL, plan, EPOCH, capacity), **changes)
+def make_terms(plan: Plan = PLAN, **changes: object) -> Terms:
+    return replace(Terms(MODEL, lambda spec: plan, EPOCH), **changes)
 
 
 @dataclass

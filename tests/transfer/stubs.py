@@ -41,7 +41,7 @@ def push_one(stubs: ModuleType, address: str, prompt: Prompt, nonce: int, epoch:
         stub = stubs.KvTransferServiceStub(channel)
         terms = {"model": MODEL, "plan": prompt.plan.fingerprint, "tokens": prompt.tokens}
         attached = stub.Attach(kv.AttachRequest(ticket=kv.Ticket(**vars(ours)), **terms))
-        assert attached.state == kv.HANDOFF_STATE_ATTACHED
+        assert not attached.admitted
         for credit in stub.Push(frames()):
             answered.put(credit)
         commit = b"".join(pack(CommitFrame(ours, prompt.commit())))

@@ -67,9 +67,6 @@ class Worker:
         finally:
             self.left.set()
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        self.told.append(("ack", dict(have)))
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         self.told.append((rid, attempt, reason))
 
@@ -96,10 +93,9 @@ async def test_calls_arrive_as_they_were_made():
     async with open_worker() as (worker, client):
         assert await client.reserve(JOB, 9, "me") == GRANT
         await client.submit(SUBMIT)
-        await client.acknowledge({"r": 3})
         await client.abort("r", 2, "client gone")
         await client.fence(10, "me")
-        told = [JOB, SUBMIT, ("ack", {"r": 3}), ("r", 2, "client gone"), (10, "me")]
+        told = [JOB, SUBMIT, ("r", 2, "client gone"), (10, "me")]
         assert worker.told == told
         assert await client.status() == STATUS
 

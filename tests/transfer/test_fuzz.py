@@ -51,10 +51,7 @@ def bend(source: random.Random, data: bytes) -> bytes:
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
     source, pool, admitted = random.Random(seed), make_pool(), []
-    terms = make_terms(pool, lease_s=0.001)  # a commit that waits in vain does not wait for long
-    receiver = Receiver(
-        terms, pool, pool.arena, admitted.append, lambda *drop: None, clock=lambda: 0.0
-    )
+    receiver = Receiver(make_terms(), pool, admitted.append, lambda *drop: None, clock=lambda: 0.0)
     grant = receiver.reserve(prompt.job(), EPOCH)
     honest = seeds(prompt, Ticket(grant.nonce, grant.epoch, 1))
     await receiver.attach(honest["attach"][0])

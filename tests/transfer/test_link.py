@@ -79,9 +79,7 @@ async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_ou
         (words,) = await peers.meet([peer.address, "127.0.0.1:1"])
         assert words.startswith(f"link to {peer.address}")
         assert [each["peer"] for each in peers.as_info()] == [peer.address]
-        await peers.close(peer.address)
-        assert not peers.as_info()
-        await peers.close_all()
+        await peers.close()
 
 
 def test_a_burst_passes_at_once_and_the_rest_at_the_rate():
@@ -116,4 +114,4 @@ async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(m
     assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000
     assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
     assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
-    await peers.close_all()
+    await peers.close()

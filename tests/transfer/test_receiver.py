@@ -1,7 +1,7 @@
 """The receiving end by its bytes: what a broken or hostile sender can say; and over a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from disagg.errors import (
     CorruptFrameError,
     DisaggError,
     LayoutError,
-    PeerLostError,
     RequestError,
     ReservationError,
     VersionError,
@@ -26,15 +25,23 @@ from disagg.transfer.messages import (
     Attached,
     Credit,
     Nack,
-    State,
     answer_from,
     fill,
 )
-from disagg.transfer.receiver import Intake, Receiver
-from disagg.transfer.reservations import Admission, Dropped
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, Frame, Item, PageFrame, Ticket, frame_message, pack
+from disagg.wire import (
+    Buffer,
+    CommitFrame,
+    Frame,
+    Item,
+    Ticket,
+    frame_message,
+    message_frame,
+    pack,
+)
 from tests.transfer.desk import corrupt
 from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, offer_all, until
@@ -69,16 +76,19 @@ class CountingReceiver(Receiver):
     async def commit(self, data: bytes) -> bytes:
         return self.count(data, await super().commit(data))
 
-    def open_channel(self) -> Intake:
-        intake, store = super().open_channel(), Intake._store
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async def noted() -> AsyncIterator[bytes]:
+            async for message in messages:
+                self.nbytes += len(message) - len(message_frame(message))
+                yield message
 
-        def counted(whole: bool, landed: bool) -> Credit:
-            credit = store(intake, whole, landed)
-            self.count(bytes(intake._nbytes), credit.to_message().SerializeToString())
-            return credit
+        async for answer in super().push(noted()):
+            yield answer
 
-        intake._store = counted
-        return intake
+    def take(self, data: Buffer, channel: object) -> Credit:
+        credit = super().take(data, channel)
+        self.count(bytes(data), credit.to_message().SerializeToString())
+        return credit
 
     def count(self, data: bytes, answer: bytes) -> bytes:
         self.nbytes += len(data) + len(answer)
@@ -97,9 +107,8 @@ class Booth:
         self.refusal: Exception | None = None
         self.admit_s = 0.0
         self.receiver = CountingReceiver(
-            make_terms(self.pool, **terms),
+            make_terms(**terms),
             self.pool,
-            self.pool.arena,
             self.admit,
             lambda *drop: self.dropped.append(drop),
             lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
@@ -152,6 +161,10 @@ class Booth:
         assert not any(self.receiver.gauges().values())
 
 
+def bytes_of(frame: Frame) -> bytes:
+    return b"".join(pack(frame))
+
+
 def message(frame: Frame) -> bytes:
     return frame_message(pack(frame))
 
@@ -169,7 +182,7 @@ async def turn() -> None:
 # -- frames of one channel
 
 
-async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_its_bytes_back(
+async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answered(
     prompt,
 ):
     booth = Booth()
@@ -177,11 +190,10 @@ async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_it
     one, two = (pages(prompt, ticket) for ticket in tickets)
     sent = [x for pair in zip(one, two[::-1], strict=True) for x in pair] + one[:2]
     credits = await booth.push(sent)
-    assert [(x.nonce, x.nbytes) for x in credits] == [
-        (tickets[place % 2 if place < 2 * len(one) else 0].nonce, len(data))
-        for place, data in enumerate(sent)
+    assert credits == [
+        Credit(tickets[place % 2 if place < 2 * len(one) else 0].nonce, 1)
+        for place in range(len(sent))
     ]
-    assert {(x.gen, x.frames, x.error) for x in credits} == {(1, 1, None)}
     for ticket in tickets:
         assert isinstance(await booth.commit(ticket, prompt), Ack)
     for admission in booth.admitted:
@@ -190,7 +202,7 @@ async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_gives_it
     booth.assert_nothing_held()
 
 
-async def test_a_refused_frame_is_credited_back_with_its_error_and_the_channel_goes_on(prompt):
+async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt):
     booth = Booth()
     gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
     booth.receiver.abort("gone", 0, "client gone")
@@ -213,7 +225,6 @@ async def test_a_refused_frame_is_credited_back_with_its_error_and_the_channel_g
         "corrupt payload": "corrupt_frame",
     }
     assert all(x.error is None for x in credits[len(frames) :])
-    assert [x.nbytes for x in credits] == list(map(len, sent))
     assert booth.receiver.failures == {"reservation": 4, "layout": 1, "corrupt_frame": 1}
     assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
     assert isinstance(await booth.commit(live, prompt), Ack)
@@ -269,7 +280,7 @@ async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(p
 
 
 async def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
-    booth = Booth(lease_s=0.05)  # as long as a commit waits for a channel that nothing came on
+    booth = Booth()
     size = sum(map(len, pages(prompt, Ticket(0, 0, 1))))
     for place in range(0, size, 997):
         ticket = await booth.begin(prompt, f"r{place}")
@@ -303,58 +314,10 @@ async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     for again in (ticket, replace(ticket, gen=2)):
         credits = await booth.push(pages(prompt, again))
         assert {x.error.reason for x in credits} == {"reservation"}
-        assert (await booth.attach(prompt, again)).state is State.ADMITTED
+        assert (await booth.attach(prompt, again)).admitted
     assert await booth.commit(ticket, prompt) == first  # the same answer as before
     assert len(booth.admitted) == 1
     assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
-
-
-# -- payloads that are received where they belong
-
-
-def receive(intake: Intake, frame: PageFrame, payload: Sequence[bytes]) -> Credit:
-    """As a direct connection does."""
-    scratch = tuple(memoryview(bytearray(len(data))) for data in frame.payload)
-    targets = intake.begin(replace(frame, payload=scratch), 9000)
-    for target, data in zip(targets, payload, strict=True):
-        target[:] = data
-    return intake.end(whole=True)
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-async def test_payloads_may_land_in_the_arena_before_they_are_verified(
-    prompt, monkeypatch, on_host
-):
-    monkeypatch.setattr(HostArena, "on_host", on_host)
-
-    booth = Booth()
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-    *frames, last = prompt.frames(ticket)
-    for frame in (*frames, frames[0]):
-        assert receive(intake, frame, frame.payload) == Credit(ticket.nonce, 1, 9000)
-    stale = replace(last, ticket=replace(ticket, nonce=1))
-    assert isinstance(receive(intake, stale, last.payload).error, ReservationError)
-    credit = receive(intake, last, corrupt(last).payload)
-    assert isinstance(credit.error, CorruptFrameError)
-    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
-    receive(intake, last, last.payload)
-    assert isinstance(await booth.commit(ticket, prompt), Ack)
-    assert prompt.equals(booth.pool.arena, booth.admitted[0].groups)
-
-
-async def test_an_open_frame_pins_its_pages_until_it_is_given_up_and_renewals_outlast_it(prompt):
-    booth = Booth()
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-    intake.begin(prompt.frames(ticket)[0], 9000)
-    renewal = fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()
-    for _ in range(5):
-        booth.clock.now += 9.0
-        assert not kv.RenewResponse.FromString(await booth.receiver.renew(renewal)).over
-    booth.receiver.abort("r", 0, "client gone")
-    assert booth.pool.referenced_pages > 0
-    assert isinstance(intake.end(whole=False).error, PeerLostError)
-    intake.close()
-    booth.assert_nothing_held()
 
 
 async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
@@ -371,77 +334,20 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
 # -- the commit
 
 
-def waiting_commit(booth: Booth, ticket: Ticket, prompt: Prompt) -> asyncio.Task[Ack | Nack]:
-    return asyncio.create_task(booth.commit(ticket, prompt))
-
-
-async def test_a_commit_waits_for_the_frames_that_it_overtook(prompt):
+async def test_a_commit_is_answered_at_once_with_what_is_missing_or_that_the_engine_has_it(prompt):
     booth = Booth()
     booth.admit_s = 7.0
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
-    answers = [waiting_commit(booth, ticket, prompt) for _ in range(2)]
-    for data in pages(prompt, ticket):
-        await turn()
-        assert not any(answer.done() for answer in answers)
-        intake.take(data)
-    first, second = await asyncio.gather(*answers)
-    assert isinstance(first, Ack)
-    assert first == second == await booth.commit(ticket, prompt)
-    assert first.admit_ms == 7000.0
-    assert len(booth.admitted) == 1
-
-
-ENDINGS = {
-    "the channel ends": (lambda booth, intake, frame: intake.close(), Nack),
-    "a frame was corrupt": (
-        lambda booth, intake, frame: intake.take(message(corrupt(frame))),
-        Nack,
-    ),
-    "the router aborts": (
-        lambda booth, intake, frame: booth.receiver.abort("r", 0, "client gone"),
-        ReservationError,
-    ),
-    "a fence": (lambda booth, intake, frame: booth.receiver.fence(EPOCH + 1), ReservationError),
-}
-
-
-@pytest.mark.parametrize(("end", "answer"), ENDINGS.values(), ids=ENDINGS)
-async def test_a_waiting_commit_is_answered_when_nothing_more_will_come(prompt, end, answer):
-    booth = Booth(lease_s=600.0)
-    ticket, intake = await booth.begin(prompt), booth.receiver.open_channel()
+    ticket = await booth.begin(prompt)
     *sent, last = prompt.frames(ticket)
     for frame in sent:
-        intake.take(message(frame))
-    waiting = waiting_commit(booth, ticket, prompt)
-    await turn()
-    end(booth, intake, last)
-    if answer is Nack:
-        assert await waiting == Nack(tuple(last.items()))
-    else:
-        with pytest.raises(answer):
-            await waiting
-
-
-async def test_a_waiting_commit_ends_with_the_lease_and_with_a_younger_attachment(prompt):
-    booth = Booth(lease_s=0.05)
-    ticket = await booth.begin(prompt)
-    answer = await booth.commit(ticket, prompt)
-    assert isinstance(answer, Nack)
-    assert set(answer.missing) == set(prompt.checklist.items)
-    booth = Booth()
-    ticket = await booth.begin(prompt)
-    waiting = waiting_commit(booth, ticket, prompt)
-    await turn()
-    await booth.attach(prompt, replace(ticket, gen=2))
-    with pytest.raises(ReservationError, match="stream 1"):
-        await waiting
-    waiting = waiting_commit(booth, replace(ticket, gen=2), prompt)
-    await turn()
-    timers = asyncio.create_task(booth.receiver.run())
-    booth.clock.now += 11.0
-    with pytest.raises(ReservationError, match="expired"):
-        await waiting
-    timers.cancel()
+        booth.receiver.take(bytes_of(frame), "channel")
+    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
+    booth.receiver.take(bytes_of(last), "channel")
+    first = await booth.commit(ticket, prompt)
+    assert isinstance(first, Ack)
+    assert first == await booth.commit(ticket, prompt)
+    assert first.admit_ms == 7000.0
+    assert len(booth.admitted) == 1
 
 
 @pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
@@ -470,32 +376,24 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]
     booth.clock.now += 6.0
-    booth.receiver.finished("nobody", 0)  # any event: the clock of this test stood still
     await until(lambda: booth.receiver.gauges()["reservations"] == 1)
     assert booth.receiver.reservations.counts["expired"] == 1
-    assert (await booth.attach(prompt, replace(lost, gen=2))).state is State.EXPIRED
+    with pytest.raises(ReservationError, match="expired"):
+        await booth.attach(prompt, replace(lost, gen=2))
     timers.cancel()
     booth.receiver.abort("kept", 0, "client gone")
     booth.assert_nothing_held()
 
 
-@pytest.mark.parametrize("broken", ["expire", "scrub", "drop"])
-async def test_what_breaks_a_timer_is_raised_to_the_worker(prompt, monkeypatch, broken):
+@pytest.mark.parametrize("broken", ["expire", "scrub"])
+async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
     booth = Booth()
     if broken == "expire":
         monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
-    elif broken == "scrub":
-        monkeypatch.setattr("disagg.transfer.receiver.SCRUB_S", 0.0)
-        monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
     else:
-        monkeypatch.setattr(booth.receiver, "_on_drop", lambda *drop: 1 // 0)
-        booth.receiver.reservations._actions.append(Dropped("r", 0, "client gone"))
-    running = asyncio.create_task(booth.receiver.run())
-    await turn()
-    booth.receiver._wake()
-    with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(running, 30)
-    assert raised.group_contains(ZeroDivisionError)
+        monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(booth.receiver.run(), 30)
 
 
 class Device(HostArena):

@@ -5,6 +5,7 @@ channels; frames are lost, duplicated, reordered, corrupted and late, channels b
 routers abort and fence, and the engine refuses.
 """
 
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -19,9 +20,9 @@ from hypothesis.stateful import (
 )
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
-from disagg.transfer.messages import Ack, Attach, Grant, Nack, State
-from disagg.transfer.reservations import Admission, Dropped, Reservations, Write
-from disagg.wire import Commit, CommitFrame, Item, PageFrame, Ticket
+from disagg.transfer.messages import Ack, Attach, Grant, Nack
+from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
+from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.desk import corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
 
@@ -34,7 +35,6 @@ PROMPTS = {
 }
 CHANNELS = ("one", "two")
 LEASE_S = 10.0
-MEMORY_S = 1e6
 MAX_SEQUENCES = 2
 Key = tuple[str, int]
 
@@ -47,15 +47,13 @@ class Machine(RuleBasedStateMachine):
         self.pool = make_pool(7 << 14)
         nonces = count(1)
         terms = make_terms(
-            self.pool,
             lease_s=LEASE_S,
-            memory_s=MEMORY_S,
             max_sequences=MAX_SEQUENCES,
             watermark_bytes=1 << 13,
             may_reserve=lambda: not self.engine_waits,
         )
         self.engine_waits = False
-        self.ledger = Reservations(terms, self.pool, lambda: next(nonces))
+        self.ledger = Reservations(terms, self.pool, nonces.__next__, self.admit, self.drop)
         self.now = 0.0
         self.epoch = EPOCH
         self.attempts = dict.fromkeys(RIDS, 0)
@@ -64,7 +62,6 @@ class Machine(RuleBasedStateMachine):
         self.gens: dict[int, int] = {}  # by nonce: the last attachment
         self.have: dict[int, dict[Item, int]] = {}  # by nonce: what an attachment was told
         self.tickets: list[tuple[Ticket, Key]] = []
-        self.open_writes: list[tuple[Write, PageFrame]] = []
         self.engine: dict[Key, Admission] = {}
         self.acks: dict[int, tuple[Commit, Ack]] = {}
         self.gone: set[Key] = set()  # aborted by the router
@@ -107,7 +104,7 @@ class Machine(RuleBasedStateMachine):
             attached = self.ledger.attach(attach, self.now)
         except ReservationError:
             return
-        if attached.state is State.ATTACHED:
+        if not attached.admitted:
             self.tickets.append((ticket, key))
             self.have[nonce] = dict(attached.have)
             assert gen > self.gens.get(nonce, 0)
@@ -116,7 +113,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(
         data=st.data(),
-        how=st.sampled_from(["whole", "open", "corrupt", "foreign"]),
+        how=st.sampled_from(["whole", "corrupt", "foreign"]),
         channel=st.sampled_from(CHANNELS),
     )
     def frame(self, data: st.DataObject, how: str, channel: str) -> None:
@@ -129,36 +126,26 @@ class Machine(RuleBasedStateMachine):
         elif how == "foreign":
             other = PROMPTS[{"a": "b", "b": "c", "c": "a"}[key[0]]]
             frame = other[PROMPTS[key[0]].index(prompt)].frames(ticket)[0]
-        self.write(frame, how == "open", channel)
+        self.write(frame, channel)
 
-    def write(self, frame: PageFrame, stays_open: bool, channel: str) -> bool:
-        """Whether the frame was taken."""
+    def write(self, frame: PageFrame, channel: str) -> bool:
+        """Whether the frame was taken; what is shared is never written to."""
+        reservation = self.ledger._by_nonce.get(frame.ticket.nonce)
+
+        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+            named = frame.ticket.gen, frame.ticket.epoch
+            assert named == (self.gens[frame.ticket.nonce], self.epoch)
+            assert reservation.channel == channel
+            assert not {start // 128 for start, _ in pieces} & reservation.contents.holding.shared
+            frame.verify()
+            self.pool.arena.write(pieces)
+            return 0.0
+
         try:
-            write = self.ledger.begin_write(frame, self.now, channel)
+            self.ledger.store(frame, self.now, put, channel)
         except (ReservationError, CorruptFrameError):
             return False
-        assert write.reservation.channel == channel
-        assert (frame.ticket.gen, frame.ticket.epoch) == (self.gens[frame.ticket.nonce], self.epoch)
-        try:
-            frame.verify()
-        except CorruptFrameError:
-            self.ledger.end_write(write, False)
-            return False
-        self.open_writes.append((write, frame))
-        if not stays_open:
-            self.end_write(len(self.open_writes) - 1, True)
         return True
-
-    @precondition(lambda self: self.open_writes)
-    @rule(data=st.data(), written=st.booleans())
-    def close_write(self, data: st.DataObject, written: bool) -> None:
-        self.end_write(data.draw(st.integers(0, len(self.open_writes) - 1)), written)
-
-    def end_write(self, place: int, written: bool) -> None:
-        write, frame = self.open_writes.pop(place)
-        if written:
-            self.pool.arena.write(list(write.pieces(frame.payload)))
-        self.ledger.end_write(write, written)
 
     @precondition(lambda self: self.tickets)
     @rule(
@@ -175,9 +162,9 @@ class Machine(RuleBasedStateMachine):
         prompt, have = self.prompts[key], self.have[ticket.nonce]
         items = [item for item in prompt.checklist.items if item not in have]
         if spoilt and items:
-            self.write(corrupt(prompt.frame(ticket, items[-1:])), False, channel)
+            self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
         for item in data.draw(st.permutations(items)):
-            if not self.write(prompt.frame(ticket, [item]), False, channel):
+            if not self.write(prompt.frame(ticket, [item]), channel):
                 return
         if then_commit:
             self.send_commit(ticket, key)
@@ -193,7 +180,6 @@ class Machine(RuleBasedStateMachine):
         named = zip(self.prompts[key].checklist.items, commit.digests, strict=True)
         digests = tuple(have.get(item, seen) for item, seen in named)
         commit = Commit(**{**vars(commit), "digests": digests})
-        expected = self.ledger.expects(ticket)
         try:
             answer = self.ledger.commit(CommitFrame(ticket, commit), self.now)
         except (ReservationError, CorruptFrameError):
@@ -201,11 +187,9 @@ class Machine(RuleBasedStateMachine):
         if isinstance(answer, Nack):
             assert answer.missing
             return
-        assert not expected
         assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
         known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))
         assert (known, ack) == (commit, answer)
-        self.act()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -260,17 +244,15 @@ class Machine(RuleBasedStateMachine):
 
     # -- what must hold
 
-    @invariant()
-    def act(self) -> None:
-        for action in self.ledger.take_actions():
-            if isinstance(action, Dropped):
-                self.free((action.rid, action.attempt))
-                continue
-            key = (action.job.rid, action.job.attempt)
-            assert key not in self.gone
-            assert key not in self.engine
-            assert action.job == self.prompts[key].job(*key)
-            self.engine[key] = action
+    def admit(self, admission: Admission) -> None:
+        key = (admission.job.rid, admission.job.attempt)
+        assert key not in self.gone
+        assert key not in self.engine
+        assert admission.job == self.prompts[key].job(*key)
+        self.engine[key] = admission
+
+    def drop(self, rid: str, attempt: int, reason: str) -> None:
+        self.free((rid, attempt))
 
     @invariant()
     def the_engine_has_what_was_admitted_with_the_digests_of_its_commit(self) -> None:
@@ -292,34 +274,21 @@ class Machine(RuleBasedStateMachine):
         self.pool.check_integrity()
         gauges = self.ledger.gauges()
         assert gauges["reservations"] + gauges["running"] <= MAX_SEQUENCES
-        if not (gauges["reservations"] or self.engine or self.open_writes):
+        if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
-
-    @invariant()
-    def what_is_written_to_is_neither_free_nor_shared(self) -> None:
-        for write, _ in self.open_writes:
-            if any(write.spans):
-                contents = write.reservation.contents
-                assert contents is not None
-                for start, _ in (span for spans in write.spans for span in spans):
-                    assert start // 128 not in contents.holding.shared
 
     @invariant()
     def what_ended_keeps_nothing(self) -> None:
         for reservation in self.ledger._ended:
             assert not reservation.state.live
-            assert reservation.contents is None or reservation.writes
+            assert reservation.contents is None
 
     def free(self, key: Key) -> None:
         for state in self.engine.pop(key).groups:
             self.pool.release(list(state.ids()))
 
     def teardown(self) -> None:
-        self.act()
-        while self.open_writes:
-            self.end_write(0, True)
         self.ledger.expire(self.now + 1000.0)
-        self.act()
         for key in list(self.engine):
             self.free(key)
             self.ledger.finished(*key, self.now)

@@ -157,10 +157,6 @@ class FakeWorker:
             self._reach()
             yield step
 
-    async def acknowledge(self, have: Mapping[str, int]) -> None:
-        self._reach()
-        self.events_kept.acknowledge(have)
-
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         self._reach()
         self.aborted.append((rid, attempt))

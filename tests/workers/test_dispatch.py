@@ -16,7 +16,7 @@ from disagg.errors import (
     RequestError,
 )
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
-from disagg.workers.actions import Acknowledge, Action, Deliver, Forget, Reserve, Start
+from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.dispatch import MOVE_TOKENS, Phase, Started
 from tests.workers.fakes import Rules
 
@@ -93,7 +93,7 @@ def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
 def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
     dispatch = started()
     dispatch.token("p", "r", 1, 0, 7, 0.0)
-    ended = [Deliver("r", "stop"), Acknowledge("p", "r", 1), Forget("d", "r", 1)]
+    ended = [Deliver("r", "stop"), Forget("p", "r", 1), Forget("d", "r", 1)]
     assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
 
 
@@ -160,15 +160,14 @@ def test_both_workers_of_a_move_may_say_a_token_and_it_is_delivered_once() -> No
     assert (dispatch.entries["r"].decode, dispatch.moves) == ("d2", 1)
     assert dispatch.worker_down("d", 2.0) == []
     ended = dispatch.finished("d2", "r", 1, 3, "stop", 2.0)
-    assert ended == [Deliver("r", "stop"), Acknowledge("p", "r", 3), Acknowledge("d2", "r", 3)]
+    assert ended == [Deliver("r", "stop"), Forget("d2", "r", 1)]
     assert dispatch.unequal_tokens == dispatch.retries == 0
 
 
 def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_promised() -> None:
     dispatch = moving()
     ended = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
-    told = {Acknowledge("p", "r", 1), Acknowledge("d", "r", 1), Forget("d2", "r", 1)}
-    assert set(ended) == {Deliver("r", "stop"), *told}
+    assert ended == [Deliver("r", "stop"), Forget("d", "r", 1), Forget("d2", "r", 1)]
 
 
 def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
@@ -220,7 +219,7 @@ def test_a_single_token_is_computed_where_its_prompt_is_and_reserves_nothing() -
     assert dispatch.submit(single, 0.0) == [Start("p", at(single, 1), Work.LOCAL)]
     dispatch.token("p", "r", 1, 0, 7, 0.0)
     ended = dispatch.finished("p", "r", 1, 1, "length", 0.0)
-    assert ended == [Deliver("r", "length"), Acknowledge("p", "r", 1)]
+    assert ended == [Deliver("r", "length"), Forget("p", "r", 1)]
 
 
 def test_one_worker_of_both_roles_hands_nothing_over() -> None:

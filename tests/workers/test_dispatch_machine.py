@@ -18,7 +18,7 @@ from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
 from disagg.transfer.messages import Grant, Job, Load, Role, Work
 from disagg.workers import dispatch
-from disagg.workers.actions import Acknowledge, Action, Forget, Reserve, Start
+from disagg.workers.actions import Action, Forget, Reserve, Start
 from disagg.workers.dispatch import Phase, Started
 from tests.workers.fakes import Rules
 
@@ -82,7 +82,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert emitted == known or (action.job.moved and emitted == known[:-1])
             elif isinstance(action, Start):
                 self.start(action)
-            elif isinstance(action, Forget | Acknowledge):
+            elif isinstance(action, Forget):
                 self.forget(action)
             elif isinstance(action.what, int):
                 self.delivered[action.rid].append(action.what)
@@ -103,15 +103,12 @@ class Interleavings(RuleBasedStateMachine):
         said = max(0, len(start.job.emitted) - 1)
         self.workers[decode].jobs[rid] = Running(attempt, said, self.lengths[rid])
 
-    def forget(self, action: Forget | Acknowledge) -> None:
+    def forget(self, action: Forget) -> None:
         """As workers do; a call that is on its way to the same worker is ended before."""
         worker, rid = self.workers[action.worker], action.rid
         self.moves = [
             x for x in self.moves if x.job.rid != rid or action.worker not in (x.worker, x.decode)
         ]
-        if isinstance(action, Acknowledge):
-            worker.jobs.pop(rid, None)
-            return
         self.asked = [
             x
             for x in self.asked

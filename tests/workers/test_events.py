@@ -44,29 +44,15 @@ def test_a_new_attempt_replaces_what_the_old_one_said() -> None:
     assert first_batch(events, {}) == [token(1, attempt=2)]
 
 
-def test_an_ended_request_is_forgotten_when_it_is_acknowledged() -> None:
+def test_what_ended_is_kept_until_the_router_says_so_and_a_hand_off_until_its_figures() -> None:
     events = Events()
-    events.say([token(0, reason="stop")])
-    events.acknowledge({"r": 1})
-    assert events.kept == 0
-
-
-def test_an_acknowledged_request_is_forgotten_when_it_ends() -> None:
-    events = Events()
-    events.say([token(0)])
-    events.acknowledge({"r": 1})
-    assert events.kept == 1
-    events.say([TokenEvent("r", 1, 0, stats={"wire_bytes": 1})])
-    assert events.kept == 0
-
-
-def test_an_acknowledged_request_that_has_not_ended_stays_until_it_does() -> None:
-    events = Events()
-    events.say([token(0)])
+    events.say([token(0, reason="stop"), TokenEvent("s", 1, 0, 7)])
     for _ in range(3):
-        events.acknowledge({"r": 1})
-        assert first_batch(events, {}) == []
+        assert len(first_batch(events, {})) == 2
+    events.say([TokenEvent("s", 1, 0, stats={"wire_bytes": 1})])
     assert events.kept == 1
+    events.forget("r", 1)
+    assert events.kept == 0
 
 
 def test_an_abort_forgets_its_attempt_and_no_later_one() -> None:
@@ -75,19 +61,6 @@ def test_an_abort_forgets_its_attempt_and_no_later_one() -> None:
     events.forget("r", 1)
     assert events.kept == 1
     events.forget("r", 2)
-    assert events.kept == 0
-
-
-def test_what_ended_and_no_router_names_twice_is_forgotten() -> None:
-    events = Events()
-    events.say([token(0, reason="stop")])
-    events.say([TokenEvent("s", 1, 0, 7)])
-    for have, kept in (({}, 2), ({"r": 1}, 2), ({}, 2), ({}, 1), ({}, 1)):
-        first_batch(events, have)
-        assert events.kept == kept
-    events.say([TokenEvent("s", 1, 0, error=PeerLostError("x"))])
-    assert len(first_batch(events, {})) == 2  # it may have ended after the names were written down
-    assert first_batch(events, {}) == []
     assert events.kept == 0
 
 

@@ -223,7 +223,7 @@ def test_an_abort_that_was_lost_is_repeated_when_the_worker_speaks_again() -> No
                     break
             decode.broken = True  # from here on; its event stream is open
         await until(lambda: bool(prefill.aborted))
-        await until(lambda: bool(router._watches["d"].unheard))
+        await until(lambda: bool(router.peers["d"].unheard))
         decode.broken = False
         await until(lambda: bool(decode.aborted))
         assert not decode.jobs
@@ -251,7 +251,7 @@ def test_a_worker_follows_one_router_and_the_next_when_that_is_gone() -> None:
         await until(lambda: router.ready)
         second = Router(RouterConfig(silence_s=0.3))
         join(second, *workers)
-        await until(lambda: all("follows" in x.trouble for x in second._watches.values()))
+        await until(lambda: all("follows" in x.trouble for x in second.peers.values()))
         assert not second.ready
         assert not workers[0].fenced
         tokens, _ = await collect(ask(router))

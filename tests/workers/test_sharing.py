@@ -52,7 +52,7 @@ def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
             assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
             assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
             await home.empty()
-            assert (await home.gauges())["d"]["cached_pages"] > 0
+            assert home.seen["d"]["cached_pages"] > 0  # later a scrub may own some
             assert tokens == alone(second, codec)
 
     asyncio.run(scene())

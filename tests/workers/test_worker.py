@@ -27,10 +27,10 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import Pool
 from disagg.transfer.messages import Role
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission, Reservations, Write
+from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
-from disagg.workers.prefill import Offering
+from disagg.workers.offering import Offering
 from disagg.workers.router import Output
 from tests.workers.fakes import until
 from tests.workers.pairs import Prompt, house
@@ -203,19 +203,19 @@ def test_the_first_frame_leaves_before_the_last_layer_starts(
 ) -> None:
     """The engine may not go on to the last layer until bytes have arrived at the other worker."""
     arrived, waited = threading.Event(), list[bool]()
-    offer, begin_write = Offering.offer, Reservations.begin_write
+    offer, store = Offering.offer, Reservations.store
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         offer(self, items)
         if items[0].layer == LAYERS - 2:
             waited.append(arrived.wait(30))
 
-    def written(self: Reservations, *event: Any) -> Write:
+    def stored(self: Reservations, *event: Any) -> None:
         arrived.set()
-        return begin_write(self, *event)
+        store(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Reservations, "begin_write", written)
+    monkeypatch.setattr(Reservations, "store", stored)
 
     async def scene() -> None:
         async with house() as home:
@@ -230,18 +230,18 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
     runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    offer, begin_write = Offering.offer, Reservations.begin_write
+    offer, store = Offering.offer, Reservations.store
 
     def offered(self: Offering, items: Sequence[Item]) -> None:
         order.append("offer")
         offer(self, items)
 
-    def written(self: Reservations, *event: Any) -> Write:
+    def stored(self: Reservations, *event: Any) -> None:
         order.append("write")
-        return begin_write(self, *event)
+        store(self, *event)
 
     monkeypatch.setattr(Offering, "offer", offered)
-    monkeypatch.setattr(Reservations, "begin_write", written)
+    monkeypatch.setattr(Reservations, "store", stored)
 
     async def scene() -> None:
         config = Config(transfer=replace(TransferConfig(), overlap=False))
@@ -291,7 +291,8 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
                         stored[item] = digest(data)
                 admit(self, admission)
 
-            home.workers["d"].receiver._on_admit = partial(admitting, home.workers["d"].decode)
+            rules = home.workers["d"].receiver.reservations
+            rules._on_admit = partial(admitting, home.workers["d"].decode)
             await home.complete(story, KIVI, max_tokens=2)
 
     monkeypatch.setattr(ops, "encode", encoding)

@@ -18,7 +18,7 @@ from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
-from disagg.workers.prefill import Offering
+from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
 from tests.workers.fakes import until
 from tests.workers.pairs import GREEDY, House, Prompt, house
@@ -166,8 +166,8 @@ def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(
             async for output in outputs:
                 if output.token is not None and home.workers["d"].decode.attempts:
                     break
-            for watch in home.router._watches.values():
-                watch.task.cancel()
+            for peer in home.router.peers.values():
+                peer.task.cancel()
             decode = home.workers["d"]
             await until(lambda: not decode.decode.attempts)
             await until(lambda: not decode.engine.pool.referenced_pages)
@@ -246,8 +246,8 @@ def test_what_nobody_foresaw_ends_one_request_and_leaves_nothing(
     async def scene() -> None:
         async with house() as home:
             home.pair(runners)
-            receiver = home.workers["d"].receiver
-            target, name = (sender, "pack") if side == "send" else (receiver, "_on_admit")
+            rules = home.workers["d"].receiver.reservations
+            target, name = (sender, "pack") if side == "send" else (rules, "_on_admit")
             whole = getattr(target, name)
             monkeypatch.setattr(target, name, broken)
             asked = [home.complete(story, KIVI) for _ in range(4)]
@@ -291,8 +291,8 @@ def test_the_next_router_finds_nothing_of_the_one_before(
             job = Job("r", 1, story, sampling={"max_tokens": 4})
             with pytest.raises(ConfigError, match="follows router"):
                 await anext(decode.events({}, "other"))
-            for watch in home.router._watches.values():
-                watch.task.cancel()  # as if it had been killed
+            for peer in home.router.peers.values():
+                peer.task.cancel()  # as if it had been killed
             await until(lambda: not decode._events.followed)
             steps = decode.events({}, "other")
             on_io = asyncio.run_coroutine_threadsafe(anext(steps), decode._loop)

@@ -14,22 +14,11 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_SEGMENT: _ClassVar[Kind]
     KIND_SIDE: _ClassVar[Kind]
     KIND_RAW: _ClassVar[Kind]
-
-class HandoffState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    HANDOFF_STATE_UNSPECIFIED: _ClassVar[HandoffState]
-    HANDOFF_STATE_ATTACHED: _ClassVar[HandoffState]
-    HANDOFF_STATE_ADMITTED: _ClassVar[HandoffState]
-    HANDOFF_STATE_EXPIRED: _ClassVar[HandoffState]
 KIND_UNSPECIFIED: Kind
 KIND_PAGE: Kind
 KIND_SEGMENT: Kind
 KIND_SIDE: Kind
 KIND_RAW: Kind
-HANDOFF_STATE_UNSPECIFIED: HandoffState
-HANDOFF_STATE_ATTACHED: HandoffState
-HANDOFF_STATE_ADMITTED: HandoffState
-HANDOFF_STATE_EXPIRED: HandoffState
 
 class ItemSet(_message.Message):
     __slots__ = ("kind", "group", "layer", "records", "digests")
@@ -70,22 +59,20 @@ class AttachRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., tokens: _Optional[int] = ..., direct: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("state", "have", "cached", "lease_s", "credit", "port", "key")
-    STATE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("admitted", "have", "lease_s", "credit", "port", "key")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
-    state: HandoffState
+    admitted: bool
     have: _containers.RepeatedCompositeFieldContainer[ItemSet]
-    cached: _containers.RepeatedScalarFieldContainer[int]
     lease_s: float
     credit: int
     port: int
     key: bytes
-    def __init__(self, state: _Optional[_Union[HandoffState, str]] = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., cached: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., credit: _Optional[int] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, admitted: bool = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., lease_s: _Optional[float] = ..., credit: _Optional[int] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("frame",)
@@ -94,20 +81,16 @@ class PushRequest(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("nonce", "gen", "nbytes", "frames", "error_reason", "error_message")
+    __slots__ = ("nonce", "gen", "error_reason", "error_message")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     GEN_FIELD_NUMBER: _ClassVar[int]
-    NBYTES_FIELD_NUMBER: _ClassVar[int]
-    FRAMES_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     gen: int
-    nbytes: int
-    frames: int
     error_reason: str
     error_message: str
-    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., nbytes: _Optional[int] = ..., frames: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("tickets",)
@@ -156,7 +139,5 @@ class ProbeRequest(_message.Message):
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("bytes",)
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    bytes: int
-    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -152,23 +152,6 @@ class TokenEvent(_message.Message):
     logprobs: str
     def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., stats: _Optional[str] = ..., logprobs: _Optional[str] = ...) -> None: ...
 
-class AcknowledgeRequest(_message.Message):
-    __slots__ = ("have",)
-    class HaveEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    HAVE_FIELD_NUMBER: _ClassVar[int]
-    have: _containers.ScalarMap[str, int]
-    def __init__(self, have: _Optional[_Mapping[str, int]] = ...) -> None: ...
-
-class AcknowledgeResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class AbortRequest(_message.Message):
     __slots__ = ("rid", "attempt", "reason")
     RID_FIELD_NUMBER: _ClassVar[int]

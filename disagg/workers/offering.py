@@ -1,0 +1,121 @@
+"""What leaves a worker: the pages of one sequence, from the engine to the sender of its hand-off.
+
+engine thread: begin, offer ─► thread of copies, from a device ─► io loop: sender ─► peer
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+from disagg.engine.engine import Engine
+from disagg.engine.failures import named
+from disagg.metrics import HandoffStats
+from disagg.plan import Plan
+from disagg.state import GroupState
+from disagg.transfer.channel import Peers
+from disagg.transfer.messages import Attach, Submit
+from disagg.transfer.records import ArenaSource
+from disagg.transfer.sender import Sender
+from disagg.wire import Item, PlainValue, Ticket
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """What the hand-offs of a worker have in common. `copies` waits for them, in order."""
+
+    engine: Engine
+    model: str
+    peers: Peers
+    copies: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "copies"))
+
+
+class Offering:
+    """One hand-off that leaves, by the names that the engine and the sender call it.
+
+    overlap: pages leave while later layers compute
+    """
+
+    def __init__(self, way: Exit, submit: Submit, codec: str, overlap: bool = True):
+        job, plan = submit.job, way.engine.plan(codec)
+        ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
+        attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
+        channel = way.peers.get(submit.decode_address)
+        self.sender = Sender(channel, attach, plan, self, job.deadline_s)
+        self.checklist = self.sender.outbox.checklist
+        self.arena = way.engine.pool.arena
+        self._copies = way.copies
+        self._overlap = overlap
+        self._loop = asyncio.get_running_loop()
+        self._source: ArenaSource | None = None
+        self._kept: list[Item] = []
+
+    # -- on the io loop
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[Self]:
+        """From its attachment on; afterwards nobody reads its records."""
+        self._sending = asyncio.create_task(self.sender.run())
+        try:
+            yield self
+        finally:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    async def unless_over(self, made: "asyncio.Future[Made]") -> Made:
+        """What the engine makes of it; the error that came in between."""
+        both: list[asyncio.Future] = [made, self._sending]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            self._sending.result()  # raises: without a commit it cannot end well
+        return made.result()
+
+    async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
+        """All is computed: what was kept back goes, then the commit; the figures of the wire."""
+        if self._kept:
+            self._pass(self._kept)
+        self.sender.finish(first_token, extras)
+        return await self._sending
+
+    def read(self, items: Sequence[Item]) -> list[memoryview]:
+        """The bytes of items of one kind, layer group and size that were offered."""
+        assert self._source is not None
+        return self._source.read(items)
+
+    def _pass(self, items: Sequence[Item]) -> None:
+        try:
+            self.sender.offer(items)
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        self.sender.end(named(error))
+
+    # -- on the engine's thread
+
+    def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
+        """The records are there; from now on they can be read."""
+        self._source = ArenaSource(self.arena, self.checklist, groups)
+
+    def offer(self, items: Sequence[Item]) -> None:
+        """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
+        assert self._source is not None
+        if not self._overlap:
+            self._kept.extend(items)
+        elif self.arena.on_host:
+            self._loop.call_soon_threadsafe(self._pass, items)
+        else:
+            self._copies.submit(self._land, items, self._source.stage(items))
+
+    # -- on the thread that waits for copies
+
+    def _land(self, items: Sequence[Item], copied: Callable[[], None]) -> None:
+        try:
+            copied()
+            self._loop.call_soon_threadsafe(self._pass, items)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._break, error)
