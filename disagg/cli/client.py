@@ -93,7 +93,7 @@ def read_state(path: Path) -> RunningService | None:
 def left_token(path: Path) -> str | None:
     """Of a service that was killed: its clients, who resume at the next one, have it still."""
     state = _state_of(path)
-    return state and state.token
+    return state.token if state else None
 
 
 def _state_of(path: Path) -> RunningService | None:
