@@ -128,7 +128,7 @@ class Talk:
 
 def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(address, tmp_path):
     home = Home(tmp_path)
-    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8")
+    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=30")
     serve = partial(home.start, "serve", "--port", "0", *where)
 
     first = serve()
@@ -160,7 +160,7 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(add
     other = serve("--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
-    assert "runs with other settings, until 8 s after its last router" in error
+    assert "runs with other settings, until 30 s after its last router" in error
     wait_for(lambda: not alive(last_pids))
 
 
