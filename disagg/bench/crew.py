@@ -34,11 +34,11 @@ from statistics import median
 
 import torch
 
-from disagg.bench.child import Child
+from disagg.bench.child import Child, Fork
 from disagg.bench.handoff import prompt_of
 from disagg.bench.result import Row, result_of, table
 from disagg.config import DEFAULT_CODEC, Config, RouterConfig
-from disagg.errors import DisaggError
+from disagg.errors import DeadlineError, DisaggError
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, WorkerStatus
 from disagg.transfer.rpc import Link, connect
@@ -46,7 +46,8 @@ from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 
-HOST, CHUNK_BYTES, POLL_S, DRAIN_S = "127.0.0.1", 1 << 18, 0.05, 60.0
+HOST, CHUNK_BYTES, POLL_S = "127.0.0.1", 1 << 18, 0.05
+DRAIN_S, PATIENCE_S = 60.0, 120.0
 STAYS = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle worker
 PROMPTS = 8  # different ones, of 40 to 320 tokens
 IDLE_S = 60.0
@@ -139,20 +140,20 @@ class Hand:
 
 
 class Crew:
-    """Workers by name, and their router."""
+    """Workers by name, and their router. `process`: what each is in its own."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, process: type[WorkerProcess] = WorkerProcess):
         self.router = Router(config.router)
         self.hands: dict[str, Hand] = {}
         self.pids: list[int] = []  # of all that ever were, as are the doors
         self.doors: list[Door] = []
-        self._config = config
+        self._config, self._process = config, process
         self._numbers = count()
 
     async def hire(self, role: Role) -> Hand:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
-        child = await asyncio.to_thread(Child, WorkerProcess)
+        child = await asyncio.to_thread(Fork, self._process)
         self.pids.append(child.pid)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
         door = Door(started.address)
@@ -197,19 +198,30 @@ class Crew:
 
 
 @asynccontextmanager
-async def hired(config: Config, prefill: int, decode: int) -> AsyncIterator[Crew]:
+async def hired(
+    config: Config, prefill: int, decode: int, process: type[WorkerProcess] = WorkerProcess
+) -> AsyncIterator[Crew]:
     """A crew; all of it leaves in the end."""
-    crew = Crew(config)
+    crew = Crew(config, process)
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     try:
         await asyncio.gather(*map(crew.hire, roles))
-        while not crew.router.ready:
-            await asyncio.sleep(POLL_S)
+        await until(lambda: crew.router.ready, "all workers take part")
         yield crew
     finally:
         await crew.router.close()
         for hand in list(crew.hands.values()):
             await crew.lose(hand)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something to be so; DeadlineError, with what it is, after PATIENCE_S."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise DeadlineError(f"not within {PATIENCE_S:g} s: {what}") from None
 
 
 def _lives(pid: int) -> bool:

@@ -47,8 +47,8 @@ class Offering:
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
         channel = way.peers.get(submit.decode_address)
         self.sender = Sender(channel, attach, plan, self, job.deadline_s)
-        self._checklist = self.sender.outbox.checklist
-        self._arena = way.engine.pool.arena
+        self.checklist = self.sender.outbox.checklist
+        self.arena = way.engine.pool.arena
         self._copies = way.copies
         self._overlap = overlap
         self._loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class Offering:
     async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
         """All is computed: what was kept back goes, and what was left out as it is there; then the
         commit; the figures of the wire."""
-        self._left_out = set(self._checklist.items) - self._offered
+        self._left_out = set(self.checklist.items) - self._offered
         if items := [*self._kept, *sorted(self._left_out)]:
             self._pass(items)
         self.sender.finish(first_token, extras)
@@ -108,7 +108,7 @@ class Offering:
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are there; from now on they can be read."""
-        self._source = ArenaSource(self._arena, self._checklist, groups)
+        self._source = ArenaSource(self.arena, self.checklist, groups)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
@@ -116,7 +116,7 @@ class Offering:
         self._offered.update(items)
         if not self._overlap:
             self._kept.extend(items)
-        elif self._arena.on_host:
+        elif self.arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
             self._copies.submit(self._land, items, self._source.stage(items))

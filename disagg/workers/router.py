@@ -252,7 +252,8 @@ class Router:
             if client is not None:
                 client.logprobs = event.logprobs
                 if event.stats is not None:
-                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
+                    if event.stats.get("wire_bytes"):
+                        self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                     client.kv = event.stats
                     client.receipt.set()
             self._act(self.dispatch.hear(peer.name, event, now))
