@@ -30,7 +30,8 @@ from disagg.page import ARENA_UNIT, align
 from disagg.plan import RecordShape
 
 DEFAULT_SLAB_BYTES = 1 << 20
-SPARED = 8  # of so many slabs one is left to other shapes while pages of the own can go
+SPARED = 8  # of so many slabs one is left to other shapes while pages of the own can go; and
+MOST_SPARED = 4  # no more than that: one for each kind of record
 STALE = 64  # outdated places in the order of use that are put up with before it is made anew
 
 P = ParamSpec("P")
@@ -167,7 +168,7 @@ class Pool:
 
         Cached pages go where that makes room.
         """
-        spared = self.num_slabs // SPARED
+        spared = min(self.num_slabs // SPARED, MOST_SPARED)
         for _ in range(count):
             if self.free_pages(shape, spared) >= count or not self._evict([shape]):
                 break

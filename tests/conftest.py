@@ -17,6 +17,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no fail
 settings.load_profile("untimed")
 
 SERIAL = {  # never beside each other: what starts Ray, makes namespaces or builds in the checkout
+    "tests/bench/test_crew.py",
     "tests/bench/test_child.py",
     "tests/cli/test_cluster.py",
     "tests/cli/test_private.py",

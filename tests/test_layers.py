@@ -31,7 +31,7 @@ FLOORS = [  # bottom to top; rooms on one floor do not know each other
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {  # package: where alone it may be imported
     "ray": ["disagg/workers/launch.py", "disagg/serve_app.py"],
-    "transformers": ["disagg/model/"],
+    "transformers": ["disagg/model/", "disagg/bench/streams.py"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
     "fastapi": ["disagg/server/"],

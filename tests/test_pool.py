@@ -149,6 +149,16 @@ def test_being_read_is_not_being_used():
     assert set(pool.kept_keys) == {b"b", b"c", b"d"}
 
 
+@pytest.mark.parametrize(("slabs", "spared"), [(16, 2), (200, 4)])
+def test_what_is_kept_leaves_some_slabs_to_other_shapes_and_few_of_many(slabs, spared):
+    pool = make_pool(slabs * 4096)
+    for number in range(17 * slabs):
+        keep(pool, b"%d" % number, 1)
+    assert pool.cached_bytes == (slabs - spared) * 4096
+    pool.allocate(ODD, 1)
+    assert pool.cached_bytes == (slabs - spared) * 4096
+
+
 def test_what_somebody_owns_is_never_taken_for_room():
     pool = make_pool()
     keep(pool, b"a", 32)

@@ -3,8 +3,9 @@
     python -m disagg.bench.child disagg.bench.crew WorkerProcess 5
 
 A child holds one object, whose methods the parent calls over a pipe. It is a fresh interpreter that
-has what its module imports, and nothing that its parent has. It ends when its parent does, however
-that ended and whatever it is doing: its end of the pipe closes.
+has what its module imports, and nothing that its parent has; or a fork of one such, for who cannot
+wait for imports. It ends when its parent does, however that ended and whatever it is doing: its end
+of the pipe closes.
 
 The link has a chosen rate: a veth pair with the kernel's token bucket between the network
 namespaces of the two processes themselves, so it is gone when they are, however the benchmark
@@ -19,6 +20,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -26,7 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -34,7 +36,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES
@@ -50,6 +52,8 @@ _COUNT = struct.Struct("<Q")
 
 
 # -- children
+
+ANSWER_S, END_S = 300.0, 10.0  # for one call; for a process to end by itself
 
 
 class Child:
@@ -69,13 +73,17 @@ class Child:
         self.pid = self._process.pid
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method there; raises the DisaggError it raised, PeerLostError if it died."""
+        """Call a method there; raises the DisaggError it raised, PeerLostError if it died.
+
+        DeadlineError after ANSWER_S: it answers no call any more.
+        """
         try:
             self._pipe.send((method, arguments))
+            if not self._pipe.poll(ANSWER_S):
+                raise DeadlineError(f"process {self.pid}: no answer to {method} in {ANSWER_S:g} s")
             answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
-            code = self._process.wait()
-            raise PeerLostError(f"process {self.pid} ended with {code}") from error
+            raise PeerLostError(f"process {self.pid} ended with {self._wait()}") from error
         if isinstance(answer, DisaggError):
             raise answer
         return answer
@@ -86,7 +94,32 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """Returns when the process has ended."""
         self._pipe.close()
-        self._process.wait()
+        if self._wait(END_S) is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code; None: it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode
+
+
+class Fork(Child):
+    """A process out of one that has imported the module of `role`, and is kept for the next."""
+
+    def __init__(self, role: type):
+        self._pipe, theirs = Pipe()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([role.__module__])
+        with theirs:
+            self._forked = context.Process(target=_live, args=(role, theirs), daemon=True)
+            self._forked.start()
+        self.pid = self._forked.pid or 0
+
+    def _wait(self, timeout_s: float | None = None) -> int | None:
+        self._forked.join(timeout_s)
+        return self._forked.exitcode
 
 
 async def _serve(role: type, pipe: Connection) -> None:
@@ -112,11 +145,15 @@ async def _serve(role: type, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """The process; the garbage collector never looks at what was imported."""
+    """A fresh process."""
     module, name, end = sys.argv[1:]
     pipe = Connection(int(end))
     os.set_inheritable(pipe.fileno(), False)
-    role = getattr(import_module(module), name)
+    _live(getattr(import_module(module), name), pipe)
+
+
+def _live(role: type, pipe: Connection) -> None:
+    """The garbage collector never looks at what was imported."""
     tune_malloc()
     gc.freeze()
     asyncio.run(_serve(role, pipe))

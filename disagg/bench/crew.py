@@ -14,7 +14,8 @@ Every answer is compared with the one that the same prompt got while nothing hap
     drained   another one takes its place, then it is told to leave: its sequences move
     cut off   for 2 to 8 s all its connections break and none is accepted
 
-In the end nothing may be held, and no process or port of a worker may be left.
+In the end nothing may be held, and no process or port of a worker may be left. Where it is calm
+nothing of this happens, and the memory of the workers has to be what it was.
 """
 
 import asyncio
@@ -33,11 +34,11 @@ from statistics import median
 
 import torch
 
-from disagg.bench.child import Child
+from disagg.bench.child import Child, Fork
 from disagg.bench.handoff import prompt_of
 from disagg.bench.result import Row, result_of, table
 from disagg.config import DEFAULT_CODEC, Config, RouterConfig
-from disagg.errors import DisaggError
+from disagg.errors import DeadlineError, DisaggError
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, WorkerStatus
 from disagg.transfer.rpc import Link, connect
@@ -45,7 +46,8 @@ from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 
-HOST, CHUNK_BYTES, POLL_S, DRAIN_S = "127.0.0.1", 1 << 18, 0.05, 60.0
+HOST, CHUNK_BYTES, POLL_S = "127.0.0.1", 1 << 18, 0.05
+DRAIN_S, PATIENCE_S = 60.0, 120.0
 STAYS = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle worker
 PROMPTS = 8  # different ones, of 40 to 320 tokens
 IDLE_S = 60.0
@@ -138,20 +140,20 @@ class Hand:
 
 
 class Crew:
-    """Workers by name, and their router."""
+    """Workers by name, and their router. `process`: what each is in its own."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, process: type[WorkerProcess] = WorkerProcess):
         self.router = Router(config.router)
         self.hands: dict[str, Hand] = {}
         self.pids: list[int] = []  # of all that ever were, as are the doors
         self.doors: list[Door] = []
-        self._config = config
+        self._config, self._process = config, process
         self._numbers = count()
 
     async def hire(self, role: Role) -> Hand:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
-        child = await asyncio.to_thread(Child, WorkerProcess)
+        child = await asyncio.to_thread(Fork, self._process)
         self.pids.append(child.pid)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
         door = Door(started.address)
@@ -196,19 +198,30 @@ class Crew:
 
 
 @asynccontextmanager
-async def hired(config: Config, prefill: int, decode: int) -> AsyncIterator[Crew]:
+async def hired(
+    config: Config, prefill: int, decode: int, process: type[WorkerProcess] = WorkerProcess
+) -> AsyncIterator[Crew]:
     """A crew; all of it leaves in the end."""
-    crew = Crew(config)
+    crew = Crew(config, process)
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     try:
         await asyncio.gather(*map(crew.hire, roles))
-        while not crew.router.ready:
-            await asyncio.sleep(POLL_S)
+        await until(lambda: crew.router.ready, "all workers take part")
         yield crew
     finally:
         await crew.router.close()
         for hand in list(crew.hands.values()):
             await crew.lose(hand)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something to be so; DeadlineError, with what it is, after PATIENCE_S."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise DeadlineError(f"not within {PATIENCE_S:g} s: {what}") from None
 
 
 def _lives(pid: int) -> bool:
@@ -227,6 +240,7 @@ class ChaosOptions:
     """How long, for whom, and how it is made.
 
     tokens: of an answer · pauses_s: the shortest and the longest between two events
+    calm:   there are none
     """
 
     seed: int = 1
@@ -238,6 +252,7 @@ class ChaosOptions:
     codec: str = DEFAULT_CODEC
     pauses_s: tuple[float, float] = (6.0, 12.0)
     deadline_s: float = 120.0
+    calm: bool = False
 
 
 @dataclass
@@ -332,6 +347,10 @@ class Storm:
     async def rage(self) -> list[Row]:
         """Strike until the time is over; what was done to whom, when."""
         events, began = list[Row](), time.monotonic()
+        if self._options.calm:
+            await asyncio.sleep(60 * self._options.minutes)
+            self._over = True
+            return events
         strikes = (self._kill, self._freeze, self._drain, self._cut_off)
         async with asyncio.TaskGroup() as tasks:
             while True:

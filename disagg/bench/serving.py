@@ -41,6 +41,7 @@ class ServeOptions:
     burstiness:      of the gamma process between them; 1: Poisson
     self_timed:      when the trace says, instead
     goodput:         milliseconds that "ttft", "tpot" and "e2el" may take for a request to be good
+    extra_body:      fields that every body has too
     """
 
     base_url: str
@@ -57,6 +58,7 @@ class ServeOptions:
     goodput: Mapping[str, float] = field(default_factory=dict)
     metrics: Sequence[str] = ("ttft", "tpot", "itl")
     percentiles: Sequence[float] = (99.0,)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -106,10 +108,10 @@ def first_model(base_url: str) -> str:
 
 def measure_serving(options: ServeOptions, visits: Sequence[Visit]) -> Row:
     """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
-    return summarize(options, *asyncio.run(_visit_all(options, visits)))
+    return summarize(options, *asyncio.run(visit_all(options, visits)))
 
 
-async def _visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
+async def visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
     """What was seen of each, and the seconds from the first request to the last answer."""
     gate = asyncio.Semaphore(options.max_concurrency or len(visits))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -149,7 +151,8 @@ def _body(options: ServeOptions, visit: Visit) -> Row:
     body |= {"max_completion_tokens" if chat else "max_tokens": visit.max_tokens}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     body |= {"ignore_eos": True} if options.ignore_eos else {}
-    return body | ({} if options.temperature is None else {"temperature": options.temperature})
+    body |= {} if options.temperature is None else {"temperature": options.temperature}
+    return body | dict(options.extra_body)
 
 
 async def _visit(client: httpx.AsyncClient, options: ServeOptions, visit: Visit) -> Visited:

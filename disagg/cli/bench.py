@@ -60,6 +60,21 @@ def load(out: Out = None, as_json: options.Json = False) -> None:
 
 
 @app.command()
+def streams(
+    model: options.Model = None,
+    part: Annotated[list[str] | None, typer.Option(help="May be repeated; all of it.")] = None,
+    rounds: Rounds = None,
+    out: Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """A service beside a dense batch and `LLM`; long and known prompts beside others."""
+    from disagg.bench.streams import StreamsOptions, draw_streams, measure_streams
+
+    given = _set({"rounds": rounds, "parts": part})
+    _show(draw_streams, measure_streams(StreamsOptions(model, **given)), out, as_json)
+
+
+@app.command()
 def latency(
     codec: str | None = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Of the tiny prompt.")] = None,
@@ -79,13 +94,15 @@ def chaos(
     seed: int = 1,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
     codec: str | None = None,
+    streams: int = 40,
+    calm: Annotated[bool, typer.Option("--calm", help="Strike nobody.")] = False,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """40 streams while workers are killed, frozen, drained and cut off."""
+    """Streams while workers are killed, frozen, drained and cut off."""
     from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
-    asked = ChaosOptions(seed, minutes, **_set({"codec": codec}))
+    asked = ChaosOptions(seed, minutes, streams=streams, calm=calm, **_set({"codec": codec}))
     _show(draw_chaos, measure_chaos(asked), out, as_json)
 
 

@@ -86,6 +86,17 @@ def announced(path: Path, state: RunningService) -> Iterator[Callable[[], None]]
 
 def read_state(path: Path) -> RunningService | None:
     """The service of a state file, if it runs. ConfigError for a file that others could write."""
+    state = _state_of(path)
+    return state if state and state.alive else None
+
+
+def left_token(path: Path) -> str | None:
+    """Of a service that was killed: its clients, who resume at the next one, have it still."""
+    state = _state_of(path)
+    return state.token if state else None
+
+
+def _state_of(path: Path) -> RunningService | None:
     try:
         found = path.stat()
         text = path.read_text()
@@ -96,10 +107,9 @@ def read_state(path: Path) -> RunningService | None:
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"state file {path} belongs or is open to others; remove it")
     try:
-        state = RunningService(**json.loads(text))
+        return RunningService(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"state file {path} cannot be read: {error}; remove it") from error
-    return state if state.alive else None
 
 
 @dataclass

@@ -138,7 +138,7 @@ def run_service(config: Config, as_json: bool) -> None:
     try:
         with ExitStack() as stack:
             with stages() as say:
-                service = Service(config, say)
+                service = Service(config, say, client.left_token(path))
                 tls = config.server.tls_certificate
                 state = RunningService(service.url, os.getpid(), service.secret, tls)
                 is_ready = stack.enter_context(client.announced(path, state))

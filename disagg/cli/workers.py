@@ -10,6 +10,7 @@ from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, print_table
 from disagg.cli.serve import running
+from disagg.cli.submit import ApiKey
 from disagg.errors import ConfigError
 
 Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
@@ -24,12 +25,15 @@ COLUMNS += ["backend", ""]
 
 def status(
     url: Url = None,
+    api_key: ApiKey = None,
     watch: Watch = False,
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Say how the running service is and what its workers do."""
-    for found in looks(RunningService(url, 0, "") if url else running(state_file), watch):
+    for found in looks(
+        RunningService(url, 0, api_key or "") if url else running(state_file), watch
+    ):
         if as_json:
             print_json(found)
         else:
@@ -72,8 +76,8 @@ def draw(found: dict[str, Any]) -> None:
     told = [found["model"], found["codec"], f"{found['requests']} requests"]
     told += [f"{found[x]} {x}" for x in ("queued", "moved", "retried") if found.get(x)]
     if fp16 := found.get("fp16_bytes"):
-        saved = 100 * (1 - found["wire_bytes"] / fp16)
-        told.append(f"{found['wire_bytes']:,} bytes sent, {saved:.0f} % less than fp16")
+        share = 100 * found["wire_bytes"] / fp16
+        told.append(f"{found['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
     print_table(" · ".join(told), COLUMNS, map(row_of, found["workers"]))
 
 

@@ -39,6 +39,10 @@ class Written:
     first: int
     count: int
 
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.count)
+
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
     """How many tokens of pages can be encoded for good when `done` of `total` are computed.
@@ -64,6 +68,7 @@ def write_prompt(
     total: int,
     queries: Queries | None = None,
     first: int = 0,
+    there: int = 0,
 ) -> list[Written]:
     """Encode what a chunk of prefill made final, into the records of `state`.
 
@@ -72,12 +77,13 @@ def write_prompt(
     before:  tokens that earlier calls for this layer had seen
     total:   tokens of the whole prompt; at done == total the raw pages are written too
     queries: of the tokens so far, for codecs that choose by them
+    there:   leading pages that whoever gets the records has already: they are left out
     """
     done, sink, raw = first + k.shape[1], group.sink, exact_format(group.raw)
     prompt = Prompt(total, k, queries)
     written: list[Written] = []
     dropped, end = group.dropped(total), encodable(group, done, total)
-    start = max(dropped, encodable(group, before, total))
+    start = max(dropped + there * group.page.tokens, encodable(group, before, total))
     if end > start:
         some = slice(sink + start - first, sink + end - first)
         page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens

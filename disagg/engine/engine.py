@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from itertools import count
+from itertools import count, takewhile
 from queue import Empty, SimpleQueue
 
 import torch
@@ -57,6 +57,7 @@ from disagg.errors import (
 from disagg.model.attention import Chunk
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
+from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.wire import Item
 
@@ -373,13 +374,16 @@ class Engine:
         before = 0 if before == sequence.cached else before  # what is known is not encoded yet
         start = time.perf_counter()
         queries, codec = sequence.workspace.queries(layer), codec_of(group)
-        written = write_prompt(
-            codec, group, state, layer, self.arena, k, v, before, total, queries, done - k.shape[1]
-        )
+        there = 0
+        if sequence.handoff is not None:
+            pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(state.page_ids())))
+            there = len(list(takewhile(sequence.handoff.has, pages)))
+        prompt = k, v, before, total, queries, done - k.shape[1]
+        written = write_prompt(codec, group, state, layer, self.arena, *prompt, there)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
-            records = [(w.kind, i) for w in written for i in range(w.first, w.first + w.count)]
-            sequence.handoff.offer([Item(kind, index, layer, i) for kind, i in records])
+            found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)
+            sequence.handoff.offer(list(found))
 
     def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
         """A step broke and nobody can say for whom: all that were in it end.
@@ -481,19 +485,13 @@ class Engine:
         events, preempted = self._events, self._preempted
         self._events, self._preempted = [], []
         queues = self._scheduler
+        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
+        used, whole = self.pool.used_bytes, self.pool.arena.nbytes
         return StepOutput(
             tokens=tuple(x for x in events if isinstance(x, Token)),
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
             moved=tuple(x for x in events if isinstance(x, Moved)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
             preempted=tuple(preempted),
-            load=EngineLoad(
-                running=len(queues.active),
-                waiting=len(queues.waiting),
-                held=len(queues.held),
-                used_bytes=self.pool.used_bytes,
-                arena_bytes=self.pool.arena.nbytes,
-                free_bytes=queues.free_bytes,
-                slots=queues.slots,
-            ),
+            load=EngineLoad(running, waiting, held, used, whole, queues.free_bytes, queues.slots),
         )

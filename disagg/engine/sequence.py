@@ -195,6 +195,9 @@ class Handoff(Protocol):
     def offer(self, items: Seq[Item]) -> None:
         """The bytes of these items are final; they stay until a Release or Abort."""
 
+    def has(self, item: Item) -> bool:
+        """Whether an item is there already: it is neither encoded nor offered, unless it was."""
+
 
 @dataclass(eq=False)
 class Sequence:

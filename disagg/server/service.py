@@ -43,11 +43,16 @@ DEFAULT_NAME = "default"
 class Service:
     """Serves while entered, at `url`, which is bound from the start.
 
-    secret: whoever knows it may ask the service to stop, which sets `stopped`
+    secret: whoever knows it may ask the service to stop, which sets `stopped`; None: a new one
     say:    is told what goes on while the service starts, in words
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None] = lambda stage: None):
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None] = lambda stage: None,
+        secret: str | None = None,
+    ):
         server = config.server
         self._keys = read_keys(server)
         check_tls(server)
@@ -63,7 +68,7 @@ class Service:
         self.name = served_name(config)
         self._say = say
         self.stopped = threading.Event()
-        self.secret = secrets.token_hex(16)
+        self.secret = secret or secrets.token_hex(16)
         self._stack = ExitStack()
         self._links: dict[str, Link] = {}
         self._workers: Cluster | None = None
@@ -115,7 +120,13 @@ class Service:
     # -- for whoever owns it
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
-        """So many workers of each role, soon; None: as many as now."""
+        """So many workers of each role, soon; None: as many as now.
+
+        ConfigError where foreign routers find each at a port of its own: those know no others.
+        """
+        if self._doors:
+            told = "are as many as their ports; serve without --pd-ports to scale"
+            raise ConfigError(f"the workers of this service {told}")
         self._staffed().scale(prefill, decode)
 
     def drain(self, name: str) -> None:

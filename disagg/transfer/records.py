@@ -102,8 +102,12 @@ class Checklist:
     def select(self, layer: int, kind: Kind, first: int, count: int) -> list[Item]:
         """The items of `count` records of one layer from the `first` on, as far as there are."""
         group = self.plan.group_of[layer]
-        end = min(first + count, self._counts[group].get(kind, 0))
+        end = min(first + count, self.count(group, kind))
         return [Item(kind, group, layer, record) for record in range(first, end)]
+
+    def count(self, group: int, kind: Kind) -> int:
+        """How many records of a kind a layer group has."""
+        return self._counts[group].get(kind, 0)
 
     def place(self, item: Item) -> int:
         """Which of all items it is, in their order."""
@@ -135,13 +139,16 @@ class Checklist:
 
     def match(self, states: Sequence[GroupState]) -> None:
         """TransferError unless a sequence has the records of a prompt: while decoding, some codecs
-        seal pages of other layouts, or set tokens aside.
+        seal pages of other layouts or segments, or set tokens aside.
         """
         for group, state in zip(self.plan.groups, states, strict=True):
             inventory, ids = group.inventory(self.tokens), ids_by_kind(state)
             theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
             ours = {kind: inventory.count(kind) for kind in KIND_ORDER}
-            if theirs != ours or any(run.layout != group.page for run in state.runs):
+            joined = len(state.runs) > len({run.segment for run in state.runs})  # the first one
+            if group.lead:  # which all others are copies of
+                theirs[Kind.SEGMENT], joined = ours[Kind.SEGMENT], False
+            if theirs != ours or joined or any(run.layout != group.page for run in state.runs):
                 raise TransferError(
                     f"{group.codec} leaves {theirs} behind, sealed while decoding; a prompt of "
                     f"{self.tokens} tokens is {ours}"
@@ -158,7 +165,7 @@ class Checklist:
                 f"{frame.kind} frames of layout {frame.layout}; here they have "
                 f"{layout.fingerprint} ({layout.spec})"
             )
-        count = self._counts[frame.group].get(frame.kind, 0)
+        count = self.count(frame.group, frame.kind)
         if {*frame.layers} <= {*group.layers} and max(frame.records) < count:
             sizes = {self._size(frame.group, frame.kind, record) for record in {*frame.records}}
             if len(sizes) == 1 and {*map(len, frame.payload)} == sizes:
@@ -209,6 +216,10 @@ class Addresses:
     def __init__(self, checklist: Checklist, states: Sequence[GroupState]):
         self._checklist = checklist
         self._ids = [ids_by_kind(state) for state in states]
+        for index, (group, ids) in enumerate(zip(checklist.plan.groups, self._ids, strict=True)):
+            if group.lead and (known := ids.get(Kind.SEGMENT)):  # of as many as a prompt would have
+                missing = checklist.count(index, Kind.SEGMENT) - len(known)
+                ids[Kind.SEGMENT] = known + known[:1] * missing
         self._offsets = {
             (kind, layer): group.layer_offset(group.layout(kind), layer)
             for group, ids in zip(checklist.plan.groups, self._ids, strict=True)

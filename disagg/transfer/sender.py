@@ -101,7 +101,7 @@ class Outbox:
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
-        self._there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
+        self.there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
@@ -129,16 +129,16 @@ class Outbox:
     @property
     def cached_bytes(self) -> int:
         """Bytes that need not be sent, because the receiver has them."""
-        return sum(map(self.checklist.nbytes, self._there.keys() - self._sent.keys()))
+        return sum(map(self.checklist.nbytes, self.there.keys() - self._sent.keys()))
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        digests = self._there | self._sent
+        digests = self.there | self._sent
         return tuple(map(digests.__getitem__, self._order))
 
     def attached(self, have: Mapping[Item, int], credit: int) -> None:
         """Start over with a receiver that has these items, sent before or found by their keys."""
-        self._there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
+        self.there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
@@ -157,7 +157,7 @@ class Outbox:
         for item in items:
             if item not in self._given:
                 raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
-            self._there.pop(item, None)
+            self.there.pop(item, None)
         self._enqueue(items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
@@ -202,7 +202,7 @@ class Outbox:
         nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
         items: list[Item] = []
         while queue and len(items) < most:
-            if (item := queue.popleft()) not in self._there:
+            if (item := queue.popleft()) not in self.there:
                 items.append(item)
         if not items:
             return None

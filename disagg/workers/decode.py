@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from disagg.engine.failures import named
@@ -21,15 +21,17 @@ from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, To
 from disagg.engine.sequence import handoff_stats
 from disagg.errors import DisaggError, RequestError, ReservationError
 from disagg.page import FinalAt, Kind
-from disagg.plan import Plan
+from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
+from disagg.transfer.records import ids_by_kind
 from disagg.transfer.reservations import Admission
 from disagg.wire import Item
 from disagg.workers.offering import Exit, Offering
 from disagg.workers.prefill import Say, request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
+PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
 EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
 log = logging.getLogger(__name__)
 
@@ -121,17 +123,15 @@ class DecodeSide:
 
     def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
         """The end of a request that was served whole says what its prompt took here."""
-        event = TokenEvent(job.rid, job.attempt, 0)
         if isinstance(output, Failed):
-            event = replace(event, error=output.error)
+            event = TokenEvent(job.rid, job.attempt, 0, error=output.error)
         else:
-            reason = output.finish_reason or ""
-            event = replace(event, index=output.index, token=output.token, finish_reason=reason)
-            event = replace(event, logprobs=output.logprobs)
+            reason, stats = output.finish_reason or "", None
             if reason and output.rid.endswith(LOCAL):
                 plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
-                stats = handoff_stats(plan, tokens, output.cached_tokens)
-                event = replace(event, stats=asdict(stats))
+                stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
+            said = output.index, output.token, reason, None, stats, output.logprobs
+            event = TokenEvent(job.rid, job.attempt, *said)
         if event.error or event.finish_reason:
             del self._jobs[output.rid]
             self.on_done(job.rid, job.attempt)
@@ -168,24 +168,49 @@ class DecodeSide:
 class Departure(Offering):
     """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
     and where it stops everything is.
+
+    What is sealed leaves in small parts: packing it all at once would hold up the next token.
     """
 
-    _offered: frozenset[Item] = frozenset()
+    _later: tuple[Item, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has stopped, and all of it was offered."""
+        return len(self._offered) == self.checklist.num_items
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         stops = self._source is not None
         super().begin(plan, groups)
         if stops:
-            self._checklist.match(groups)
+            self.checklist.match(groups)
+        tokens = self.checklist.tokens
+        sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
         final = [
             x
-            for x in self._checklist.items
-            if x not in self._offered and (stops or _is_sealed(x, plan, groups))
+            for x in self.checklist.items
+            if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
-        self._offered |= set(final)
         self.offer(final)
 
+    def _pass(self, items: Sequence[Item]) -> None:
+        trickles = bool(self._later)
+        self._later = (*self._later, *items)
+        if not trickles or self.whole:
+            self._trickle()
 
-def _is_sealed(item: Item, plan: Plan, groups: Sequence[GroupState]) -> bool:
-    by_page = plan.groups[item.group].final_at is FinalAt.PAGE
-    return by_page and item.kind is Kind.PAGE and item.record < groups[item.group].num_pages
+    def _trickle(self) -> None:
+        count = len(self._later) if self.whole else PART_ITEMS
+        part, self._later = self._later[:count], self._later[count:]
+        if part:
+            super()._pass(part)
+            self._loop.call_later(PART_S, self._trickle)
+
+
+def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:
+    """How many records of each kind stay as they are, and under their numbers, up to a length."""
+    drops = group.dropped(tokens) > state.dropped * group.page.tokens
+    if drops or group.flush_page or group.final_at is FinalAt.PROMPT:
+        return {}
+    ids = ids_by_kind(state)
+    return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}

@@ -31,7 +31,7 @@ from disagg.workers.dispatch import Started
 from disagg.workers.session import Session
 
 LOCAL, AUTO = "local", "auto"
-KEPT = b"disagg-authority"  # what Ray keeps for the next front end
+KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
 OBJECT_STORE_BYTES = 80 << 20  # nothing is put into it; Ray wants at least 75 MB
 PRIVATE_ORPHAN_S = 5.0
 CHECK_S = 0.5
@@ -148,8 +148,7 @@ class Cluster:
         self._authority = Authority(session.token) if session else None
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
-        cluster = config.cluster
-        self._wanted = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+        self._wanted = {Role(role): number for role, number in config.cluster.roles.items()}
         self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
@@ -244,11 +243,14 @@ class Cluster:
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """So many workers of each role; some change what they do, new ones load, others leave."""
+        if self._config.cluster.colocated:
+            raise ConfigError("all workers of this service do both; they stay as many")
         given = {Role.PREFILL: prefill, Role.DECODE: decode}
         for role, number in given.items():
             if number is not None and number < 1:
                 raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
         self._wanted |= {role: number for role, number in given.items() if number is not None}
+        self._keep_counts()
 
     def drain(self, name: str) -> None:
         """Let a worker leave, with another one in its place."""
@@ -326,19 +328,27 @@ class Cluster:
         return authority if plane == "tls" else Authority(authority.token)
 
     def _names(self) -> list[tuple[Role, str]]:
-        """The workers that are there, and as many more as are wanted."""
+        """The workers that are there, and as many more as were wanted last."""
         cluster = self._config.cluster
         if not self._private:
             actors = ray.util.list_named_actors(all_namespaces=True)
             self._found = sorted(x["name"] for x in actors if x["namespace"] == cluster.name)
             self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
+            kept = internal_kv._internal_kv_get(COUNTS, namespace=cluster.name)
+            if kept and self._found:
+                self._wanted = {Role(role): number for role, number in json.loads(kept).items()}
+            self._keep_counts()
         names = []
-        for role, number in cluster.roles.items():
+        for role, number in self._wanted.items():
             mine = [name for name in self._found if name.startswith(f"{role}-")]
             new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
-            mine += islice(new, max(0, number - len(mine)))
-            names += [(Role(role), name) for name in mine]
+            names += [(role, x) for x in (*mine, *islice(new, max(0, number - len(mine))))]
         return names
+
+    def _keep_counts(self) -> None:
+        if not self._private:
+            counts, name = json.dumps(self._wanted), self._config.cluster.name
+            internal_kv._internal_kv_put(COUNTS, counts, namespace=name)
 
     def _wait(self) -> list[Actor]:
         """Those whose call is over, one way or the other, within CHECK_S."""
@@ -380,15 +390,15 @@ class Cluster:
         """Under the first name that is free, with a number that tells it from those before."""
         if not self._closing.is_set():
             self._replaced += 1
-            taken = {actor.name.split(".")[0] for actor in self._actors}
+            taken = {x.name.split(".")[0] for x in self._actors if not x.leaves}
             name = next(x for i in count() if (x := f"{role}-{i}") not in taken)
             self._actors.append(self._load(role, f"{name}.{self._replaced}"))
 
     def _load(self, role: Role, name: str) -> Actor:
         cluster, units = self._config.cluster, ray.cluster_resources()
-        options: dict[str, object] = {"name": name, "namespace": cluster.name}
-        options |= {"max_restarts": 0, "max_task_retries": 0}
-        options["num_cpus"] = equal_share(int(units.get("CPU", 0)), self._config)
+        options: dict[str, object] = {"name": name, "namespace": cluster.name, "max_restarts": 0}
+        cpus = 0 if self._private else int(units.get("CPU", 0))  # where all are ours, no limit
+        options |= {"max_task_retries": 0, "num_cpus": equal_share(cpus, self._config)}
         options["num_gpus"] = gpu_share(int(units.get("GPU", 0)), self._config)
         if cluster.runtime_env is not None:
             options["runtime_env"] = cluster.runtime_env

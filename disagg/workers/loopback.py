@@ -67,6 +67,10 @@ class Loopback:
         self._outbox.offer(items, self._last_offer)
         self._send()
 
+    def has(self, item: Item) -> bool:
+        """No: encoding all of it is what a process is for that compares codecs."""
+        return False
+
     def finish(self, prefilled: Prefilled) -> None:
         """The prompt is computed: commit, unless its first token ends the answer."""
         self._send()

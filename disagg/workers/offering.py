@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 
 from disagg.engine.engine import Engine
 from disagg.engine.failures import named
+from disagg.errors import TransferError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.state import GroupState
@@ -46,13 +47,15 @@ class Offering:
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
         channel = way.peers.get(submit.decode_address)
         self.sender = Sender(channel, attach, plan, self, job.deadline_s)
-        self._checklist = self.sender.outbox.checklist
-        self._arena = way.engine.pool.arena
+        self.checklist = self.sender.outbox.checklist
+        self.arena = way.engine.pool.arena
         self._copies = way.copies
         self._overlap = overlap
         self._loop = asyncio.get_running_loop()
         self._source: ArenaSource | None = None
         self._kept: list[Item] = []
+        self._offered = set[Item]()
+        self._left_out = set[Item]()
 
     # -- on the io loop
 
@@ -75,15 +78,21 @@ class Offering:
         return made.result()
 
     async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
-        """All is computed: what was kept back goes, then the commit; the figures of the wire."""
-        if self._kept:
-            self._pass(self._kept)
+        """All is computed: what was kept back goes, and what was left out as it is there; then the
+        commit; the figures of the wire."""
+        self._left_out = set(self.checklist.items) - self._offered
+        if items := [*self._kept, *sorted(self._left_out)]:
+            self._pass(items)
         self.sender.finish(first_token, extras)
         return await self._sending
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
         """The bytes of items of one kind, layer group and size that were offered."""
         assert self._source is not None
+        if lost := self._left_out.intersection(items):
+            raise TransferError(
+                f"{min(lost)} was there, so it was not encoded, and is there no more"
+            )
         return self._source.read(items)
 
     def _pass(self, items: Sequence[Item]) -> None:
@@ -99,17 +108,22 @@ class Offering:
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are there; from now on they can be read."""
-        self._source = ArenaSource(self._arena, self._checklist, groups)
+        self._source = ArenaSource(self.arena, self.checklist, groups)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Bytes are final: they may leave, unless nothing shall leave before all is computed."""
         assert self._source is not None
+        self._offered.update(items)
         if not self._overlap:
             self._kept.extend(items)
-        elif self._arena.on_host:
+        elif self.arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
             self._copies.submit(self._land, items, self._source.stage(items))
+
+    def has(self, item: Item) -> bool:
+        """Whether the other side has it, as far as is known."""
+        return item in self.sender.outbox.there
 
     # -- on the thread that waits for copies
 

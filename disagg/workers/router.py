@@ -254,7 +254,8 @@ class Router:
             if client is not None:
                 client.logprobs = event.logprobs
                 if event.stats is not None:
-                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
+                    if event.stats.get("wire_bytes"):
+                        self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
                     choice = {"choice": client.choice} if client.choice else {}
                     client.kv = {**event.stats, **choice}
                     client.receipt.set()

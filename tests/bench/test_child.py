@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench import child as child_module
 from disagg.bench.child import (
     HOSTS,
     ISOLATED,
     Child,
+    Fork,
     available,
     congestion,
     isolate,
@@ -21,7 +23,7 @@ from disagg.bench.child import (
     send_raw,
     serve_raw,
 )
-from disagg.errors import CapacityError, ConfigError, PeerLostError
+from disagg.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
 from disagg.wire import FRAME_BYTES
 
 LIMIT_S = 30.0
@@ -68,8 +70,9 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process():
-    with Child(Clerk) as child:
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(kind):
+    with kind(Clerk) as child:
         assert child.ask("count") == 1
         with pytest.raises(CapacityError, match="no room for \\('a', 2\\)"):
             child.ask("refuse", "a", 2)
@@ -77,12 +80,24 @@ def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(
     assert not Path(f"/proc/{child.pid}").exists()
 
 
-def test_a_killed_process_is_a_lost_peer():
-    with Child(Clerk) as child:
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_killed_process_is_a_lost_peer(kind):
+    with kind(Clerk) as child:
         child.ask("count")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
             child.ask("count")
+
+
+@pytest.mark.parametrize("kind", [Child, Fork])
+def test_a_process_that_hangs_is_told_of_and_does_not_stay(kind, monkeypatch):
+    monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(child_module, "END_S", 0.1)
+    with kind(Clerk) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
+            child.ask("count")
+    assert not running(child.pid)
 
 
 def test_a_child_ends_with_its_killed_parent():

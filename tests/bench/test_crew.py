@@ -1,11 +1,14 @@
 """Streams that go on while workers are killed, frozen, drained and cut off."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from disagg.bench.crew import ChaosOptions, Door, Storm, draw_chaos, measure_chaos
+from disagg.bench.crew import ChaosOptions, Door, Hand, Storm, draw_chaos, measure_chaos
 from disagg.bench.result import Row
+
+Strike = Callable[[Hand], Awaitable[None]]
 
 
 def check(result: Row) -> None:
@@ -18,39 +21,59 @@ def check(result: Row) -> None:
     assert result["left"] == {"processes": [], "ports": []}
 
 
-@pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_three_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill worker is killed, the decode worker drained, its successor cut off."""
+def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is killed and another frozen at once, then one is drained and one is cut off."""
 
     async def rage(self: Storm) -> list[Row]:
-        done = list[Row]()
-        for strike, role in (
-            (self._kill, "prefill"),
-            (self._drain, "decode"),
-            (self._cut_off, "decode"),
-        ):
-            (hand,) = [x for x in self._crew.hands.values() if x.role == role]
+        done, hands = list[Row](), self._crew.hands
+
+        async def strike(what: Strike, role: str) -> None:
+            hand = next(x for x in hands.values() if x.role == role and x.name not in self._struck)
+            done.append({"worker": hand.name, "what": what.__name__[1:]})
+            await self._strike(what, hand)
+
+        async def goes_on() -> None:
             before = self.outcome.completed
-            await strike(hand)
-            done.append({"worker": hand.name, "what": strike.__name__[1:]})
-            while self.outcome.completed < before + 2:
+            while self.outcome.completed < before + 4:
                 await asyncio.sleep(0.05)
+
+        await goes_on()
+        await asyncio.gather(strike(self._kill, "prefill"), strike(self._freeze, "decode"))
+        await goes_on()
+        while not self._crew.router.dispatch.moves:
+            await strike(self._drain, "decode")
+        await strike(self._cut_off, "decode")
+        await goes_on()
         self._over = True
         return done
 
     monkeypatch.setattr(Storm, "rage", rage)
-    result = measure_chaos(ChaosOptions(prefill=1, decode=1, streams=4, tokens=60))
+    result = measure_chaos(ChaosOptions(streams=6, tokens=60))
     check(result)
     assert result["failed"] == 0
-    assert [row["what"] for row in result["rows"]] == ["kill", "drain", "cut_off"]
+    assert {row["what"] for row in result["rows"]} == {"kill", "freeze", "drain", "cut_off"}
     assert "cut_off" in draw_chaos(result)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_a_minute_of_chaos() -> None:
-    check(measure_chaos(ChaosOptions(seed=4, minutes=1.0)))
+@pytest.mark.parametrize("seed", [4, 9, 12])
+def test_a_minute_of_chaos(seed: int) -> None:
+    result = measure_chaos(ChaosOptions(seed=seed, minutes=1.0))
+    check(result)
+    if any(row["what"] == "drain" and "decode" in row["worker"] for row in result["rows"]):
+        assert result["moved"]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_a_calm_minute_leaves_nothing_behind() -> None:
+    result = measure_chaos(ChaosOptions(minutes=1.0, streams=64, calm=True))
+    check(result)
+    assert result["failed"] == result["retried"] == 0
+    memory = result["resident_mb"]
+    assert memory["after"] < 1.1 * memory["before"]
 
 
 def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:

@@ -1,4 +1,7 @@
-"""Workers on a Ray cluster: stopped with their service, taken over if it was killed."""
+"""Workers on a Ray cluster: stopped with their service, taken over if it was killed.
+
+Says how long a restart took (`-s`); such a log is benchmarks/results/restart.txt.
+"""
 
 import os
 import shutil
@@ -7,37 +10,51 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import pytest
 
-from disagg.cli.client import RunningService, complete, get
-from tests.cli.conftest import wait_for
-from tests.cli.test_private import ASKED, Home
+from disagg.cli import client
+from disagg.cli.client import RunningService, complete, get, persist
+from disagg.errors import PeerLostError
+from tests.cli.conftest import PATIENCE_S, wait_for
+from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+STREAMS, PROMPTS, TOKENS = 40, 4, 150
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Ray of one node, as `ray start` makes it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
-    command += [f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]
+    command += [f"--port={port}", "--num-cpus=8", "--include-dashboard=false"]
+    environment = os.environ | {"HOME": str(tmp_path_factory.mktemp("ray"))}
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
     command += ["--disable-usage-stats", f"--temp-dir={folder}"]
     ray = subprocess.Popen(
-        command, env=os.environ | {"HOME": str(tmp_path)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )  # fmt: skip
     wait_for(lambda: answers(port))
     yield f"127.0.0.1:{port}"
     ray.send_signal(signal.SIGTERM)
     ray.wait(60)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def answers(port: int) -> bool:
@@ -54,27 +71,74 @@ def stop(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0
 
 
-def pids(state: RunningService) -> set[int]:
-    return {worker["pid"] for worker in get(state.url, "/status")["workers"]}
+def pids(state: RunningService, role: str = "") -> set[int]:
+    return {x["pid"] for x in workers(state) if x["role"].startswith(role) and "pid" in x}
 
 
-def alive(workers: set[int]) -> bool:
-    return any(Path(f"/proc/{pid}").exists() for pid in workers)
+def alive(there: set[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in there)
+
+
+def answering(state: RunningService, path: str) -> bool:
+    try:
+        return bool(get(state.url, path))
+    except PeerLostError:
+        return False
+
+
+class Talk:
+    """Streams that ask as `disagg submit` does, again and again; all they show is checked.
+
+    shown: pieces of the answers of now, by stream
+    """
+
+    def __init__(self, state: RunningService, streams: int):
+        self._state, self._over = state, threading.Event()
+        self._pool = ThreadPoolExecutor(streams)
+        self.shown = [0] * streams
+        self._texts = [self._ask(number) for number in range(PROMPTS)]
+
+    def _ask(self, number: int) -> str:
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            self.shown[number] = len(pieces)
+
+        asked = ASKED | {"prompt": f"{number % PROMPTS}. {PROMPT}", "max_tokens": TOKENS}
+        answer = persist(self._state, asked, show)
+        assert answer.completion_tokens == TOKENS
+        return "".join(pieces)
+
+    def _stream(self, number: int) -> None:
+        while not self._over.is_set():
+            assert self._ask(number) == self._texts[number % PROMPTS]
+
+    def __enter__(self) -> Self:
+        self.shown = [0] * len(self.shown)
+        self._asking = [self._pool.submit(self._stream, x) for x in range(len(self.shown))]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        with self._pool:
+            for each in self._asking:
+                each.result()
 
 
 def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(address, tmp_path):
     home = Home(tmp_path)
-    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=8")
+    where = ("--set", f"cluster.address={address}", "--set", "cluster.orphan_s=30")
     serve = partial(home.start, "serve", "--port", "0", *where)
 
     first = serve()
-    workers = pids(home.service())
+    first_pids = pids(home.service())
     first.kill()
     _, said = first.communicate()
     assert "gRPC over TLS" in said
     second = serve()
     state = home.service()
-    assert pids(state) == workers
+    wait_for(lambda: pids(state) == first_pids)
     answer = complete(state.url, ASKED | {"max_tokens": 8}, lambda piece: None)
     assert answer.completion_tokens == 8
     intruder = serve("--state-file", str(tmp_path / "intruder.json"))
@@ -84,17 +148,82 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(add
     assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 16
     neighbour = serve("--name", "neighbour", "--set", "security.plane=token")
     beside = home.service("neighbour")
-    assert not pids(beside) & workers
+    assert not pids(beside) & first_pids
     assert complete(beside.url, ASKED, lambda piece: None).completion_tokens == 16
     stop(second)
-    assert not alive(workers)
+    assert not alive(first_pids)
     stop(neighbour)
 
     detached = serve("--set", "cluster.detach=true")
-    workers = pids(home.service())
+    last_pids = pids(home.service())
     stop(detached)
     other = serve("--codec", "raw")
     _, error = other.communicate(timeout=60)
     assert other.returncode == 2
-    assert "runs with other settings, until 8 s after its last router" in error
-    wait_for(lambda: not alive(workers))
+    assert "runs with other settings, until 30 s after its last router" in error
+    wait_for(lambda: not alive(last_pids))
+
+
+def test_forty_streams_go_on_when_their_router_is_killed(address, tmp_path, monkeypatch):
+    """As `keep.py` starts it again. Clients have the token that they had before."""
+    monkeypatch.setattr(client, "RESUME_S", PATIENCE_S)
+    home = Home(tmp_path)
+    where = ("--name", "restarted", "--set", f"cluster.address={address}")
+    key = ("--api-key", "sk-1", "--port", str(free_port()))
+    first = home.start("serve", *key, *where)
+    state = home.service("restarted")
+    before = pids(state)
+    with Talk(state, STREAMS) as talk:
+        wait_for(lambda: all(talk.shown))
+        first.kill()
+        first.communicate()
+        cut, killed = list(talk.shown), time.monotonic()
+        second = home.start("serve", *key, *where)
+        wait_for(lambda: answering(state, "/health"))
+        listens, asked = time.monotonic(), ASKED | {"max_tokens": 8}
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(complete, state.url, asked, lambda piece: None, "sk-1")
+            wait_for(lambda: answering(state, "/ready"))
+            ready = time.monotonic()
+            assert answer.result().completion_tokens == 8
+        served = time.monotonic()
+    print(f"\n{STREAMS} streams cut off behind {min(cut)} to {max(cut)} of {TOKENS} tokens")
+    print(f"the next router listens {listens - killed:.1f} s after the last one was killed")
+    print(
+        f"has its workers {ready - listens:.1f} s later, has answered {served - ready:.1f} s later"
+    )
+    home.service("restarted")
+    wait_for(lambda: pids(state) == before)
+    wait_for(lambda: idle(state), told=lambda: workers(state))
+    stop(second)
+    assert not alive(before)
+
+
+def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
+    """And the next router has as many workers as there are."""
+    home = Home(tmp_path)
+    where = ("--name", "scaled", "--port", "0", "--set", f"cluster.address={address}")
+    first = home.start("serve", *where)
+    state = home.service("scaled")
+    at = ("--state-file", str(tmp_path / "scaled.json"))
+
+    def say(*command: str) -> str:
+        said, error = home.start(*command, *at).communicate(timeout=PATIENCE_S)
+        assert error == ""
+        return said
+
+    old = pids(state, "decode")
+    with Talk(state, 4):
+        assert say("scale", "decode=2") == "2 decode: they come and leave one by one\n"
+        wait_for(lambda: len(pids(state, "decode")) == 2)
+        assert say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
+        wait_for(lambda: not alive(old))
+        wait_for(lambda: len(pids(state, "decode")) == 2)
+        assert get(state.url, "/status")["moved"] > 0
+    before = pids(state)
+    first.kill()
+    first.communicate()
+    second = home.start("serve", *where)
+    state = home.service("scaled")
+    wait_for(lambda: pids(state) == before)
+    stop(second)

@@ -176,7 +176,7 @@ def at_piece(number: int, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 def workers(state: RunningService) -> list[dict[str, Any]]:
-    return list(get(state.url, "/status")["workers"])
+    return list(get(state.url, "/status", state.token)["workers"])
 
 
 def idle(state: RunningService) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 
 from disagg.cli.app import run
-from disagg.cli.client import RunningService, announced, read_state, write_state
+from disagg.cli.client import RunningService, announced, left_token, read_state, write_state
 from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
@@ -67,6 +67,7 @@ def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
     os.waitpid(pid, 0)
     write_state(state_file, service(pid=pid))
     assert read_state(state_file) is None
+    assert left_token(state_file) == "secret"  # for clients that resume at the next service
 
 
 def test_a_service_removes_its_own_state_file_and_no_other(state_file):
@@ -99,7 +100,7 @@ class Started:
     url, name, secret, links = "http://127.0.0.1:7", "tiny", "secret", ("a link",)
     doors = ("a door",)
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
+    def __init__(self, config: Config, say: Callable[[str], None], secret: str | None):
         self.stopped = threading.Event()
         self.stopped.set()
         self._say = say

@@ -52,7 +52,7 @@ def test_status_is_one_screen(capsys):
     broken = {"name": "p", "role": "prefill", "address": "h:2", "error": "it is gone"}
     workers.draw(STATUS | {"workers": [WORKER, broken]})
     out = capsys.readouterr().out
-    assert "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 75 % less" in out
+    assert "m · raw · 3 requests · 2 queued · 1 moved · 1,000 bytes sent, 25 % of fp16" in out
     for told in ("host", "7", "25", "12,345", "avx2", "h:2", "it is gone"):
         assert told in out
 

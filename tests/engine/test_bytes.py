@@ -53,6 +53,9 @@ class Digests:
     def offer(self, items: Any) -> None:
         pass
 
+    def has(self, item: Any) -> bool:
+        return False
+
     def digest(self, engine: Engine, n: int) -> str:
         state = hashlib.blake2b()
         for group, records in zip(self.plan.groups, self.groups, strict=True):

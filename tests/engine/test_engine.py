@@ -38,6 +38,9 @@ class Recorder:
     def offer(self, items: list[Item]) -> None:
         self.events.append(items)
 
+    def has(self, item: Item) -> bool:
+        return False
+
 
 def steps_until_prefilled(engine: Engine) -> list[StepOutput]:
     outputs = [engine.step()]

@@ -37,6 +37,9 @@ class Breaking:
         if self.left < 0:
             raise OverflowError("int too big to convert")
 
+    def has(self, *_: object) -> bool:
+        return False
+
 
 def failures(engine: Engine) -> list[Failed]:
     return [failed for output in run_until_idle(engine) for failed in output.failed]

@@ -31,6 +31,9 @@ class Nowhere:
     def offer(self, items: Any) -> None:
         pass
 
+    def has(self, item: Any) -> bool:
+        return False
+
 
 def computed(runner: Any, codecs: list[str], prompt: Any, count: int = 1) -> list[Prefilled]:
     """What an engine says of some prompts, one after another, the same but for their last token."""

@@ -22,6 +22,9 @@ class Nowhere:
     def offer(self, *_: object) -> None:
         pass
 
+    def has(self, *_: object) -> bool:
+        return False
+
 
 def exact(runner, tokens):
     """Log-probabilities [N, V] of a plain forward pass."""

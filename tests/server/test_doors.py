@@ -15,7 +15,7 @@ from disagg.errors import ConfigError, HandleError, PeerLostError
 from disagg.model.runner import Runner
 from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
-from disagg.server.service import open_doors
+from disagg.server.service import Service, open_doors
 from disagg.workers.dispatch import Role, Started
 from tests.model.tiny import save_tiny
 from tests.server.running import Running, running
@@ -131,6 +131,14 @@ def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
         taken = Config(cluster=cluster, server=ServerConfig(pd_ports=min(ports)))
         with pytest.raises(ConfigError, match="cannot listen"):
             open_doors(taken)
+
+
+def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
+    service = Service(Config(server=ServerConfig(port=0, pd_ports=0)))
+    with pytest.raises(ConfigError, match="as many as their ports"):
+        service.scale(2, None)
+    for listening in (service._socket, *service._doors.values()):
+        listening.close()
 
 
 class Yard:

@@ -1,17 +1,18 @@
 """The list of items that both sides derive alone, where they lie, and what may be shared."""
 
 import itertools
+from array import array
 from dataclasses import replace
 
 import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
-from disagg.errors import LayoutError
+from disagg.errors import LayoutError, TransferError
 from disagg.page import FinalAt, Kind
 from disagg.plan import Plan
 from disagg.pool import HostArena
-from disagg.state import allocate_group
+from disagg.state import Run, allocate_group
 from disagg.transfer.records import Addresses, ArenaSource, Checklist, content_keys, units_of
 from disagg.wire import Item, Ticket
 from tests.transfer.prompts import (
@@ -110,6 +111,16 @@ def test_sent_bytes_and_zeros_make_the_same_records_in_an_arena_full_of_other_by
             pool.arena.write([(start, data[:nbytes])])
             data = data[nbytes:]
     assert prompt.equals(pool.arena, states)
+
+
+def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last():
+    prompt = make_prompt(4200)
+    prompt.checklist.match(prompt.states)
+    (state, *_) = [x for x in prompt.states if len(x.runs) > 1]
+    first, last = state.runs[0], state.runs[-1]
+    state.runs.append(Run(last.layout, first.segment, 4096, array("i", [last.pages.pop()])))
+    with pytest.raises(TransferError, match="sealed while decoding"):
+        prompt.checklist.match(prompt.states)
 
 
 def test_segments_come_before_the_pages_that_need_them():

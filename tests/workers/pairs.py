@@ -68,8 +68,8 @@ class House:
         """What each worker holds."""
         return {name: (await worker.status()).gauges for name, worker in self.workers.items()}
 
-    async def empty(self) -> None:
-        """Wait until every gauge of every worker is zero, and the pools are whole."""
+    async def empty(self, within_s: float = 30) -> None:
+        """Every gauge of every worker is zero, soon, and the pools are whole."""
 
         def nothing() -> bool:
             return all(
@@ -80,7 +80,7 @@ class House:
             )
 
         self.seen = await self.gauges()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(within_s):
             while not nothing():
                 await asyncio.sleep(0.01)
                 self.seen = await self.gauges()

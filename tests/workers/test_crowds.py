@@ -26,7 +26,9 @@ async def ask(home: House, prompt: Prompt, tokens: int, leaves_at: int | None) -
     return said
 
 
-async def crowd(home: House, prompts: list[Prompt], tokens: int, seed: int) -> None:
+async def crowd(
+    home: House, prompts: list[Prompt], tokens: int, seed: int, within_s: float = 30
+) -> None:
     """Half of the clients leave at any time; nothing cut off is told to be whole."""
     pick = random.Random(seed)
     leaving = set(pick.sample(range(len(prompts)), len(prompts) // 2))
@@ -35,7 +37,7 @@ async def crowd(home: House, prompts: list[Prompt], tokens: int, seed: int) -> N
     answers = await asyncio.gather(*calls)
     wanted = [tokens if end is None else end for end in ends]
     assert [len(said) for said in answers] == wanted
-    await home.empty()
+    await home.empty(within_s)
 
 
 @pytest.mark.parametrize("min_tokens", [0, None], ids=["handed-off", "whole"])
@@ -51,12 +53,13 @@ def test_what_clients_that_leave_had_is_free(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_crowds_of_150_long_prompts_come_and_go(runners: list[Runner], story: Prompt) -> None:
     async def scene() -> None:
         async with house(Config(codec=KIVI), limit_s=900) as home:
             home.pair(runners)
             long = (story * 20)[:1200]
             for seed in range(4):
-                await crowd(home, [long[x : x + 1000] for x in range(150)], 4, seed)
+                await crowd(home, [long[x : x + 1000] for x in range(150)], 4, seed, within_s=1)
 
     asyncio.run(scene())

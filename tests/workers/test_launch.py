@@ -149,12 +149,42 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     named = [{"name": name, "namespace": "mine"} for name in there]
     named.append({"name": "decode-7", "namespace": "of another"})
     monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    take_kept(monkeypatch)
     flags = {"cluster.address": "any:1", "cluster.name": "mine", "cluster.prefill": 2}
     cluster = FakeCluster(config=load_config(None, flags))
     names = [name for _, name in cluster._names()]
     assert names == (taken or ["prefill-1", "prefill-0", "decode-0", "decode-2.1"])
     cluster._load_another(Role.DECODE)
     assert cluster._actors[-1].name == f"decode-0{next_one}"
+
+
+def test_the_next_front_end_has_as_many_workers_as_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named: list[dict[str, str]] = []
+    monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
+    take_kept(monkeypatch)
+    config = load_config(None, {"cluster.address": "any:1"})
+    first = FakeCluster(config=config)
+    first.start()
+    first.scale(None, 2)
+    named += [{"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")]
+    assert [name for _, name in FakeCluster(config=config)._names()] == [
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+    ]
+    named.clear()
+    assert len(FakeCluster(config=config)._names()) == 2  # of a service that ended
+
+
+def test_workers_that_do_both_stay_as_many_as_they_are() -> None:
+    cluster = FakeCluster(config=load_config(None, {"cluster.colocated": True}))
+    assert [started.name for started in cluster.start()] == ["both-0"]
+    cluster.step()
+    assert list(cluster.handles) == ["both-0"]
+    with pytest.raises(ConfigError, match="do both"):
+        cluster.scale(None, 2)
 
 
 def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +201,7 @@ def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.Monkey
 
 
 def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[tuple[str, bytes], bytes] = {}
-
-    def get(key: bytes, namespace: str) -> bytes | None:
-        return kept.get((namespace, key))
-
-    def put(key: bytes, value: str, overwrite: bool, namespace: str) -> None:
-        kept.setdefault((namespace, key), value.encode())
-
-    monkeypatch.setattr(launch.internal_kv, "_internal_kv_get", get)
-    monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
+    take_kept(monkeypatch)
 
     def agree(**flags: str) -> Authority | None:
         given = {key.replace("_", "."): value for key, value in flags.items()}
@@ -226,13 +247,13 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
     assert cluster.step() == []
 
 
-def test_a_worker_leaves_when_the_one_in_its_place_serves() -> None:
+def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> None:
     cluster = FakeCluster()
     cluster.start()
     cluster.drain("decode-0")
     stop = cluster.handles["decode-0"].stop
     assert (cluster.step(), stop.told) == ([], None)
-    assert (cluster.step(), stop.told) == (["+decode-1.1"], (launch.DRAIN_S,))
+    assert (cluster.step(), stop.told) == (["+decode-0.1"], (launch.DRAIN_S,))
     cluster.kill("decode-0")
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
@@ -321,6 +342,21 @@ def test_a_host_of_pools_is_shared_by_those_that_fit_on_it(
 ) -> None:
     pools = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
     assert torch_threads(load_config(None, pools), here | {"CPU": 12.0}) == threads
+
+
+def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What front ends keep in Ray stays here."""
+    kept: dict[tuple[str, bytes], bytes] = {}
+
+    def get(key: bytes, namespace: str) -> bytes | None:
+        return kept.get((namespace, key))
+
+    def put(key: bytes, value: str, overwrite: bool = True, namespace: str = "") -> None:
+        if overwrite or (namespace, key) not in kept:
+            kept[namespace, key] = value.encode()
+
+    monkeypatch.setattr(launch.internal_kv, "_internal_kv_get", get)
+    monkeypatch.setattr(launch.internal_kv, "_internal_kv_put", put)
 
 
 def late(*arguments: object, **options: object) -> None:

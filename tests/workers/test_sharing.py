@@ -1,8 +1,10 @@
 """Two real prompts with a common beginning, through two workers."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,11 @@ from disagg.config import Config, TransferConfig
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.model.runner import Runner
-from disagg.page import ARENA_UNIT, RAW_TOKENS
+from disagg.page import ARENA_UNIT, RAW_TOKENS, Kind
 from disagg.transfer.records import Checklist, units_of
+from disagg.transfer.sender import Outbox, Sender
+from disagg.wire import Item
+from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
 from tests.workers.pairs import GREEDY, Prompt, house
 
@@ -151,6 +156,85 @@ def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
             shared = decode["shared_tokens"]
             assert 0 < shared < len(story)
             assert decode["received_tokens"] == 2 * len(story) - shared
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+@pytest.fixture
+def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded before it is known what the other side has."""
+    attached, has, known = Outbox.attached, Offering.has, set[Outbox]()
+    changed = threading.Condition()
+
+    def note(self: Outbox, *arguments: Any) -> None:
+        attached(self, *arguments)
+        with changed:
+            known.add(self)
+            changed.notify_all()
+
+    def ask(self: Offering, item: Item) -> bool:
+        outbox = self.sender.outbox
+        with changed:
+            assert changed.wait_for(lambda: outbox in known, timeout=30)
+        return has(self, item)
+
+    monkeypatch.setattr(Outbox, "attached", note)
+    monkeypatch.setattr(Offering, "has", ask)
+
+
+@pytest.mark.usefixtures("attached_first")
+@pytest.mark.parametrize("codec", ["gear:bits=4", "banded", f"{KIVI},sink=64"])
+def test_what_the_other_side_has_is_not_encoded(
+    codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompt that comes again no page is written, and the answer is the same."""
+    left_out: list[int] = []
+    commit = Offering.commit
+
+    async def note(self: Offering, *arguments: Any) -> Any:
+        stats = await commit(self, *arguments)
+        left_out.append(sum(item.kind is Kind.PAGE for item in self._left_out))
+        return stats
+
+    monkeypatch.setattr(Offering, "commit", note)
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            first, second = [await home.complete(story, codec) for _ in range(2)]
+            assert first[0] == second[0]
+            plan = home.workers["d"].engine.plan(codec)
+            pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
+            assert left_out == [0, pages]
+            await home.empty()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.usefixtures("attached_first")
+def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
+    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver finds it damaged between saying that it has it and the commit."""
+
+    async def scene() -> None:
+        async with house() as home:
+            home.pair(runners)
+            expected, _ = await home.complete(story, KIVI)
+            finish, missed = Sender.finish, list[Item]()
+
+            def miss(self: Sender, *arguments: Any) -> None:
+                if not missed:
+                    missed.append(min(self.outbox._source._left_out))  # type: ignore[attr-defined]
+                    self.outbox.missing(missed)
+                finish(self, *arguments)
+
+            monkeypatch.setattr(Sender, "finish", miss)
+            tokens, _ = await home.complete(story, KIVI)
+            assert missed
+            assert tokens == expected
+            assert home.router.dispatch.retries == 1
             await home.empty()
 
     asyncio.run(scene())

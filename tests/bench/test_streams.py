@@ -1,0 +1,49 @@
+"""The benchmark of a whole service, at sizes that say nothing of speed."""
+
+from typing import Any
+
+import pytest
+
+from disagg.bench.serving import ServeOptions, Visited
+from disagg.bench.streams import Questions, StreamsOptions, _beside, draw_streams, measure_streams
+from disagg.errors import ConfigError
+
+
+class Told:
+    """A client that was told what it has seen."""
+
+    def __init__(self, *answers: Any):
+        self.answers = list(answers)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return self.answers.pop(0)
+
+
+def test_a_gap_is_beside_a_prompt_where_they_overlap() -> None:
+    stream = Visited(9, start_s=0.0, ttft_s=1.0, gaps_s=[1.0, 1.0, 3.0, 1.0])
+    prompt = Visited(9, start_s=3.5, ttft_s=0.5)
+    client, asked = Told(([stream], [prompt])), ServeOptions("", "")
+    row = _beside(StreamsOptions(), client, asked, Questions(None))  # type: ignore[arg-type]
+    assert (row["calm_p50_ms"], row["p50_ms"], row["p99_ms"]) == (1000, 3000, 3000)
+    assert (row["streams"], row["arrived"], row["first_ms"]) == (8, 1, 500)
+
+
+def test_a_part_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'speed'; known: batch, mixed"):
+        StreamsOptions(parts=["batch", "speed"])
+
+
+@pytest.mark.slow
+def test_a_service_is_measured_beside_what_it_stands_on() -> None:
+    options = StreamsOptions(
+        streams=3, prompt=8, output=6, arriving=90, beside=(2, 60), codecs=["raw"], rounds=1
+    )
+    result = measure_streams(options)
+    one, batch, mixed = result["rows"]
+    assert (one["streams"], one["share"], one["served_gain"]) == (1, 1.0, 1.0)
+    assert batch["share"] == pytest.approx(batch["served_gain"] / batch["dense_gain"])
+    assert "-" in mixed["outputs"]
+    assert result["overhead"][0]["llm_each_ms"] > 0
+    assert result["beside"][0]["arrived"] > 0
+    assert result["known"][0]["codec"] == "raw"
+    assert "each ratio" in draw_streams(result)
