@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 3830,
-    "cli": 1790,
-    "codecs": 3140,
-    "engine": 1800,
+    "bench": 4400,
+    "cli": 1870,
+    "codecs": 3170,
+    "engine": 1940,
     "eval": 610,
-    "files": 1990,  # disagg/*.py
-    "kernels": 6200,
-    "model": 1580,
-    "report": 170,
-    "server": 1900,
-    "transfer": 3880,
-    "workers": 2850,
-    "tests": 24400,
+    "files": 2010,  # disagg/*.py
+    "kernels": 6260,
+    "model": 1740,
+    "report": 210,
+    "server": 1920,
+    "transfer": 3700,
+    "workers": 2970,
+    "tests": 24800,
     "training": 620,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20400  # of all these rooms together
+PACKAGE_BUDGET = 21200  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
