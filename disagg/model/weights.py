@@ -23,6 +23,7 @@ from disagg.model.capacity import class_of
 from disagg.model.describe import ModelInfo, read_config, stored_dtype, user_cache
 
 READ_BYTES = 16 << 20
+NOTED_BYTES = 64 << 20  # less is read as soon as a note is found
 SETTLED_NS = 2 * 10**9  # files that changed a moment ago may change again within a tick of clocks
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -75,8 +76,9 @@ def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
 def fingerprint_model(path: Path) -> str:
     """32 hex digits that stand for a model's config and weights, wherever they lie.
 
-    Noted in the user's cache under all that would change with the files: where they are, what they
-    are, how large, and when they changed. A note that does not say its own name is none.
+    That of large weights is noted in the user's cache under all that would change with the files:
+    where they are, what they are, how large, and when they changed. A note that does not say its
+    own name is none.
     """
     config = {k: v for k, v in read_config(path).items() if k not in VOLATILE}
     told = json.dumps(config, sort_keys=True).encode()
@@ -92,8 +94,9 @@ def fingerprint_model(path: Path) -> str:
             while data := stream.read(READ_BYTES):
                 state.update(data)
     found = state.hexdigest()
-    changed = max((at for *_, at in seen), default=0)
-    if _look(files) == seen and changed + SETTLED_NS < time.time_ns():
+    size, changed = sum(x[2] for x in seen), max((at for *_, at in seen), default=0)
+    settled = _look(files) == seen and changed + SETTLED_NS < time.time_ns()
+    if size >= NOTED_BYTES and settled:
         _write(note, found)
     return found
 

@@ -34,6 +34,7 @@ print((peak() - before) / sum(x.nbytes for x in model.parameters()))
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weights, "NOTED_BYTES", 0)
     return save_tiny("llama", tmp_path)
 
 
@@ -106,3 +107,10 @@ def test_loading_takes_the_memory_of_the_weights_and_little_more(dtype):
     code = [sys.executable, "-c", LOAD.format(dtype=dtype)]
     found = subprocess.run(code, capture_output=True, text=True, check=True)
     assert 0.9 < float(found.stdout.split()[-1]) < 1.15
+
+
+def test_nothing_is_noted_of_small_weights(path, monkeypatch):
+    monkeypatch.setattr(weights, "SETTLED_NS", 0)
+    monkeypatch.setattr(weights, "NOTED_BYTES", 1 << 30)
+    fingerprint_model(path)
+    assert not (user_cache() / "fingerprints").exists()
