@@ -30,7 +30,7 @@ def score_prompts(shares: Seq[Share], logits: Tensor) -> Tensor:
 
 
 def choose(sequences: Seq[Sequence], logits: Tensor, eos_ids: Seq[int]) -> list[Sampled]:
-    """The next token of each; for one that cannot be sampled, an error and any token."""
+    """The next token of each, alone where a batch breaks; an error and any token for a bad one."""
     asked = [sequence.request for sequence in sequences]
     emitted = [sequence.emitted for sequence in sequences]
     try:
