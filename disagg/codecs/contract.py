@@ -26,7 +26,7 @@ from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.ops import seal_page
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
-from disagg.kernels.view import View
+from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -74,10 +74,12 @@ class Queries:
 
     last:    [Hq, W, D] - of its last W tokens, as far as they are computed
     squares: [Hq, D] fp64 - sums of their squares over the tokens of `lead_of`
+    softmax: how the model attends with them; None: scores are scaled by D**-0.5
     """
 
     last: Tensor
     squares: Tensor
+    softmax: Softmax | None = None
 
     @classmethod
     def of(cls, q: Tensor, total: int) -> "Queries":

@@ -8,6 +8,7 @@ for it on a GPU, and what breaks it breaks no request.
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,9 +72,12 @@ def _error(
     seen = Queries(queries.last[some].float().cpu(), queries.squares[some].cpu())
     one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
     pages = codec_of(group).compress(one_k, one_v, layer, seen)
-    softmax = Softmax(group.head_dim**-0.5)
+    softmax = queries.softmax or Softmax(group.head_dim**-0.5)
+    if softmax.sinks is not None:
+        softmax = replace(softmax, sinks=softmax.sinks[some].cpu())
     exact = attend_exact(seen.last, one_k.float(), one_v.float(), softmax, None)
-    return torch.stack([(pages.attend(seen.last) - exact).square().sum(), exact.square().sum()])
+    off = pages.attend(seen.last, softmax) - exact
+    return torch.stack([off.square().sum(), exact.square().sum()])
 
 
 def relative_errors(sequence: Sequence) -> dict[str, list[float]]:

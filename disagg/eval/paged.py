@@ -74,10 +74,7 @@ class PagedKV:
             self._groups.append((group if seals else replace(group, residual=NEVER), state))
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:
-        """What the last queries of the prompt see of it, per layer: [W, Hq, D] fp32.
-
-        Scores are scaled by D**-0.5, whatever the model does.
-        """
+        """What the last queries of the prompt see of it, per layer: [W, Hq, D] fp32."""
         found: dict[int, Tensor] = {}
         for group, state in self._groups:
             width = prompt[0].queries.last.shape[1]
@@ -87,8 +84,8 @@ class PagedKV:
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
                 q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
-                softmax, arena = Softmax(group.head_dim**-0.5), self._arena.bytes
-                given = layer, arena, q, tables, softmax, units
+                softmax = prompt[layer].queries.softmax or Softmax(group.head_dim**-0.5)
+                given = layer, self._arena.bytes, q, tables, softmax, units
                 out = attend_tables(codec_of(group), group, *given)
                 found[layer] = out[0]
         return [found[layer] for layer in sorted(found)]

@@ -119,7 +119,7 @@ class BatchAttention:
             exact = chunk.workspace.extend(layer, k[:, rows], v[:, rows], chunk.before)
             window = self.windows[layer]
             out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(0, 1)
-            chunk.workspace.observe(layer, q[:, rows], chunk.before)
+            chunk.workspace.observe(layer, q[:, rows], chunk.before, softmax)
             chunk.sink(layer, *exact, chunk.before)
         for decode, layers in decodes:
             picked = decode.step.rows

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from disagg.codecs.contract import LEAD_END, Queries, lead_of
+from disagg.kernels.view import Softmax
 from disagg.page import RAW_TOKENS
 
 LAST_QUERIES = 32
@@ -50,6 +51,7 @@ class Workspace:
         self._held = [0] * layers
         self._layers: list[Tensor | None] = [None] * layers
         self._last: list[Tensor | None] = [None] * layers
+        self._softmax: list[Softmax | None] = [None] * layers
         self._squares: list[Tensor | None] = [None] * layers  # of queries, by units of the lead
 
     @property
@@ -83,8 +85,9 @@ class Workspace:
             self._layers[layer] = None
         return stored[0, :, :end], stored[1, :, :end]
 
-    def observe(self, layer: int, q: Tensor, before: int) -> None:
+    def observe(self, layer: int, q: Tensor, before: int, softmax: Softmax | None = None) -> None:
         """Remember of a chunk's queries q [Hq, c, D] the last tokens' own, and sums of squares."""
+        self._softmax[layer] = softmax
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
         earlier, sums = self._last[layer], self._squares[layer]
         self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
@@ -97,7 +100,8 @@ class Workspace:
         if last is None or sums is None:
             return None
         first, end = lead_of(self.total)
-        return Queries(last, sums[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0))
+        squares = sums[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
+        return Queries(last, squares, self._softmax[layer])
 
     def squares(self, unit: int) -> Tensor | None:
         """Sums of squares of the queries of 16 tokens: [L, Hq, D]; None: nobody wants them."""

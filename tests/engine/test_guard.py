@@ -10,8 +10,9 @@ from disagg.engine import guard
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill, Prefilled, Release
 from disagg.eval.paged import EXACT, PagedKV, prefill
+from disagg.model.runner import Runner
 from tests.engine.serving import request
-from tests.model.tiny import random_prompt
+from tests.model.tiny import random_prompt, save_tiny
 
 CODECS = [
     "raw:dtype=fp16",
@@ -85,6 +86,14 @@ def test_it_is_the_error_of_the_heads_that_were_looked_at(runner, monkeypatch):
         off += float((outputs[layer][:, some] - wanted[layer][:, some]).square().sum())
         whole += float(wanted[layer][:, some].square().sum())
     assert one.errors[codec][0] == pytest.approx((off / whole) ** 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_models_with_caps_and_sinks_are_measured_as_they_attend(kind, tmp_path):
+    runner = Runner.load(str(save_tiny(kind, tmp_path)))
+    (one,) = computed(runner, ["raw:dtype=fp32", "kivi:group=32"], random_prompt(300))
+    raw, two = (max(errors) for errors in one.errors.values())
+    assert raw < 1e-5 < 1e-3 < two
 
 
 def test_short_prompts_and_those_that_stay_here_are_no_samples(runner, monkeypatch):

@@ -7,7 +7,10 @@ from transformers import AutoModelForCausalLM
 from disagg.codecs.cache import CompressedKV
 from disagg.codecs.registry import get_codec
 from disagg.eval.paged import EXACT, PagedKV, prefill
+from disagg.model.attention import attend_exact
+from disagg.model.runner import Runner
 from tests.engine.serving import make_engine, serve
+from tests.model.tiny import random_prompt, save_tiny
 
 PROMPT = 310  # ten tokens later a tail of 64 is full and seals
 
@@ -58,3 +61,15 @@ def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runne
         cache = CompressedKV.from_prompt(get_codec(codec), kv.k, kv.v, layer, q)
         expected = cache.attend(q[:, -1])
         assert torch.allclose(outputs[layer][-1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "granite"])
+def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
+    runner = Runner.load(str(save_tiny(kind, tmp_path)))
+    prompt = prefill(runner, random_prompt(100))
+    layer = next(i for i, window in enumerate(runner.info.windows) if window is None)
+    queries = prompt[layer].queries
+    assert queries.softmax is not None
+    exact = attend_exact(queries.last, prompt[layer].k, prompt[layer].v, queries.softmax, None)
+    output = PagedKV(runner, EXACT, prompt).attend(prompt)[layer]
+    assert torch.allclose(output, exact.transpose(0, 1), atol=1e-5)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ModelError
 from disagg.model.attention import Batch, Chunk
+from disagg.model.describe import describe_model
 from disagg.model.probe import check_attention
 from disagg.model.runner import Runner
 from disagg.model.weights import fingerprint_model
@@ -81,3 +82,14 @@ def test_only_wanted_rows_have_logits(path):
     logits = runner.forward(batch)
     assert logits.shape == (2, runner.info.vocab_size)
     assert logits.dtype == torch.float32
+
+
+def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(path, monkeypatch):
+    asked = replace(describe_model(str(path)), dtype="bfloat16")  # as on a GPU
+    monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: asked)
+    for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr("disagg.model.runner.has_bfloat16", lambda has=has: has)
+        runner = Runner.load(str(path))
+        assert runner.info.dtype == str(dtype).removeprefix("torch.")
+        assert next(runner._model.parameters()).dtype == dtype
+    assert Runner.load(str(path), dtype="bfloat16").info.dtype == "bfloat16"  # asked for by name
