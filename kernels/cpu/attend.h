@@ -61,6 +61,10 @@ typedef struct {
 typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
     V most[TILE], bias[TILE], sum[TILE];
 } Found;
+INLINE void nothing_found(Found *found) { /* not memset: rep stos, which waits */
+#pragma GCC unroll 4
+    for (int h = 0; h < TILE; h++) found->most[h] = found->bias[h] = found->sum[h] = v_set(0);
+}
 
 /* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on */
 static void round_group(const float *x, int64_t first, const Span *spans, int count, const Found *found,
@@ -68,7 +72,8 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     const int64_t columns = spans[count - 1].end - first;
     const float limit = columns > PART ? 32767.0f * PART / columns : 32767.0f;
     V all[16];
-    memset(all, 0, sizeof all);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) all[i] = v_set(0);
     for (int h = 0; h < TILE; h++) {
         const float most = v_most(found->most[h]) + 1e-30f;
         V rounded = v_set(0), by = v_set(limit / most);
@@ -89,22 +94,34 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     memcpy(op->sum[g], sums + TILE, sizeof op->sum[g]);
 }
 
+/* Blocks of some pages, and what is read after each of them */
+typedef struct {
+    const uint8_t *blocks[STRIP], *next[STRIP];
+    int count;
+} Strip;
+
 /* The operand of columns with a scale for groups of rows: of one page in bands, or of some pages;
  * a band without codes has the means of its columns; x [4][LINE] */
-static void fold_columns(const Side *bands, int count, const uint8_t *const *blocks, int pages,
-                         const float *x, Room *room, Operand *op) {
+static void fold_columns(const Side *bands, int count, const Strip *strip, const float *x, Room *room,
+                         Operand *op) {
     for (int64_t g = 0; g < bands->rows / bands->group; g++) {
         Found found;
         Span spans[MAX_BANDS];
         int used = 0;
         int64_t at = 0;
-        memset(&found, 0, sizeof found);
+        nothing_found(&found);
         for (const Side *s = bands; s < bands + count; s++) {
             const V middle = v_set(s->bits ? middle_of(s) : 1);
-            for (int page = 0; page < pages; page++, at += s->columns) {
-                const uint8_t *scale = blocks[page] + s->scale + 2 * g * s->columns;
-                const uint8_t *zero = blocks[page] + s->zero + 2 * g * s->columns;
+            for (int page = 0; page < strip->count; page++, at += s->columns) {
+                const int64_t group = 2 * g * s->columns;
+                const uint8_t *scale = strip->blocks[page] + s->scale + group;
+                const uint8_t *zero = strip->blocks[page] + s->zero + group;
+                const uint8_t *next = strip->next[page] + group;
                 for (int64_t c = 0; c < s->columns; c += LANES) {
+                    if (c % 32 == 0) {
+                        __builtin_prefetch(next + s->scale + 2 * c);
+                        __builtin_prefetch(next + s->zero + 2 * c);
+                    }
                     V by = v_half(scale + 2 * c), z = v_set(0);
                     if (s->zero >= 0 || !s->bits) z = middle;
                     if (s->zero >= 0) z = z + v_half(zero + 2 * c);
@@ -131,7 +148,7 @@ static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         const Span span = {(g + 1) * s->group, middle_of(s)};
         Found found;
-        memset(&found, 0, sizeof found);
+        nothing_found(&found);
         for (int h = 0; h < TILE; h++) {
             for (int64_t c = g * s->group; c < span.end; c += LANES) {
                 V t = v_load(x[h] + c);
@@ -143,12 +160,6 @@ static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
         round_group(x[0], g * s->group, &span, 1, &found, g, g * s->group, op);
     }
 }
-
-/* Blocks of some pages, and what is read after each of them */
-typedef struct {
-    const uint8_t *blocks[STRIP], *next[STRIP];
-    int count;
-} Strip;
 
 /* Columns first to end of a block are contracted, with vectors that have its first one at `at` */
 static void add_parts(Products *p, const Side *s, const uint8_t *block, const uint8_t *next, int64_t at,
@@ -192,7 +203,8 @@ static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, i
 }
 
 static void contract_columns(const Side *bands, int count, const Strip *strip, const Operand *op, float *out) {
-    Products p = {.count = 0};
+    Products p;
+    p.count = 0; /* and not all of it, by rep stos */
     int64_t at = 0;
     for (const Side *s = bands; s < bands + count; s++)
         for (int i = 0; i < strip->count && s->bits; i++, at += s->columns)
@@ -204,7 +216,8 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
                           float *out) {
     const uint8_t *block = strip->blocks[0];
     for (int64_t g = 0; g < s->columns / s->group; g++) {
-        Products p = {.count = 0};
+        Products p;
+        p.count = 0;
         add_parts(&p, s, block, strip->next[0], 0, g * s->group, (g + 1) * s->group);
         multiply(&p, s, op, g, 0, room->part[0]);
         read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
@@ -366,7 +379,7 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
                 for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * b[i];
         }
     }
-    if (k->shared) fold_columns(k, 1, &segment, 1, x, room, &t->k);
+    if (k->shared) fold_columns(k, 1, &(Strip){{segment}, {segment}, 1}, x, room, &t->k);
     if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
 }
 
@@ -455,7 +468,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
-        if (!k->shared) fold_columns(k, (int)f->bands, &block, 1, x, room, &t->k);
+        if (!k->shared) fold_columns(k, (int)f->bands, strip, x, room, &t->k);
         contract_columns(k, (int)f->bands, strip, &t->k, out);
     }
     if (k->rank) {
@@ -493,7 +506,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
                 for (int64_t d = 0; d < f->head_dim; d++) out[h][d] += room->part[h][d];
         }
     } else {
-        fold_columns(v, 1, strip->blocks, strip->count, room->s[0], room, &room->v);
+        fold_columns(v, 1, strip, room->s[0], room, &room->v);
         contract_columns(v, 1, strip, &room->v, out[0]);
     }
     if (v->slots) {
