@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from disagg.engine.failures import named
+from disagg.engine.messages import named
 from disagg.engine.sampler import Sampled, logprobs_of, sample
 from disagg.engine.scheduler import Share
 from disagg.engine.sequence import Sequence

@@ -23,7 +23,6 @@ from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
 from disagg.engine.answers import choose, score_prompts
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
-from disagg.engine.failures import is_memory_error, named
 from disagg.engine.guard import Guard, relative_errors
 from disagg.engine.messages import (
     Abort,
@@ -39,6 +38,8 @@ from disagg.engine.messages import (
     Replay,
     StepOutput,
     Token,
+    is_memory_error,
+    named,
 )
 from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled

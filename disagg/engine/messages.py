@@ -1,11 +1,16 @@
-"""What goes into an engine and what comes out: plain data, one object per fact."""
+"""What goes into an engine and what comes out, one object per fact; and errors, as they are told."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from disagg.engine.sequence import Handoff, Logprobs, Request, Status
-from disagg.errors import DisaggError
+from disagg.errors import CapacityError, DisaggError
 from disagg.state import GroupState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -163,3 +168,18 @@ class StepOutput:
         """Whether nothing happened that anyone waits for."""
         some = self.tokens or self.prefilled or self.moved or self.failed or self.preempted
         return not some
+
+
+def named(error: Exception) -> DisaggError:
+    """An error that can be told to others, without the frames and the tensors that it came by."""
+    if isinstance(error, DisaggError):
+        return error.with_traceback(None)
+    log.error("a request broke", exc_info=error)
+    kind = CapacityError if is_memory_error(error) else DisaggError
+    return kind(f"{type(error).__name__}: {error}")
+
+
+def is_memory_error(error: Exception) -> bool:
+    """Whether there was not enough memory, on a host or a device."""
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return full or "can't allocate memory" in str(error)  # as torch says it of a host

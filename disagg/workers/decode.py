@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from disagg.engine.failures import named
-from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token
+from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token, named
 from disagg.engine.sequence import handoff_stats
 from disagg.errors import DisaggError, RequestError, ReservationError
 from disagg.page import FinalAt, Kind

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 from disagg.engine.engine import Engine
-from disagg.engine.failures import named
+from disagg.engine.messages import named
 from disagg.errors import TransferError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan

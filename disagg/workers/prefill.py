@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.failures import named
-from disagg.engine.messages import Abort, Failed, Prefill, Prefilled
+from disagg.engine.messages import Abort, Failed, Prefill, Prefilled, named
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
