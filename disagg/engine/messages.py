@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, one object per fact; and errors, as they are told."""
+"""What goes into an engine and what comes out, one object per fact; and errors, as told."""
 
 import logging
 from collections.abc import Mapping

@@ -3,8 +3,10 @@
 import json
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,12 +14,18 @@ from starlette.types import ASGIApp
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
+from disagg.model.chat import ChatTemplate
+from disagg.model.runner import Runner
 from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN, Completions, Served
 from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
+from tests.model.tiny import save_tiny
 from tests.server.conftest import FakeRouter, Letters, Lines
+from tests.server.running import running
 from tests.server.visits import ask, assert_counted, chat, post, send
 
+Request = tuple[str, dict[str, Any], Any]  # path, fields, messages
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 HUGE = 2**64  # does not fit where integers of 64 bits are wanted
 
 
@@ -231,7 +239,7 @@ BODIES = st.sampled_from(sorted(NAMES)).flatmap(
 )
 
 
-def assert_answered(app: ASGIApp, request: tuple[str, dict[str, Any], Any]) -> None:
+def assert_answered(ask: Callable[[str, bytes], httpx.Response], request: Request) -> None:
     """Well or badly; but by what was asked, and with a body that says so."""
     path, fields, messages = request
     good = {name: GOOD[name] for name in ("prompt", "messages", "tokens") if name in NAMES[path]}
@@ -240,7 +248,7 @@ def assert_answered(app: ASGIApp, request: tuple[str, dict[str, Any], Any]) -> N
         body = json.dumps(good | fields)
     except ValueError:  # an integer that Python does not print
         return
-    response = send(app, "POST", path, content=body.encode())
+    response = ask(path, body.encode())
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -263,14 +271,27 @@ def strict() -> ASGIApp:
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(BODIES)
 def test_no_body_makes_the_service_fail(strict, body):
-    assert_answered(strict, body)
+    assert_answered(lambda path, content: send(strict, "POST", path, content=content), body)
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000)
-@given(BODIES)
-def test_two_thousand_bodies_do_not_either(strict, body):
-    assert_answered(strict, body)
+@pytest.mark.timeout(900)
+def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
+    folder = str(save_tiny("llama", tmp_path))
+    with (
+        running([Runner.load(folder) for _ in range(2)], chat=ChatTemplate(CHAT, {})) as service,
+        httpx.Client(base_url=service.url, timeout=30) as client,
+    ):
+
+        @settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000)
+        @given(BODIES)
+        def answer(body: Request) -> None:
+            assert_answered(lambda path, content: client.post(path, content=content), body)
+
+        answer()
+        service.empty()
+        good = client.post("/v1/completions", json=ask(max_tokens=3))
+        assert good.json()["usage"]["completion_tokens"] == 3
 
 
 def test_refusals_are_counted_by_reason_and_not_as_successes(app):
