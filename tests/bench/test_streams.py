@@ -36,7 +36,7 @@ def test_a_part_that_nobody_knows_is_refused() -> None:
 @pytest.mark.slow
 def test_a_service_is_measured_beside_what_it_stands_on() -> None:
     options = StreamsOptions(
-        streams=3, prompt=8, output=6, arriving=90, beside=(2, 60), codecs=["raw"], rounds=1
+        streams=3, prompt=8, output=6, arriving=90, beside=(2, 300), codecs=["raw"], rounds=1
     )
     result = measure_streams(options)
     one, batch, mixed = result["rows"]
