@@ -59,11 +59,13 @@ typedef struct {
     float middle;
 } Span;
 typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
-    V most[TILE], bias[TILE], sum[TILE];
+    V most[4], bias[TILE], sum[TILE];
 } Found;
 INLINE void nothing_found(Found *found) { /* not memset: rep stos, which waits */
 #pragma GCC unroll 4
-    for (int h = 0; h < TILE; h++) found->most[h] = found->bias[h] = found->sum[h] = v_set(0);
+    for (int h = 0; h < 4; h++) found->most[h] = v_set(0);
+#pragma GCC unroll 4
+    for (int h = 0; h < TILE; h++) found->bias[h] = found->sum[h] = v_set(0);
 }
 
 /* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on */
@@ -74,9 +76,12 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     V all[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) all[i] = v_set(0);
+    const V most = v_mosts(found->most) + v_set(1e-30f);
+    float inverse[LANES], step[LANES];
+    v_store(inverse, v_set(limit) / most), v_store(step, most / v_set(limit));
+    memcpy(op->step[g], step, sizeof op->step[g]);
     for (int h = 0; h < TILE; h++) {
-        const float most = v_most(found->most[h]) + 1e-30f;
-        V rounded = v_set(0), by = v_set(limit / most);
+        V rounded = v_set(0), by = v_set(inverse[h]);
         int64_t c = first;
         for (const Span *span = spans; span < spans + count; span++) {
             W sum = {0};
@@ -84,8 +89,7 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
                 sum = store_rounded(op->x[h] + to + c - first, x + h * LINE + c, by, sum);
             rounded = v_fma(__builtin_convertvector(sum, V), v_set(span->middle), rounded);
         }
-        op->step[g][h] = most / limit;
-        all[h] = found->bias[h] - v_set(op->step[g][h]) * rounded;
+        all[h] = found->bias[h] - v_set(step[h]) * rounded;
         all[TILE + h] = found->sum[h];
     }
     float sums[16];
@@ -185,6 +189,7 @@ static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, i
     p->odd = s->bits == 8 ? 0 : 4;
     for (int i = 0; i < p->count; i++)
         if (p->parts[i].bits == 2) p->odd = 2;
+    const float up = 1.0f / (float)(1 << p->odd);
     for (p->first = 0; p->first < p->plane; p->first = p->end) {
         p->end = (int)p->plane; /* as far as every field stays in its group */
         for (int f = 0; f < p->fields; f++) {
@@ -194,9 +199,9 @@ static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, i
             p->x[f] = op->x[0] + (g < 0 ? group[f] * columns : 0);
         }
         for (int i = 0; i < 16; i++) {
-            p->times[i] = op->step[group[i / 4 % p->fields]][i % TILE];
-            if (i / 4 % 2) p->times[i] /= (float)(1 << p->odd);
-            p->add[i] = op->bias[group[i / 4 % p->fields]][i % TILE];
+            const int f = i / 4 & (p->fields - 1); /* there are two or four */
+            p->times[i] = op->step[group[f]][i % TILE] * (i / 4 % 2 ? up : 1);
+            p->add[i] = op->bias[group[f]][i % TILE];
         }
         products(p);
     }
@@ -419,8 +424,8 @@ static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
 
 /* Scores s [4][LINE] of tokens from `first` on become weights; what was gathered is scaled down */
 static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, float *down) {
-    V most[TILE];
-    float top[16] = {0}, change[16] = {0};
+    V most[4] = {0};
+    float top[LANES], change[16] = {0};
     for (int h = 0; h < TILE; h++) {
         int64_t lo = t->lo[h] - first, hi = t->hi[h] - first;
         for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
@@ -428,10 +433,8 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
         most[h] = v_set(t->top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
     }
-    for (int h = 0; h < TILE; h++) {
-        top[h] = v_most(most[h]);
-        change[h] = t->top[h] - top[h];
-    }
+    v_store(top, v_mosts(most));
+    for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
     v_store(change, v_exp2(v_load(change)));
     for (int h = 0; h < TILE; h++) {
         V sum = v_load(t->total[h]) * v_set(change[h]), from = v_set(top[h]);

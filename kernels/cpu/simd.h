@@ -122,29 +122,31 @@ INLINE float v_sum(V a) {
 #define LOW_TWOS(a, b) IN_FOURS(a, b, 0, 1, LANES, LANES + 1)
 #define HIGH_TWOS(a, b) IN_FOURS(a, b, 2, 3, LANES + 2, LANES + 3)
 
-INLINE float v_most(V a) {
-    a = v_max(a, IN_FOURS(a, a, 2, 3, 0, 1));
-    a = v_max(a, IN_FOURS(a, a, 1, 0, 3, 2));
-    float most = a[0];
-    for (int i = 4; i < LANES; i += 4) most = a[i] > most ? a[i] : most;
+/* The largest number of each of four vectors, in every 128 bits */
+INLINE V v_mosts(const V *a) {
+    V u = v_max(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]));
+    V v = v_max(LOW_ONES(a[2], a[3]), HIGH_ONES(a[2], a[3]));
+    V most = v_max(LOW_TWOS(u, v), HIGH_TWOS(u, v));
+    for (int n = LANES / 4; n > 1; n /= 2) most = v_max(FOURS(most, most, 0), FOURS(most, most, 4));
     return most;
 }
 
 /* LANES vectors -> the sum of each */
-#define SUMS_OF(NAME, X)                                                                          \
-    INLINE X NAME(const X *a) {                                                                   \
-        X u[LANES / 2], v[LANES / 4];                                                             \
-        _Pragma("GCC unroll 8") for (int j = 0; j < LANES / 2; j++)                               \
-            u[j] = LOW_ONES(a[2 * j], a[2 * j + 1]) + HIGH_ONES(a[2 * j], a[2 * j + 1]);          \
-        _Pragma("GCC unroll 4") for (int k = 0; k < LANES / 4; k++)                               \
-            v[k] = LOW_TWOS(u[2 * k], u[2 * k + 1]) + HIGH_TWOS(u[2 * k], u[2 * k + 1]);          \
-        _Pragma("GCC unroll 2") for (int n = LANES / 8; n; n /= 2)                                \
-            _Pragma("GCC unroll 2") for (int k = 0; k < n; k++)                                   \
-                v[k] = FOURS(v[2 * k], v[2 * k + 1], 0) + FOURS(v[2 * k], v[2 * k + 1], 4);       \
-        return v[0];                                                                              \
-    }
-SUMS_OF(v_sums, V)
-SUMS_OF(w_sums, W)
+INLINE V v_sums(const V *a) {
+    V u[LANES / 2], v[LANES / 4];
+#pragma GCC unroll 8
+    for (int j = 0; j < LANES / 2; j++)
+        u[j] = LOW_ONES(a[2 * j], a[2 * j + 1]) + HIGH_ONES(a[2 * j], a[2 * j + 1]);
+#pragma GCC unroll 4
+    for (int k = 0; k < LANES / 4; k++)
+        v[k] = LOW_TWOS(u[2 * k], u[2 * k + 1]) + HIGH_TWOS(u[2 * k], u[2 * k + 1]);
+#pragma GCC unroll 2
+    for (int n = LANES / 8; n; n /= 2)
+#pragma GCC unroll 2
+        for (int k = 0; k < n; k++)
+            v[k] = FOURS(v[2 * k], v[2 * k + 1], 0) + FOURS(v[2 * k], v[2 * k + 1], 4);
+    return v[0];
+}
 
 INLINE void v_transpose(V *a) { /* LANES vectors */
     V t[LANES], u[LANES];
@@ -235,11 +237,15 @@ typedef struct {
 
 #if LANES > 4
 typedef uint16_t Codes __attribute__((vector_size(4 * LANES)));
+enum { FIELDS = LANES / 4 }; /* whose sums registers hold, of four queries */
+#define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
 #if defined(USE_AVX512)
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
 #define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
-INLINE Codes some_words(const uint8_t *p, int64_t count) {
-    return (Codes)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+INLINE V eight_words(const uint8_t *p, const int64_t *at) { /* of every fourth row */
+    __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(WORDS(0)), WORDS(1), 1);
+    x = _mm512_inserti32x4(x, WORDS(2), 2);
+    return (V)_mm512_inserti32x4(x, WORDS(3), 3);
 }
 #else
 /* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
@@ -247,98 +253,80 @@ INLINE Codes some_words(const uint8_t *p, int64_t count) {
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
             : "+x"(a[i]), "=&x"(product)                    \
             : "x"(z), "x"(y))
-INLINE Codes some_words(const uint8_t *p, int64_t count) { /* of sixteen there are eight, or all */
-    Codes x = {0};
-    if (count < 16) memcpy(&x, p, 16);
-    else memcpy(&x, p, 32);
-    return x;
+INLINE V eight_words(const uint8_t *p, const int64_t *at) {
+    return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
 }
 #endif
 
-/* 2 * LANES words: LANES / 4 fields from the first one on, which begins at `bit`; same: x is, of
- * every two fields */
-INLINE void add_codes(W *a, Codes x, int64_t bits, int bit, int i, const int16_t *const *q, int64_t to,
-                      int odd, int same) {
+/* Two words of each of LANES rows: FIELDS fields of them from `bit` on, times the columns that x has
+ * at `to`. A sum of a row stays in one lane. same: x is, of every two fields */
+INLINE void add_codes(W *a, Codes words, int bits, int bit, const int16_t *const *x, int64_t to, int odd,
+                      int same) {
     const uint16_t mask = (1 << bits) - 1;
     W product;
     (void)product;
-    for (int f = 0; f < LANES / 4 && f * bits < 16; f += 2) {
-        const int at = bit + f * (int)bits;
-        const Codes y = x >> at & mask, z = x >> (at + bits - odd) & (uint16_t)(mask << odd);
+    for (int f = 0; f < FIELDS && f * bits < 16; f += 2) {
+        const int at = bit + f * bits;
+        const Codes y = words >> at & mask, z = words >> (at + bits - odd) & (uint16_t)(mask << odd);
 #pragma GCC unroll 4
         for (int h = 0; h < TILE; h++) {
-            Codes b, c;
-            memcpy(&b, q[f] + to + h * OPERANDS, sizeof b);
-            if (same) c = b;
-            else memcpy(&c, q[f + 1] + to + h * OPERANDS, sizeof c);
-            DOT(i + 4 * f + h, y, b);
-            DOT(i + 4 * f + 4 + h, z, c);
+            int32_t b, c;
+            memcpy(&b, x[f] + to + h * OPERANDS, sizeof b);
+            memcpy(&c, x[same ? f : f + 1] + to + h * OPERANDS, sizeof c);
+            DOT(4 * f + h, y, (W){0} + b);
+            DOT(4 * f + 4 + h, z, (W){0} + c);
         }
     }
 }
 
-INLINE void add_row(W *a, const Part *p, int64_t row, int64_t bits, int field, int i,
-                    const int16_t *const *q, int odd, int same) {
-    const uint8_t *w = p->words + row * p->stride, *next = p->next + row * p->stride;
-    const int64_t width = p->width, low = p->at[0], high = p->at[1];
-    const int bit = field * (int)bits;
-    int64_t c = 0;
-#define ADD(x, c)                                                               \
-    add_codes(a, x, bits, bit, i, q, low + (c), odd, same);                          \
-    if (bits == 2) add_codes(a, x, bits, bit + 8, i, q, high + (c), odd, same)
-    for (; c + 32 <= width; c += 32) {
-        if (field == 0) __builtin_prefetch(next + 2 * c);
-#pragma GCC unroll 2
-        for (int j = 0; j < 32; j += 2 * LANES) {
-            Codes x;
-            memcpy(&x, w + 2 * (c + j), sizeof x);
-            ADD(x, c + j);
+/* Rows from `row` on; there are `rows` of them: lanes without one take another one's words */
+INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, int field,
+                     const int16_t *const *x, int odd, int same) {
+    const uint8_t *from = p->words + row * p->stride, *next = p->next + row * p->stride;
+    int64_t at[LANES / 4];
+    for (int i = 0; i < LANES / 4; i++) at[i] = (4 * i < rows ? 4 * i : 0) * p->stride;
+    for (int64_t c = 0; c < p->width; c += 8, from += 16) {
+        V u[4], v[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < LANES / 4 && field == 0; i++, next += 64) __builtin_prefetch(next);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) u[i] = eight_words(from + i * p->stride, at);
+        v[0] = LOW_ONES(u[0], u[1]), v[1] = HIGH_ONES(u[0], u[1]);
+        v[2] = LOW_ONES(u[2], u[3]), v[3] = HIGH_ONES(u[2], u[3]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) { /* words 2 i and 2 i + 1 of all rows */
+            const V low = v[i / 2], high = v[i / 2 + 2];
+            const Codes words = (Codes)(i % 2 ? HIGH_TWOS(low, high) : LOW_TWOS(low, high));
+            add_codes(a, words, bits, field * bits, x, p->at[0] + c + 2 * i, odd, same);
+            if (bits == 2) add_codes(a, words, bits, field * bits + 8, x, p->at[1] + c + 2 * i, odd, same);
         }
     }
-    for (; c < width; c += 2 * LANES) {
-        const Codes x = some_words(w + 2 * c, width - c);
-        ADD(x, c);
-    }
-#undef ADD
-}
-
-/* Lanes of a vector of sums: four queries of one field, then of the next one; where there is one
- * query only, four rows. Lanes that are left take another block of rows. */
-INLINE V sums_of_rows(const Products *p, int row, int fields, int field, int same) {
-    const int blocks = LANES / 4 > fields ? 2 : 1;
-    const int16_t *const *q = p->x + field;
-    W a[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) a[i] = (W){0};
-    for (const Part *part = p->parts; part < p->parts + p->count; part++)
-#pragma GCC unroll 8
-        for (int i = 0; i < blocks * (4 / TILE); i++) {
-            const int block = i / (4 / TILE), lane = i % (4 / TILE);
-            int r = row + lane + block * (TILE == 1 ? 4 : LANES);
-            if (r >= p->end) r = row; /* nobody asks for it */
-            if (fields == 2) add_row(a, part, r, 8, field, 8 * block + lane, q, 0, same);
-            else if (p->odd == 4) add_row(a, part, r, 4, field, lane, q, 4, same);
-            else if (part->bits == 4) add_row(a, part, r, 4, field, lane, q, 2, same);
-            else add_row(a, part, r, 2, field, lane, q, 2, same);
-        }
-    const V sums = __builtin_convertvector(w_sums(a), V);
-    return v_fma(sums, v_load(p->times + 4 * field), v_load(p->add + 4 * field));
 }
 
 INLINE void products_in(const Products *p, int fields, int field, int same) {
-    const int blocks = LANES / 4 > fields ? 2 : 1;
-    const int wide = TILE == 1 ? 4 : LANES; /* rows of a block */
-    for (int row = p->first; row < p->end; row += blocks * wide) {
-        ALIGNED V sums[LANES];
-        for (int r = 0; r < wide && row + r < p->end; r += 5 - TILE)
-            sums[r] = sums_of_rows(p, row + r, fields, field, same);
-        if (TILE == 4) v_transpose(sums);
-        for (int i = 0; i < LANES; i += 5 - TILE) { /* rows of a field and a query */
-            const int r = row + i / (4 * fields) * wide, left = p->end - r;
-            const float *from = TILE == 1 ? (float *)sums + i : (float *)(sums + i);
-            float *to = p->out + i % 4 * LINE + (field + i / 4) % fields * p->plane + r;
-            if (left >= wide) memcpy(to, from, 4 * wide);
-            else if (left > 0) memcpy(to, from, 4 * left);
+    const int16_t *const *x = p->x + field;
+    for (int64_t row = p->first; row < p->end; row += LANES) {
+        const int64_t start = row + LANES < p->plane ? row : p->plane > LANES ? p->plane - LANES : 0;
+        const int64_t lane = row - start, rows = p->plane - start, most = LANES - lane;
+        const int64_t left = p->end - row < most ? p->end - row : most;
+        W a[4 * FIELDS];
+#pragma GCC unroll 16
+        for (int i = 0; i < 4 * FIELDS; i++) a[i] = (W){0};
+        for (const Part *part = p->parts; part < p->parts + p->count; part++) {
+            if (fields == 2) add_part(a, part, start, rows, 8, field, x, 0, same);
+            else if (p->odd == 4) add_part(a, part, start, rows, 4, field, x, 4, same);
+            else if (part->bits == 4) add_part(a, part, start, rows, 4, field, x, 2, same);
+            else add_part(a, part, start, rows, 2, field, x, 2, same);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 4 * FIELDS; i++) { /* of a field and a query */
+            const int f = field + i / 4;
+            if (i % 4 >= TILE || f >= fields) continue;
+            const V sums = v_fma(__builtin_convertvector(a[i], V), v_set(p->times[4 * f + i % 4]),
+                                 v_set(p->add[4 * f + i % 4]));
+            float *to = p->out + i % 4 * LINE + f * p->plane + row;
+            if (left == LANES) v_store(to, sums);
+            else memcpy(to, (float *)&sums + lane, 4 * left);
         }
     }
 }
@@ -346,7 +334,7 @@ INLINE void products_in(const Products *p, int fields, int field, int same) {
 INLINE void products_of(const Products *p, int same) {
     if (p->fields == 2) products_in(p, 2, 0, same);
     else products_in(p, 4, 0, same);
-    if (p->fields == 4 && LANES == 8) products_in(p, 4, 2, same);
+    if (p->fields == 4 && FIELDS == 2) products_in(p, 4, 2, same);
 }
 
 static void products(const Products *p) {
