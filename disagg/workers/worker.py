@@ -60,6 +60,7 @@ from disagg.workers.offering import Exit
 from disagg.workers.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
+LOOK_S = 0.25  # whether a router follows: each look takes the interpreter from the engine
 LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
 SIZES = (1024, LONG_TOKENS)  # of prompts, whose bytes routers are told
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
@@ -351,7 +352,7 @@ class Worker:
         lease_s, orphan_s = self.config.transfer.lease_s, self.config.cluster.orphan_s
         left, busy = self._loop.time(), False
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(LOOK_S)
             if self._events.followed:
                 left, busy = self._loop.time(), True
                 continue
