@@ -90,9 +90,15 @@ def wait_for(
         time.sleep(0.05)
 
 
-def take_ctrl_c() -> None:
-    """In a new process, as at a terminal: who runs tests in the background ignores it for all."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """As at a terminal, for new processes too: who runs tests in the background ignores it.
+
+    Not in a function between fork and exec: gRPC has threads of its own there, which complain.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

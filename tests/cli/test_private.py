@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from disagg.cli.client import RunningService, complete, get, read_state
-from tests.cli.conftest import PATIENCE_S, take_ctrl_c, wait_for
+from tests.cli.conftest import PATIENCE_S, wait_for
 from tests.papers import make_papers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -42,7 +42,6 @@ class Home:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=take_ctrl_c,
         )
 
     def service(self, name: str = "disagg") -> RunningService:
@@ -99,7 +98,7 @@ def test_a_cold_submit_answers_and_leaves_nothing(home):
     assert answer["completion_tokens"] == 16
     assert answer["kv"]["wire_bytes"] > answer["kv"]["payload_bytes"] > 0
     stages = [line.partition(" s  ")[2].partition(" ")[0] for line in err.splitlines()]
-    assert stages == ["starting", "loading"]  # and nothing that a library has to say
+    assert stages == ["starting", "loading"], err  # and nothing that a library has to say
     assert home.left() == []
 
 

@@ -15,7 +15,7 @@ from disagg.cli.app import run
 from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
-from tests.cli.conftest import STATS, take_ctrl_c, wait_for
+from tests.cli.conftest import STATS, wait_for
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,9 +180,7 @@ def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, capsys):
 def test_ctrl_c_cancels_the_request_at_the_service(running):
     running.router.pause_at = 2
     command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_ctrl_c
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert running.router.paused.wait(30)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
