@@ -34,7 +34,6 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Prefilled,
-    Release,
     Replay,
     StepOutput,
     Token,
@@ -156,9 +155,8 @@ class Engine:
     def _take(self, message: Message) -> None:
         """Do what a message says."""
         match message:
-            case Abort(rid) | Release(rid):
-                sequence = self._scheduler.find(rid)
-                if sequence is not None:
+            case Abort(rid):
+                if (sequence := self._scheduler.find(rid)) is not None:
                     self._end(sequence)
             case Prefill() | Replay() | Admit():
                 try:

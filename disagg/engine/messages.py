@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute a prompt and its first token; offer its records; hold them until Release or Abort."""
+    """Compute a prompt and its first token; offer its records; hold them until Abort."""
 
     request: Request
     handoff: Handoff
@@ -39,7 +39,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Move:
-    """Decode on until the records hold so many tokens; then hold them, until Release or Abort.
+    """Decode on until the records hold so many tokens; then hold them, until Abort.
 
     `handoff.begin` is called now and then again: what is sealed is final, then everything.
     """
@@ -58,15 +58,9 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Release:
-    """The hand-off of a held sequence is acknowledged: its records are no longer needed."""
-
-    rid: str
-
-
-@dataclass(frozen=True)
 class Abort:
-    """Forget a request in whatever state; unknown ones are no error."""
+    """Forget a request in whatever state, also one that another worker took over; unknown ones are
+    no error."""
 
     rid: str
 
@@ -76,7 +70,7 @@ class Drain:
     """Finish what is here; `Engine.run` returns when nothing is left."""
 
 
-Message = Prefill | Admit | Move | Replay | Release | Abort | Drain
+Message = Prefill | Admit | Move | Replay | Abort | Drain
 
 
 @dataclass(frozen=True)

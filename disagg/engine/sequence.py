@@ -193,7 +193,7 @@ class Handoff(Protocol):
         """The records are allocated; the first chunk is about to be computed."""
 
     def offer(self, items: Seq[Item]) -> None:
-        """The bytes of these items are final; they stay until a Release or Abort."""
+        """The bytes of these items are final; they stay until an Abort."""
 
     def has(self, item: Item) -> bool:
         """Whether an item is there already: it is neither encoded nor offered, unless it was."""

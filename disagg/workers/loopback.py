@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Prefilled, Release
+from disagg.engine.messages import Abort, Prefilled
 from disagg.engine.sequence import Request, handoff_stats
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
@@ -84,7 +84,7 @@ class Loopback:
             ack = self._commit(
                 Commit(tokens, plan.fingerprint, self._outbox.manifest(), prefilled.first_token)
             )
-        self._sender.submit(Release(self._request.rid))
+        self._sender.submit(Abort(self._request.rid))
         now = time.monotonic()
         self.stats = replace(
             stats,

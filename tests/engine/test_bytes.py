@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Prefill, Release
+from disagg.engine.messages import Abort, Prefill
 from disagg.model.attention import Batch
 from disagg.page import ARENA_UNIT
 from disagg.transfer.records import ids_by_kind
@@ -81,6 +81,6 @@ def test_chunks_and_company_do_not_change_the_bytes_of_a_prompt(runner, codec):
             done += len(engine.step().prefilled)
         seen.add(handoffs["0"].digest(engine, n))
         for rid in handoffs:
-            engine.submit(Release(rid))
+            engine.submit(Abort(rid))
         run_until_idle(engine)
     assert len(seen) == 1

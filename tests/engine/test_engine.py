@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Prefill, Release, Replay, StepOutput
+from disagg.engine.messages import Abort, Admit, Prefill, Replay, StepOutput
 from disagg.engine.sequence import Status
 from disagg.model.runner import Runner
 from disagg.page import Kind
@@ -130,7 +130,7 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner):
     assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)
     assert plan.nbytes(n) == engine.pool.used_bytes
     assert done.encode_ms > 0
-    engine.submit(Release("a"))
+    engine.submit(Abort("a"))
     run_until_idle(engine)
 
 
@@ -153,7 +153,7 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
     assert done.first_token == token_at(199)
     assert relative_error(forced.logits[0], whole[0]) <= allowed(codec)
     engine.pool.retain([page for state in handoff.groups for page in state.ids()])
-    engine.submit(Release("p"))
+    engine.submit(Abort("p"))
     engine.submit(Admit(request("d", prompt, codec, 60), handoff.groups, (done.first_token,)))
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (0, done.first_token)
@@ -168,7 +168,7 @@ def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner)
     (done,) = steps_until_prefilled(engine)[-1].prefilled
     assert done.finish_reason == "length"
     engine.pool.retain([page for state in handoff.groups for page in state.ids()])
-    engine.submit(Release("p"))
+    engine.submit(Abort("p"))
     engine.submit(
         Admit(request("d", random_prompt(20), KIVI, 1), handoff.groups, (done.first_token,))
     )

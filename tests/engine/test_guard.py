@@ -8,7 +8,7 @@ from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
 from disagg.engine import guard
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Prefill, Prefilled, Release
+from disagg.engine.messages import Abort, Prefill, Prefilled
 from disagg.eval.paged import EXACT, PagedKV, prefill
 from disagg.model.runner import Runner
 from tests.engine.serving import request
@@ -45,7 +45,7 @@ def computed(runner: Any, codecs: list[str], prompt: Any, count: int = 1) -> lis
         engine.submit(Prefill(request(str(number), tokens, "raw", 2), Nowhere()))
         while len(found) == number:
             found += engine.step().prefilled
-        engine.submit(Release(str(number)))
+        engine.submit(Abort(str(number)))
     return found
 
 
