@@ -69,9 +69,9 @@ def test_without_a_residual_a_full_page_is_sealed_at_once():
     assert [group(0).sealed(n) for n in (63, 64, 65, 128)] == [0, 64, 64, 128]
 
 
-def test_an_address_is_record_plus_layer_page_plus_block():
+def test_a_record_holds_a_block_of_every_head_layer_after_layer():
     block = PAGE.block_bytes
-    assert group().address(PAGE, page=7, layer=4, head=2) == 7 * 128 + (1 * 3 + 2) * block
+    assert group().layer_offset(PAGE, layer=4) == 1 * 3 * block
     assert group().record(PAGE).nbytes % 128 == 0
     assert group().record(PAGE).nbytes >= 2 * 3 * block
 
