@@ -54,11 +54,6 @@ class Workspace:
         self._softmax: list[Softmax | None] = [None] * layers
         self._squares: list[Tensor | None] = [None] * layers  # of queries, by units of the lead
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(x.nbytes for x in self._layers if x is not None)
-
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
         """Take the memory for all layers at once, before chunks come: it is there, or this raises.
 

@@ -124,7 +124,7 @@ def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
         while not engine.idle:
             outputs.append(engine.step())
             begun = [x.workspace for x in engine._scheduler.active if x.workspace is not None]
-            held += [workspace.stored_bytes for workspace in begun]
+            held += [sum(x.nbytes for x in y._layers if x is not None) for y in begun]
         if workspace_bytes == room:
             answer = [token.token for output in outputs for token in output.tokens]
             assert_same(answer, ReferenceModel(path).generate(random_prompt(PROMPT), ANSWER))

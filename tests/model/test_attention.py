@@ -53,7 +53,7 @@ def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
             so_far = workspace.extend(layer, k[:, part], v[:, part], before)
             assert torch.equal(so_far[0], k[:, :done])
             assert torch.equal(so_far[1], v[:, :done])
-    assert workspace.stored_bytes == 0
+    assert workspace._layers == [None, None]
 
 
 def test_a_workspace_with_less_room_gives_back_the_last_tokens():
