@@ -1,12 +1,10 @@
 """How a model wants a conversation written: the template of its tokenizer. Knows no tokens."""
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from disagg.errors import ModelError, RequestError
-from disagg.model.describe import locate_model
+from disagg.errors import RequestError
+from disagg.model.describe import locate_model, read_object
 
 DEFAULT = "default"  # of several named templates
 
@@ -27,7 +25,7 @@ class ChatTemplate:
     def load(cls, ref: str | None = None) -> "ChatTemplate | None":
         """The template of a model, found as `locate_model` does; None if it has none."""
         folder = locate_model(ref)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else config.get("chat_template")
         if isinstance(source, list):
@@ -50,10 +48,3 @@ class ChatTemplate:
             told = f"the model's chat template refuses this conversation: {error}"
             raise RequestError(told, "messages") from error
         return texts[0]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{file} is no JSON: {error}") from error

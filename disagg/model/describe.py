@@ -121,13 +121,14 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model")
-    return _read_object(file)
+    return read_object(file)
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file says, nothing where there is none; ModelError where it is no JSON object."""
     try:
-        config = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file} holds a {type(config).__name__}; an object is wanted")
@@ -230,12 +231,8 @@ def _context_length(sizes: dict[str, Any]) -> int:
     """max_position_embeddings, or the length up to which rotary frequencies do not change."""
     rope = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in GROWING_ROPE:
-        original = sizes.get("original_max_position_embeddings")
-        return (
-            rope.get("original_max_position_embeddings")
-            or original
-            or sizes["max_position_embeddings"]
-        )
+        original = "original_max_position_embeddings"
+        return rope.get(original) or sizes.get(original) or sizes["max_position_embeddings"]
     return sizes["max_position_embeddings"]
 
 
@@ -256,8 +253,7 @@ def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:
 
 def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer: generation_config.json first, as transformers does."""
-    file = path / "generation_config.json"
-    generation = _read_object(file) if file.is_file() else {}
+    generation = read_object(path / "generation_config.json")
     found = generation.get("eos_token_id", sizes.get("eos_token_id"))
     if found is None:
         return ()
