@@ -101,22 +101,22 @@ class Runner:
         pairs = zip(batch.decodes, steps, strict=True)
         batch = replace(batch, decodes=tuple(replace(decode, step=step) for decode, step in pairs))
         selection = {"logits_to_keep": outputs.long()} if self._selects else {}
-        logits = self._model(
+        logits = self._logits(tokens, positions, batch, **selection)
+        return (logits if self._selects else logits[outputs]).float()
+
+    def _static_step(self, static: StaticStep) -> Tensor:
+        """Logits [bucket, V] of every row of a step in its buffers; asks the host for nothing."""
+        return self._logits(static.tokens, static.positions, static.batch)
+
+    def _logits(
+        self, tokens: Tensor, positions: Tensor, batch: Batch, **selection: Tensor
+    ) -> Tensor:
+        """What the model makes of tokens and positions [1, N]: [N, V], or the selected rows."""
+        return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
             past_key_values=PassThrough(),
             use_cache=True,
             disagg=BatchAttention(batch, self.info.windows),
             **selection,
-        ).logits[0]
-        return (logits if self._selects else logits[outputs]).float()
-
-    def _static_step(self, static: StaticStep) -> Tensor:
-        """Logits [bucket, V] of every row of a step in its buffers; asks the host for nothing."""
-        return self._model(
-            input_ids=static.tokens.long(),
-            position_ids=static.positions.long(),
-            past_key_values=PassThrough(),
-            use_cache=True,
-            disagg=BatchAttention(static.batch, self.info.windows),
         ).logits[0]
