@@ -273,16 +273,12 @@ class Engine:
     def _prepare(self, sequence: Sequence, left: int) -> bool:
         """Whether a prompt can compute now, of a step with so many tokens left."""
         try:
-            if sequence.life.status is Status.QUEUED and not self._admit(sequence):
-                return False
-            if sequence.workspace is None:
-                self._make_workspace(sequence, left)
+            return sequence.life.status is not Status.QUEUED or self._admit(sequence, left)
         except Exception as error:
             self._fail(sequence, named(error))
             return False
-        return True
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, left: int) -> bool:
         """Begin with a prompt if there is room for it."""
         self._check_workspace(sequence.plan, sequence.prompt_len)
         begun = (x for x in self._scheduler.active if x.workspace is not None)
@@ -297,6 +293,7 @@ class Engine:
         sequence.life.enter(Status.PREFILL, self._clock())
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
+        self._make_workspace(sequence, left)
         return True
 
     def _prefill_bytes(self, plan: Plan, tokens: int) -> int:
