@@ -7,7 +7,6 @@ before layer 0, and layers only follow them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from disagg.codecs.planning import codec_of
@@ -105,28 +104,22 @@ def build_batch(
         positions += range(n, n + share.count)
         outputs += range(len(tokens) - share.outputs, len(tokens))
     chunks = [make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes]
+    decodes = [
+        Decode(
+            codec_of(group),
+            plan_step(group, growths, stash, arena.device),
+            whole=sum(growth.m for growth in growths) == len(tokens),
+        )
+        for group, growths in _buckets(shares, rows)
+    ]
     return Batch(
         tokens=tokens,
         positions=positions,
         outputs=outputs,
         arena=arena,
         chunks=tuple(chunks),
-        decodes=tuple(_decodes(shares, rows, len(tokens), stash, arena.device)),
+        decodes=tuple(decodes),
     )
-
-
-def _decodes(
-    shares: Sequence[Share], rows: Sequence[int], total: int, stash: Stash, device: torch.device
-) -> list[Decode]:
-    """What each layer group does of a batch of `total` rows."""
-    return [
-        Decode(
-            codec_of(group),
-            plan_step(group, growths, stash, device),
-            whole=sum(growth.m for growth in growths) == total,
-        )
-        for group, growths in _buckets(shares, rows)
-    ]
 
 
 def _buckets(shares: Sequence[Share], rows: Sequence[int]) -> list[tuple[LayerGroup, list[Growth]]]:
