@@ -285,13 +285,13 @@ def handoff_stats(
     )
 
 
-def urgency(left: int, waited_s: float, ageing_s: float = AGEING_S) -> float:
+def urgency(left: int, waited_s: float) -> float:
     """Whose turn it is: the least of these.
 
-    left: tokens to compute, counted half for every `ageing_s` seconds of waiting. So prompts of l
-    tokens pass one of L only if they come within ageing_s * log2(L / l) seconds after it.
+    left: tokens to compute, counted half for every `AGEING_S` seconds of waiting. So prompts of l
+    tokens pass one of L only if they come within AGEING_S * log2(L / l) seconds after it.
     """
-    return left * 2.0 ** (-waited_s / ageing_s)
+    return left * 2.0 ** (-waited_s / AGEING_S)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -71,7 +71,6 @@ def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second():
 def test_urgency_is_defined_for_all_that_ever_waits():
     assert urgency(1500, 0.0) == 1500
     assert urgency(1500, 1.0) == urgency(750, 0.0)
-    assert urgency(1500, 3.0, ageing_s=3.0) == 750
     assert 0 <= urgency(1500, 1e9) <= urgency(1, 1e6)
 
 
