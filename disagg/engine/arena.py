@@ -1,8 +1,7 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -84,19 +83,15 @@ class SideStream:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def beside_the_kernels(self) -> Iterator[None]:
+    def beside_the_kernels(self) -> torch.cuda.StreamContext:
         """What is started within runs in this stream."""
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
-    @contextmanager
-    def after_the_kernels(self) -> Iterator[None]:
+    def after_the_kernels(self) -> torch.cuda.StreamContext:
         """The same, after the kernels that this thread has started so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with self.beside_the_kernels():
-            yield
+        return self.beside_the_kernels()
 
     def before_the_kernels(self) -> None:
         """Kernels that this thread starts later wait for what is in this stream now."""
