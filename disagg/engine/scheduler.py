@@ -18,7 +18,7 @@ from disagg.codecs.tables import block_size
 from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
 from disagg.pool import Pool
-from disagg.state import GroupState, allocate_group
+from disagg.state import allocate_group
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self.held.pop(sequence.rid, None)
-        for state in sequence.groups:
-            self._pool.release(list(state.ids()))
-        sequence.groups, sequence.n, sequence.workspace = (), 0, None
+        self._free(sequence)
 
     def decode_shares(self) -> list[Share]:
         """One token of every decoding sequence; more where known tokens wait to be fed.
@@ -131,8 +129,10 @@ class Scheduler:
         if not alone and sequence.plan.nbytes(sequence.length + 1) > self.free_bytes:
             return False
         try:
-            sequence.groups = self._allocate(sequence)
+            for group in sequence.plan.groups:
+                sequence.groups += (allocate_group(group, sequence.prompt_len, self._pool),)
         except CapacityError:
+            self._free(sequence)
             if alone:
                 raise
             return False
@@ -156,13 +156,7 @@ class Scheduler:
         self.remove(sequence)
         self.queue(sequence)
 
-    def _allocate(self, sequence: Sequence) -> tuple[GroupState, ...]:
-        taken: list[GroupState] = []
-        try:
-            for group in sequence.plan.groups:
-                taken.append(allocate_group(group, sequence.prompt_len, self._pool))
-        except CapacityError:
-            for state in taken:
-                self._pool.release(list(state.ids()))
-            raise
-        return tuple(taken)
+    def _free(self, sequence: Sequence) -> None:
+        for state in sequence.groups:
+            self._pool.release(list(state.ids()))
+        sequence.groups, sequence.n, sequence.workspace = (), 0, None
