@@ -157,22 +157,18 @@ def _padded_rows(step: GroupStep, rows: int) -> SealRows:
 def _padded_table(table: PageTable, rows: int, group: LayerGroup) -> PageTable:
     """A table with more rows and columns, which see nothing and point to what is there."""
 
-    def wider(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def wider(x: Tensor) -> Tensor:
         wide = x[:1, :1].repeat(rows, _width(x, table, group))
         wide[: x.shape[0], : x.shape[1]] = x
         return wide
 
-    pages = wider(table.pages)
-    assert pages is not None
-    return PageTable(
-        pages=pages,
+    return replace(
+        table,
+        pages=wider(table.pages),
         lo=_extended(table.lo, rows, 0),
         hi=_extended(table.hi, rows, 0),
-        layout=table.layout,
-        segments=wider(table.segments),
-        owner=wider(table.owner),
+        segments=None if table.segments is None else wider(table.segments),
+        owner=None if table.owner is None else wider(table.owner),
         sides=None if table.sides is None else _extended(table.sides, rows, table.sides[0]),
     )
 
