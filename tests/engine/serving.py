@@ -1,25 +1,43 @@
 """Serve prompts with an engine, and look at what happened."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
+
+from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay, StepOutput
 from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 
 MAX_STEPS = 5000
 
 
 class StandIn:
-    """In place of a runner: as that one, but for what a subclass does otherwise."""
+    """In place of a runner: as that one, but for what a subclass, or `forward`, does otherwise."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, forward: Callable[[Batch], Tensor] | None = None):
         self._runner = runner
+        if forward is not None:
+            self.forward = forward
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
+
+
+class Nowhere:
+    """A hand-off that nobody takes."""
+
+    def begin(self, plan: Any, groups: Any) -> None:
+        self.plan, self.groups = plan, groups
+
+    def offer(self, items: Any) -> None:
+        pass
+
+    def has(self, item: Any) -> bool:
+        return False
 
 
 def make_engine(runner: Runner | StandIn, **config: Any) -> Engine:

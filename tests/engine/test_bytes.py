@@ -12,7 +12,7 @@ from disagg.engine.messages import Abort, Prefill
 from disagg.model.attention import Batch
 from disagg.page import ARENA_UNIT
 from disagg.transfer.records import ids_by_kind
-from tests.engine.serving import StandIn, make_engine, request, run_until_idle
+from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
 CODECS = [
@@ -44,17 +44,8 @@ class ExactRunner(StandIn):
         return k, v
 
 
-class Digests:
+class Digests(Nowhere):
     """A hand-off that hashes every record when the prompt is complete."""
-
-    def begin(self, plan: Any, groups: Any) -> None:
-        self.plan, self.groups = plan, groups
-
-    def offer(self, items: Any) -> None:
-        pass
-
-    def has(self, item: Any) -> bool:
-        return False
 
     def digest(self, engine: Engine, n: int) -> str:
         state = hashlib.blake2b()

@@ -15,7 +15,7 @@ from disagg.page import Kind
 from disagg.wire import Item
 from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
-from tests.engine.serving import answers, make_engine, request, run_until_idle, serve
+from tests.engine.serving import Nowhere, answers, make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import CONTEXT, random_prompt
 from tests.synthetic import relative_error
@@ -25,21 +25,18 @@ MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
 LENGTHS = (1, 63, 64, 130, 300)
 
 
-class Recorder:
-    """A hand-off that goes nowhere."""
+class Recorder(Nowhere):
+    """A hand-off that goes nowhere, and notes what it was told."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
 
     def begin(self, plan: Any, groups: Any) -> None:
-        self.plan, self.groups = plan, groups
+        super().begin(plan, groups)
         self.events.append("begin")
 
     def offer(self, items: list[Item]) -> None:
         self.events.append(items)
-
-    def has(self, item: Item) -> bool:
-        return False
 
 
 def steps_until_prefilled(engine: Engine) -> list[StepOutput]:

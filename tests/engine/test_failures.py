@@ -16,14 +16,14 @@ from disagg.model import attention as attention_module
 from disagg.model.cache import Workspace
 from disagg.model.runner import Runner
 from disagg.state import allocate_group
-from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
+from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle, serve
 from tests.model.tiny import VOCAB, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 BROKEN = 90  # tokens of the prompt that breaks
 
 
-class Breaking:
+class Breaking(Nowhere):
     """A hand-off that breaks at its n-th call."""
 
     def __init__(self, at: int):
@@ -36,9 +36,6 @@ class Breaking:
         self.left -= 1
         if self.left < 0:
             raise OverflowError("int too big to convert")
-
-    def has(self, *_: object) -> bool:
-        return False
 
 
 def failures(engine: Engine) -> list[Failed]:
@@ -146,7 +143,7 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     if what == "plan_step":
         monkeypatch.setattr(steps_module, what, Fuse(steps_module.plan_step, at, done))
     elif what == "forward":
-        engine._runner = Stub(runner, Fuse(runner.forward, at, done))  # type: ignore[assignment]
+        engine._runner = StandIn(runner, Fuse(runner.forward, at, done))  # type: ignore[assignment]
     elif what == "choose":
         monkeypatch.setattr(engine_module, what, Fuse(engine_module.choose, at, done))
     else:
@@ -156,14 +153,6 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     assert {x.rid for x in failures(engine)} == {"a", "b"}
     assert not engine.pool.used_bytes
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
-
-
-class Stub(StandIn):
-    """A runner with another forward."""
-
-    def __init__(self, runner: Runner, forward: Callable[..., Any]):
-        super().__init__(runner)
-        self.forward = forward
 
 
 def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(runner, monkeypatch):
@@ -184,7 +173,7 @@ def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(ru
         (early if running else late).update(pages)
         release(pages)
 
-    engine._runner = Stub(runner, forward)  # type: ignore[assignment]
+    engine._runner = StandIn(runner, forward)  # type: ignore[assignment]
     monkeypatch.setattr(engine_module, "wait_for_kernels", wait)
     monkeypatch.setattr(engine.pool, "release", give_back)
     for rid, n in (("seals", 126), ("ends", 20), ("leaves", 200)):

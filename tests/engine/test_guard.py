@@ -11,7 +11,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill, Prefilled
 from disagg.eval.paged import EXACT, PagedKV, prefill
 from disagg.model.runner import Runner
-from tests.engine.serving import request
+from tests.engine.serving import Nowhere, request
 from tests.model.tiny import random_prompt, save_tiny
 
 CODECS = [
@@ -21,19 +21,6 @@ CODECS = [
     "kivi:bits=2,group=64,residual=64",
 ]
 TWO = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
-
-
-class Nowhere:
-    """A hand-off that nobody takes."""
-
-    def begin(self, plan: Any, groups: Any) -> None:
-        pass
-
-    def offer(self, items: Any) -> None:
-        pass
-
-    def has(self, item: Any) -> bool:
-        return False
 
 
 def computed(runner: Any, codecs: list[str], prompt: Any, count: int = 1) -> list[Prefilled]:

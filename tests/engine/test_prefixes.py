@@ -16,6 +16,7 @@ from disagg.transfer.records import ArenaSource, Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
 from tests.engine.test_engine import Recorder, steps_until_prefilled
+from tests.engine.test_failures import Fuse
 from tests.engine.test_turns import SHAPE, Load
 from tests.model.tiny import random_prompt
 
@@ -108,17 +109,7 @@ def test_chunks_of_a_prompt_that_is_given_up_are_of_use_to_the_next(runner):
 
 
 def test_a_step_that_breaks_leaves_nothing_to_share(runner):
-    class Breaking(StandIn):
-        broken = False
-
-        def forward(self, batch):
-            logits = self._runner.forward(batch)
-            if not self.broken:
-                self.broken = True
-                raise RuntimeError("broken")
-            return logits
-
-    engine = make_engine(Breaking(runner))
+    engine = make_engine(StandIn(runner, Fuse(runner.forward, at=1, done=True)))
     engine.submit(Replay(request("a", random_prompt(100), "raw", 2)))
     assert engine.step().failed
     assert not engine.pool.cached_pages

@@ -6,24 +6,11 @@ from transformers import AutoModelForCausalLM
 
 from disagg.engine.messages import Admit, Prefill, Replay
 from disagg.state import allocate_group
-from tests.engine.serving import make_engine, request, run_until_idle
+from tests.engine.serving import Nowhere, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt
 
 PROMPT = random_prompt(70)
 SCORED = {"logprobs": 2, "ignore_eos": True}
-
-
-class Nowhere:
-    """A hand-off that nobody takes."""
-
-    def begin(self, *_: object) -> None:
-        pass
-
-    def offer(self, *_: object) -> None:
-        pass
-
-    def has(self, *_: object) -> bool:
-        return False
 
 
 def exact(runner, tokens):

@@ -127,22 +127,16 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     assert sealed.hi[3:].tolist() == tail.hi[3:].tolist() == [[0]]
 
 
-class Spy(StandIn):
-    """A runner that keeps the batches it was given."""
-
-    def __init__(self, runner: Runner):
-        super().__init__(runner)
-        self.batches: list[Batch] = []
-
-    def forward(self, batch: Batch) -> Tensor:
-        self.batches.append(batch)
-        return self._runner.forward(batch)
-
-
 def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> list[Batch]:
-    spy = Spy(runner)
-    serve(make_engine(spy), [random_prompt(n) for n in prompts], codec, tokens)
-    return spy.batches
+    batches: list[Batch] = []
+
+    def forward(batch: Batch) -> Tensor:
+        batches.append(batch)
+        return runner.forward(batch)
+
+    engine = make_engine(StandIn(runner, forward))
+    serve(engine, [random_prompt(n) for n in prompts], codec, tokens)
+    return batches
 
 
 @pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
