@@ -8,15 +8,12 @@ import pytest
 from disagg.errors import ModelError
 from disagg.model.capacity import check_model
 from disagg.model.runner import Runner
-from tests.engine.margins import assert_same
-from tests.engine.serving import make_engine, serve
-from tests.model.architectures import KINDS, table
-from tests.model.reference import ReferenceModel
-from tests.model.tiny import random_prompt, save_config, save_tiny
+from tests.model.architectures import KINDS, SERVED, table, try_out
+from tests.model.tiny import save_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-SERVED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma2", "gemma3_text", "afmoe"]
-SERVED += ["gpt_oss", "vaultgemma"]
+TRIED = ["llama", "mistral", "qwen3", "gpt2", "opt", "gemma2", "gemma3_text", "afmoe"]
+TRIED += ["gpt_oss", "vaultgemma"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bamba": ({}, "state-space layers"),
     "bloom": ({}, "ALiBi"),
@@ -29,16 +26,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", TRIED)
 def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
-    path = str(save_tiny(kind, tmp_path))
-    prompts = [random_prompt(n) for n in (5, 37, 70)]
-    reference = ReferenceModel(path)
-    expected = [reference.generate(prompt, 24) for prompt in prompts]
-    assert len({token for answer in expected for token in answer.tokens}) > 5
-    engine = make_engine(Runner.load(path), max_batch_tokens=29)
-    for answer, right in zip(serve(engine, prompts, "raw", 24), expected, strict=True):
-        assert_same(answer, right)
+    _, result = try_out(kind, tmp_path)
+    assert result == SERVED
 
 
 @pytest.mark.parametrize("kind", REFUSED)
