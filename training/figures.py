@@ -3,8 +3,6 @@
 This file knows how to judge a model and how a card shows the outcome; it does not train.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

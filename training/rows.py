@@ -4,8 +4,6 @@ This file knows texts and tokens; it does not know models, losses or schedules. 
 on (SEED, step), so a resumed training sees exactly the rows that an uninterrupted one sees.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -89,8 +87,8 @@ def training_tokens(books: Path, tokenizer: Any, folder: Path) -> Tokens:
         "bytes": stat.st_size,
         "mtime": stat.st_mtime,
         "vocabulary": len(tokenizer),
+        "held_out": list(HELD_OUT),
     }
-    key |= {"held_out": list(HELD_OUT)}
     if not (index.exists() and json.loads(index.read_text()) == key):
         with file.open("wb") as out:
             for text in read_books(books)[0].values():

@@ -9,8 +9,6 @@ a busy machine made of them. A stopped training goes on from OUT/checkpoint.pt. 
 models, losses and schedules; rows.py knows what a row holds, figures.py judges.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
