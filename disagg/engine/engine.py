@@ -43,7 +43,7 @@ from disagg.engine.messages import (
 from disagg.engine.prefixes import ExactPrefixes
 from disagg.engine.sampler import Sampled
 from disagg.engine.scheduler import Scheduler, Share
-from disagg.engine.sequence import Life, Sequence, Status
+from disagg.engine.sequence import Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
 from disagg.errors import (
     CapacityError,
@@ -111,7 +111,7 @@ class Engine:
 
     def may_reserve(self) -> bool:
         """Whether room may be promised to others: no sequence here waits for any. Any thread."""
-        return self._refused is None or self._refused.life.status is not Status.QUEUED
+        return self._refused is None or self._refused.status is not Status.QUEUED
 
     @property
     def idle(self) -> bool:
@@ -175,14 +175,14 @@ class Engine:
         """Queue a new sequence, and repeat the last token known of it: it may have been the end."""
         emitted = () if isinstance(message, Prefill) else message.emitted
         plan = self._check(message, emitted)
-        life, order = Life(self._clock()), next(self._orders)
-        sequence = Sequence(message.request, plan, life, order, emitted=list(emitted))
+        born, order = self._clock(), next(self._orders)
+        sequence = Sequence(message.request, plan, born, order, emitted=list(emitted))
         if isinstance(message, Prefill):
             sequence.handoff = message.handoff
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
-            sequence.life.enter(Status.DECODE, self._clock())
+            sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
             self._scheduler.queue(sequence)
@@ -236,13 +236,13 @@ class Engine:
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break
-            if full and sequence.life.status is Status.QUEUED:
+            if full and sequence.status is Status.QUEUED:
                 continue
             if self._prepare(sequence, left):
                 count = min(sequence.prompt_len - sequence.n, left)
                 shares.append(Share(sequence, count))
                 left -= count
-            elif sequence.life.status is Status.QUEUED:
+            elif sequence.status is Status.QUEUED:
                 self._refused, full = sequence, True
         return shares, stash
 
@@ -266,14 +266,14 @@ class Engine:
 
     def _requeued(self, sequence: Sequence) -> None:
         """A sequence lost its records: it starts again when there is room."""
-        sequence.life.enter(Status.QUEUED, self._clock())
+        sequence.enter(Status.QUEUED)
         self._preempted.append(sequence.rid)
         self._refused = sequence
 
     def _prepare(self, sequence: Sequence, left: int) -> bool:
         """Whether a prompt can compute now, of a step with so many tokens left."""
         try:
-            return sequence.life.status is not Status.QUEUED or self._admit(sequence, left)
+            return sequence.status is not Status.QUEUED or self._admit(sequence, left)
         except Exception as error:
             self._fail(sequence, named(error))
             return False
@@ -290,7 +290,7 @@ class Engine:
                 return False
         except CapacityError as error:
             raise PromptTooLongError(f"{sequence.prompt_len} tokens: {error}") from error
-        sequence.life.enter(Status.PREFILL, self._clock())
+        sequence.enter(Status.PREFILL)
         if sequence.handoff is not None:
             sequence.handoff.begin(sequence.plan, sequence.groups)
         self._make_workspace(sequence, left)
@@ -393,7 +393,7 @@ class Engine:
         prompts = [x.sequence for x in shares if not x.decodes and is_memory_error(error)]
         asked = max(prompts, key=lambda x: x.prompt_len, default=None)
         for sequence in (share.sequence for share in shares):
-            if sequence.life.status is Status.DONE:
+            if sequence.status is Status.DONE:
                 continue
             if asked in (None, sequence) or sequence.error or sequence.handoff:
                 self._fail(sequence, sequence.error or told)
@@ -408,30 +408,30 @@ class Engine:
             sequence.n += share.count
             if sequence.error is not None:
                 self._fail(sequence, sequence.error)
-            elif sequence.life.status is Status.PREFILL and sequence.n == sequence.prompt_len:
+            elif sequence.status is Status.PREFILL and sequence.n == sequence.prompt_len:
                 sequence.workspace = None
                 self.counts["cached_tokens"] += sequence.cached
                 self.counts["computed_tokens"] += sequence.prompt_len - sequence.cached
                 local = sequence.handoff is None
-                sequence.life.enter(Status.DECODE if local else Status.HELD, self._clock())
+                sequence.enter(Status.DECODE if local else Status.HELD)
         for sequence, sampled in zip(ready, chosen, strict=True):
             if sequence.error is None:
                 sequence.emitted.append(sampled.token)
                 sequence.scores += [sampled.logprobs] if sampled.logprobs else []
                 self._say(sequence, sequence.finish_reason(self._runner.info))
         for sequence in ready:
-            if sequence.n == sequence.hold_at and sequence.life.status is Status.DECODE:
+            if sequence.n == sequence.hold_at and sequence.status is Status.DECODE:
                 self._hold(sequence)
 
     # -- who goes on elsewhere
 
     def _prepare_to_move(self, sequence: Sequence, move: Move) -> None:
         """Offer what is sealed; the rest follows when the sequence stops."""
-        late = sequence.life.status is not Status.DECODE or sequence.length > move.tokens
+        late = sequence.status is not Status.DECODE or sequence.length > move.tokens
         try:
             if late or sequence.handoff is not None:
                 raise TransferError(
-                    f"it has {sequence.length} tokens and is {sequence.life.status}; a sequence "
+                    f"it has {sequence.length} tokens and is {sequence.status}; a sequence "
                     f"that decodes and has at most {move.tokens} can move"
                 )
             sequence.handoff, sequence.hold_at = move.handoff, move.tokens
@@ -447,7 +447,7 @@ class Engine:
         except Exception as error:
             self._fail(sequence, named(error))
         else:
-            sequence.life.enter(Status.HELD, self._clock())
+            sequence.enter(Status.HELD)
             self._scheduler.hold(sequence)
             self._events.append(Moved(sequence.rid, tuple(sequence.emitted)))
 
@@ -457,16 +457,15 @@ class Engine:
         """Report the last token of a sequence; with a reason it is the end of the answer."""
         rid, token = sequence.rid, sequence.emitted[-1]
         scores, sequence.scores = tuple(sequence.scores), []
-        if sequence.life.status is Status.HELD:
+        if sequence.status is Status.HELD:
             self._scheduler.hold(sequence)
             told = rid, token, reason, 1e3 * sequence.encode_s, sequence.cached, scores
             self._events.append(Prefilled(*told, relative_errors(sequence)))
             return
         if reason is not None:
             self._end(sequence)
-        spent, cached = (dict(sequence.life.spent), sequence.cached) if reason else ({}, 0)
-        index = len(sequence.emitted) - 1
-        self._events.append(Token(rid, index, token, reason, spent, cached, scores))
+        index, cached = len(sequence.emitted) - 1, sequence.cached if reason else 0
+        self._events.append(Token(rid, index, token, reason, cached, scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)
@@ -475,7 +474,7 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         """Free a sequence and everything of it."""
         self._scheduler.remove(sequence)
-        sequence.life.enter(Status.DONE, self._clock())
+        sequence.enter(Status.DONE)
 
     def _take_output(self) -> StepOutput:
         events, preempted = self._events, self._preempted

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from disagg.engine.sequence import Handoff, Logprobs, Request, Status
+from disagg.engine.sequence import Handoff, Logprobs, Request
 from disagg.errors import CapacityError, DisaggError
 from disagg.state import GroupState
 
@@ -79,15 +79,14 @@ class Token:
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    spent:    with the last one, seconds in each state of its life here; and `cached_tokens`
-    logprobs: of the token, where they are wanted; before them those of the prompt
+    cached_tokens: with the last one, leading tokens of the prompt that were not computed here
+    logprobs:      of the token, where they are wanted; before them those of the prompt
     """
 
     rid: str
     index: int
     token: int
     finish_reason: str | None = None
-    spent: Mapping[Status, float] = field(default_factory=dict)
     cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
 

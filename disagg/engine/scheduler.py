@@ -31,7 +31,7 @@ class Share:
     @property
     def decodes(self) -> bool:
         """Whether the tokens attend on pages; else they are a chunk of a prompt."""
-        return self.sequence.life.status is Status.DECODE
+        return self.sequence.status is Status.DECODE
 
     @property
     def completes(self) -> bool:
@@ -102,7 +102,7 @@ class Scheduler:
 
         Decoding is never held back by the token budget; replays use what it leaves.
         """
-        decoding = [x for x in self.active if x.life.status is Status.DECODE]
+        decoding = [x for x in self.active if x.status is Status.DECODE]
         spare = max(0, self._max_batch_tokens - len(decoding))
         shares = []
         for sequence in decoding:
@@ -114,8 +114,8 @@ class Scheduler:
 
     def prompts(self, now: float) -> list[Sequence]:
         """Whose prompts are not computed, the most urgent first; some have no room yet."""
-        begun = [x for x in self.active if x.life.status is Status.PREFILL]
-        key = {x: urgency(x.length - x.n, x.life.age(now)) for x in (*begun, *self.waiting)}
+        begun = [x for x in self.active if x.status is Status.PREFILL]
+        key = {x: urgency(x.length - x.n, now - x.born) for x in (*begun, *self.waiting)}
         return sorted(key, key=lambda x: (key[x], x.order))
 
     def admit(self, sequence: Sequence) -> bool:

@@ -63,25 +63,6 @@ ARROWS: Mapping[Status, tuple[Status, ...]] = {
 }
 
 
-@dataclass
-class Life:
-    """The state of one sequence, and how long it was in each: seconds of any monotonic clock."""
-
-    since: float
-    status: Status = Status.QUEUED
-    spent: dict[Status, float] = field(default_factory=dict)
-
-    def enter(self, status: Status, now: float) -> None:
-        """Follow an arrow of the drawing at time `now`."""
-        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
-        self.spent[self.status] = self.spent.get(self.status, 0.0) + now - self.since
-        self.status, self.since = status, now
-
-    def age(self, now: float) -> float:
-        """Seconds since it began."""
-        return sum(self.spent.values()) + now - self.since
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop. RequestError for what makes no sense.
@@ -207,7 +188,7 @@ class Sequence:
     emitted:   tokens generated so far, here or elsewhere
     cached:    leading tokens of the prompt that were not computed here
     keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
-    order:     who came first keeps its place
+    born:      when it came, on the clock of the engine · order: who came first keeps its place
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
@@ -218,8 +199,9 @@ class Sequence:
 
     request: Request
     plan: Plan
-    life: Life
+    born: float
     order: int
+    status: Status = Status.QUEUED
     handoff: Handoff | None = None
     emitted: list[int] = field(default_factory=list)
     n: int = 0
@@ -234,6 +216,11 @@ class Sequence:
     sample: int | None = None
     errors: dict[str, "Tensor"] = field(default_factory=dict)
     scores: list[Logprobs] = field(default_factory=list)
+
+    def enter(self, status: Status) -> None:
+        """Follow an arrow of the drawing."""
+        assert status in ARROWS[self.status], f"{self.status} does not become {status}"
+        self.status = status
 
     @property
     def rid(self) -> str:

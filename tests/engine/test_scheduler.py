@@ -2,7 +2,7 @@ import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.scheduler import Scheduler, urgency
-from disagg.engine.sequence import Life, Request, SamplingParams, Sequence, Status
+from disagg.engine.sequence import Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
 from disagg.pool import HostArena, Pool
 
@@ -19,17 +19,17 @@ def sequence(
     order: int, prompt: int, codec: str = KIVI, emitted: int = 0, born: float = 0.0
 ) -> Sequence:
     request = Request(str(order), (1,) * prompt, SamplingParams(max_tokens=50), codec)
-    return Sequence(request, parse_plan(codec, SHAPE), Life(born), order, emitted=[2] * emitted)
+    return Sequence(request, parse_plan(codec, SHAPE), born, order, emitted=[2] * emitted)
 
 
 def admit_all(scheduler: Scheduler) -> list[Sequence]:
     """Admit what has room, as the engine does."""
     admitted = []
     for found in scheduler.prompts(now=0.0):
-        if found.life.status is Status.QUEUED:
+        if found.status is Status.QUEUED:
             if not scheduler.admit(found):
                 break
-            found.life.enter(Status.PREFILL, 0.0)
+            found.enter(Status.PREFILL)
             admitted.append(found)
     return admitted
 
@@ -39,7 +39,7 @@ def decoding(scheduler: Scheduler, order: int, prompt: int, emitted: int) -> Seq
     found = sequence(order, prompt, emitted=emitted)
     scheduler.queue(found)
     assert admit_all(scheduler) == [found]
-    found.life.enter(Status.DECODE, 0.0)
+    found.enter(Status.DECODE)
     found.n = prompt
     return found
 
@@ -63,7 +63,7 @@ def test_the_least_work_left_goes_first_and_waiting_halves_it_every_second():
     assert [x.order for x in scheduler.prompts(now=2.0)] == [1, 3, 0, 2]
     begun = scheduler.waiting[0]
     assert scheduler.admit(begun)
-    begun.life.enter(Status.PREFILL, 2.0)
+    begun.enter(Status.PREFILL)
     begun.n = 70
     assert [x.order for x in scheduler.prompts(now=2.0)] == [0, 1, 3, 2]
 
