@@ -481,12 +481,11 @@ class Engine:
         self._events, self._preempted = [], []
         queues = self._scheduler
         running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
-        used, whole = self.pool.used_bytes, self.pool.arena.nbytes
         return StepOutput(
             tokens=tuple(x for x in events if isinstance(x, Token)),
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
             moved=tuple(x for x in events if isinstance(x, Moved)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
             preempted=tuple(preempted),
-            load=EngineLoad(running, waiting, held, used, whole, queues.free_bytes, queues.slots),
+            load=EngineLoad(running, waiting, held, queues.free_bytes, queues.slots),
         )

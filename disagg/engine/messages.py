@@ -129,18 +129,16 @@ class Failed:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Sequences by what they do, bytes of the pool, and what could be taken now.
+    """Sequences by what they do, and what could be taken now.
 
     waiting:    for room or for their turn
-    free_bytes: beside what is kept free for sequences that grow
+    free_bytes: of the pool, beside what is kept free for sequences that grow
     slots:      more sequences that may compute
     """
 
     running: int = 0
     waiting: int = 0
     held: int = 0
-    used_bytes: int = 0
-    arena_bytes: int = 0
     free_bytes: int = 0
     slots: int = 0
 
