@@ -69,10 +69,9 @@ class CudaRecorder:
 class DecodeGraphs:
     """The recorded decode steps of a model. Not thread-safe, as the model."""
 
-    def __init__(self, step: Step, recorder: Recorder, most_shapes: int = MOST_SHAPES):
+    def __init__(self, step: Step, recorder: Recorder):
         self._step = step
         self._recorder = recorder
-        self._most_shapes = most_shapes
         self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()
         self._refused: set[Key] = set()
 
@@ -103,6 +102,6 @@ class DecodeGraphs:
             log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
             self._refused.add(key)
             return
-        if len(self._found) >= self._most_shapes:
+        if len(self._found) >= MOST_SHAPES:
             self._found.popitem(last=False)
         self._found[key] = static, recording

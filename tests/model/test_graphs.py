@@ -11,7 +11,7 @@ from torch import Tensor
 from disagg.codecs import codec_names
 from disagg.kernels.sealing import NO_PAGE
 from disagg.model.attention import Batch
-from disagg.model.graphs import DecodeGraphs, Recording
+from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
 from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_of
 from tests.engine.forced import allowed, forced_logits
@@ -194,10 +194,10 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     assert 0 < recorder.asked < 5
 
 
-def test_the_shape_unused_for_longest_makes_room(runner):
+def test_the_shape_unused_for_longest_makes_room(runner, monkeypatch):
+    monkeypatch.setattr("disagg.model.graphs.MOST_SHAPES", 1)
     recorder = EagerRecorder()
-    graphs = DecodeGraphs(runner._static_step, recorder, most_shapes=1)
-    runner._graphs = graphs
+    graphs = runner.record_steps(recorder)
     expected = {n: batches_of(runner, [70] * n, 3, "int8") for n in (1, 2)}
     assert all(expected.values())
     assert len(graphs._found) == 1
