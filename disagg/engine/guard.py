@@ -66,7 +66,6 @@ def _error(
     """Sums of squares [2]: of what attention outputs are off, and of the outputs."""
     assert sequence.workspace is not None
     queries = sequence.workspace.queries(layer)
-    assert queries is not None, "its chunks were observed"
     share = queries.last.shape[0] // group.heads
     some = slice(head * share, (head + 1) * share)
     seen = Queries(queries.last[some].float().cpu(), queries.squares[some].cpu())

@@ -43,9 +43,7 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
     workspace = runner.workspace(total)
 
     def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
-        queries = workspace.queries(layer)
-        assert queries is not None, "the prompt is one chunk"
-        layers.append(LayerKV(k, v, queries))
+        layers.append(LayerKV(k, v, workspace.queries(layer)))
 
     chunk = Chunk(0, total, 0, workspace, sink)
     arena = torch.zeros(ARENA_UNIT, dtype=torch.uint8, device=runner.device)

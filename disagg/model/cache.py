@@ -89,11 +89,11 @@ class Workspace:
         squares = _squares_by_unit(q, before)
         self._squares[layer] = squares if sums is None else sums + squares
 
-    def queries(self, layer: int) -> Queries | None:
-        """What is known of the queries so far; None: nobody looked."""
+    def queries(self, layer: int) -> Queries:
+        """What is known of the queries of the chunks so far, which were all observed."""
         last, sums = self._last[layer], self._squares[layer]
-        if last is None or sums is None:
-            return None
+        assert last is not None
+        assert sums is not None
         first, end = lead_of(self.total)
         squares = sums[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
         return Queries(last, squares, self._softmax[layer])
