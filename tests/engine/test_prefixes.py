@@ -1,8 +1,6 @@
 """Prompts that begin alike are computed once: what is kept, for whom, and for how long."""
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,6 @@ from tests.engine.test_turns import SHAPE, Load
 from tests.model.tiny import random_prompt
 
 CODECS = [x for x in codec_names() if x != "alignedkv"] + ["0:raw;1-:kivi:bits=2"]
-TRACE = Path(__file__).parents[3] / "shared/data/traces/mooncake_conversation_trace.jsonl"
 UNIT_BYTES = RAW_TOKENS * 2 * SHAPE.heads * SHAPE.head_dim * 4
 
 
@@ -168,27 +165,4 @@ def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
     assert computed + cached == total
     assert load.engine.pool.cached_bytes == room
     assert total / 3 < cached
-    assert cached == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not TRACE.exists(), reason="the Mooncake trace is not here")
-@pytest.mark.parametrize("arena_bytes", [8 << 20, 16 << 20, 32 << 20])
-def test_conversations_of_a_trace_are_known_as_an_ideal_lru_knows_them(arena_bytes):
-    """The Mooncake conversation trace, its blocks of 512 tokens scaled to units of 16."""
-    rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:3000]]
-    engine, prompts, room = Load(arena_bytes=arena_bytes).engine, list[list[int]](), 0
-    for number, row in enumerate(rows):
-        units = [random.Random(x).choices(range(4000), k=RAW_TOKENS) for x in row["hash_ids"]]
-        tokens = [token for unit in units for token in unit]
-        prompts.append(tokens[: max(1, row["input_length"] * RAW_TOKENS // 512)])
-        engine.submit(Replay(request(str(number), prompts[-1], "kivi:bits=2", 1)))
-        while not engine.idle:
-            engine.step()
-        room = max(room, engine.pool.cached_bytes)
-    ideal = IdealLru(room // UNIT_BYTES)
-    expected = sum(RAW_TOKENS * ideal.known(tuple(prompt)) for prompt in prompts)
-    computed, cached = counted(engine)
-    assert computed + cached == sum(map(len, prompts))
-    assert room > arena_bytes / 2
     assert cached == pytest.approx(expected, rel=0.05)
