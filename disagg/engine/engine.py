@@ -70,12 +70,11 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        config: EngineConfig | None = None,
+        config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         codecs: Seq[str] = (),
         guarded: Seq[str] = (),
     ):
-        config = config or EngineConfig()
         shape = runner.shape
         slab_bytes = slab_bytes_for(shape.num_layers, shape.heads, shape.head_dim)
         arena_bytes, self._workspace_bytes = measure_memory(config, runner)
