@@ -59,8 +59,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget a request in whatever state, also one that another worker took over; unknown ones are
-    no error."""
+    """Forget a request in whatever state, taken over by another or not; unknown are no error."""
 
     rid: str
 

@@ -141,8 +141,10 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int 
     if softmax.cap or softmax.sinks is not None:
         return _attend_in_blocks(q, k, v, softmax, window or total)
     whole = window is None or window >= total
-    if count == total and whole:
+    if count in (1, total) and whole:
         mask = None
+    elif whole and q.device.type == "cpu":
+        return _attend_in_two(q, k, v, softmax)
     else:
         positions = torch.arange(total, device=q.device)
         query = positions[total - count :, None]
@@ -161,6 +163,22 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int 
         enable_gqa=q.shape[0] != k.shape[0],
     )
     return out[0]
+
+
+def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """The same on a CPU without a mask: tokens before the chunk, its own ones, then both joined.
+
+    A mask is read for every score, and hides nothing but scores of the chunk's own tokens. The
+    kernel is the one below `scaled_dot_product_attention`, which keeps the log-sum-exps to itself.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    before = k.shape[1] - q.shape[1]
+    (past, past_lse), (own, own_lse) = (
+        flash(q[None], k[None, :, part], v[None, :, part], is_causal=causal, scale=softmax.scale)
+        for part, causal in ((slice(0, before), False), (slice(before, None), True))
+    )
+    share = torch.sigmoid(past_lse - own_lse)[..., None]
+    return torch.lerp(own.float(), past.float(), share)[0].to(q.dtype)
 
 
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int) -> Tensor:
