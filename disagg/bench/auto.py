@@ -16,14 +16,11 @@ from disagg.bench.child import Child
 from disagg.bench.compare import (
     CODECS,
     Speed,
-    assume,
     config_of,
     measure_speed,
-    started_workers,
     texts_of,
-    visit,
 )
-from disagg.bench.handoff import routed
+from disagg.bench.handoff import routed, started_workers, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import AUTO, RouterConfig
 from disagg.transfer.messages import Role
@@ -51,20 +48,22 @@ class AutoOptions:
 
 def measure_auto(options: AutoOptions) -> Row:
     """A row for each codec, and one for the choice among them."""
-    with started_workers(config_of(options.model, options.codecs)) as workers:
-        speed, rows = asyncio.run(_measure(options, workers))
+    config = config_of(options.model, options.codecs)
+    with started_workers(config, Role.PREFILL, Role.DECODE) as ((prefill, _), pair):
+        speed, rows = asyncio.run(_measure(options, prefill, pair))
     measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
     measured |= {"deadline_s": options.times * speed.prompt_s, "budget": options.budget}
     measured |= {"model": options.model or "packaged", "tokens": options.tokens}
     return result_of(rows, NOTES, **measured, link_times=PHASES, requests=options.requests)
 
 
-async def _measure(options: AutoOptions, workers: Sequence[Child]) -> tuple[Speed, list[Row]]:
-    pair = assume(workers, Role.PREFILL, Role.DECODE)
+async def _measure(
+    options: AutoOptions, prefill: Child, pair: Sequence[Started]
+) -> tuple[Speed, list[Row]]:
     speed = await measure_speed(pair, options.model, options.tokens)
     known: dict[str, float] = {}  # errors of the last sampled prompt
     cases = tell([*options.codecs, AUTO], "{}".format)
-    rows = [await _serve(options, pair, workers[0], speed, codec, known) for codec in cases]
+    rows = [await _serve(options, pair, prefill, speed, codec, known) for codec in cases]
     return speed, rows
 
 

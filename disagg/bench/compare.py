@@ -11,22 +11,19 @@ already, so that the link is all there is to wait for. What was sent before is s
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 from statistics import mean, median
-from typing import Any
 
 from disagg.bench.child import Child
-from disagg.bench.handoff import WorkerEnd, routed
+from disagg.bench.handoff import routed, started_workers, visit
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.bench.serving import ServeOptions, Visited, summarize
+from disagg.bench.serving import ServeOptions, summarize
 from disagg.config import AUTO, DEFAULT_CODEC, Config, EngineConfig, ModelConfig, TransferConfig
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.messages import Role
 from disagg.workers.dispatch import Started
-from disagg.workers.router import Router
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)
@@ -72,8 +69,9 @@ class Speed:
 
 def measure_compare(options: CompareOptions) -> Row:
     """A row for co-located serving, and for every link and codec."""
-    with started_workers(config_of(options.model, prefix_cache=options.cached)) as workers:
-        speed, rows = asyncio.run(_measure(options, workers))
+    config = config_of(options.model, prefix_cache=options.cached)
+    with started_workers(config, Role.BOTH, Role.BOTH) as (workers, pair):
+        speed, rows = asyncio.run(_measure(options, workers, pair))
     for row in rows:
         row["ratio"] = row["request_s"] / rows[0]["request_s"]
     measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
@@ -81,12 +79,14 @@ def measure_compare(options: CompareOptions) -> Row:
     return result_of(rows, NOTES, **measured, tokens=options.tokens, answer=options.answer)
 
 
-async def _measure(options: CompareOptions, workers: Sequence[Child]) -> tuple[Speed, list[Row]]:
-    pair = assume(workers, Role.BOTH, Role.BOTH)
+async def _measure(
+    options: CompareOptions, workers: Sequence[Child], pair: Sequence[Started]
+) -> tuple[Speed, list[Row]]:
     speed = await measure_speed(pair, options.model, options.tokens)
     row = await _cell(options, pair, speed, DEFAULT_CODEC)
     rows: list[Row] = [{"serving": TOGETHER, "codec": DEFAULT_CODEC} | row]
-    pair = assume(workers, Role.PREFILL, Role.DECODE)
+    roles = zip(workers, (Role.PREFILL, Role.DECODE), strict=True)
+    pair = [end.ask("assume", role) for end, role in roles]
     cases = [(rate, codec) for rate in options.rates for codec in options.codecs]
     for rate, codec in tell(cases, "{0[0]:g} times, {0[1]}".format):
         workers[0].ask("pace", rate * speed.bytes_per_s)
@@ -106,20 +106,6 @@ def config_of(model: str | None, codecs: Sequence[str] = (), prefix_cache: bool 
     return Config(codec, [*codecs], ModelConfig(model), engine, transfer)
 
 
-@contextmanager
-def started_workers(config: Config) -> Iterator[list[Child]]:
-    """Two workers in processes of their own."""
-    with Child(WorkerEnd) as one, Child(WorkerEnd) as other:
-        for number, end in enumerate((one, other)):
-            end.ask("start", config, Role.BOTH, f"worker-{number}")
-        yield [one, other]
-
-
-def assume(workers: Sequence[Child], *roles: Role) -> list[Started]:
-    """Let them do something else from now on."""
-    return [end.ask("assume", role) for end, role in zip(workers, roles, strict=True)]
-
-
 def texts_of(model: str | None, tokens: int, count: int) -> list[tuple[int, ...]]:
     """Prompts of so many tokens, one after another in Python's documentation."""
     text = "\n".join(topics.values())[: MOST_CHARS * tokens * count]
@@ -137,28 +123,7 @@ async def measure_speed(pair: Sequence[Started], model: str | None, tokens: int)
     return speed
 
 
-async def visit(
-    router: Router, prompt: tuple[int, ...], codec: str, answer: int, at_s: float = 0.0
-) -> tuple[Visited, Row]:
-    """What a client sees of a request that leaves in so many seconds, and its figures."""
-    await asyncio.sleep(at_s)
-    seen, kv = Visited(len(prompt), start_s=time.perf_counter()), dict[str, Any]()
-    params = {"max_tokens": answer, "ignore_eos": True}
-    async with aclosing(router.generate(prompt, params, codec)) as outputs:
-        async for output in outputs:
-            if output.token is not None:
-                seen.tokens += 1
-                seen.note()
-            kv = dict(output.kv) or kv
-    return seen, kv
-
-
-async def _cell(
-    options: CompareOptions,
-    pair: Sequence[Started],
-    speed: Speed,
-    codec: str,
-) -> Row:
+async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, codec: str) -> Row:
     prompts = texts_of(options.model, options.tokens, options.prompts)
     async with routed(pair) as router:
         if options.cached:
@@ -170,7 +135,7 @@ async def _cell(
         found = await asyncio.gather(*calls)
     seen = [x for x, _ in found]
     return {
-        "first_decode_s": mean(x.ttft_s + x.gaps_s[0] for x in seen),
+        "first_decode_s": mean(x.decoded_s for x in seen),
         "request_s": mean(x.latency_s for x in seen),
         "longest_pause_s": max(gap for x in seen for gap in x.gaps_s[1:]),
         "wire_bytes": int(mean(kv["wire_bytes"] for _, kv in found)),

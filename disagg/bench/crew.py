@@ -32,19 +32,15 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from disagg.bench.child import Child, Fork
-from disagg.bench.handoff import prompt_of
+from disagg.bench.handoff import WorkerEnd, prompt_of
 from disagg.bench.result import Row, result_of, table
 from disagg.config import DEFAULT_CODEC, Config, RouterConfig
 from disagg.errors import DeadlineError, DisaggError
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, WorkerStatus
 from disagg.transfer.rpc import Link, connect
-from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
-from disagg.workers.worker import Worker, settle_memory
 
 HOST, CHUNK_BYTES, POLL_S = "127.0.0.1", 1 << 18, 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0
@@ -55,26 +51,6 @@ NOTES = "seconds; gaps are between tokens of an answer, and before the first one
 
 
 # -- workers
-
-
-class WorkerProcess:
-    """A worker, from within its process."""
-
-    async def start(self, config: Config, role: Role, name: str) -> Started:
-        """How it can be reached."""
-        torch.set_num_threads(1)
-        self._worker = Worker(config, role, name)
-        settle_memory()
-        return await asyncio.to_thread(self._worker.start)
-
-    async def assume(self, role: Role) -> None:
-        """Do something else from now on."""
-        self._worker.assume(role)
-
-    async def leave(self) -> None:
-        """Returns when all that it had is gone elsewhere."""
-        self._worker.stop(DRAIN_S)
-        await asyncio.to_thread(self._worker.wait)
 
 
 class Door:
@@ -142,7 +118,7 @@ class Hand:
 class Crew:
     """Workers by name, and their router. `process`: what each is in its own."""
 
-    def __init__(self, config: Config, process: type[WorkerProcess] = WorkerProcess):
+    def __init__(self, config: Config, process: type[WorkerEnd] = WorkerEnd):
         self.router = Router(config.router)
         self.hands: dict[str, Hand] = {}
         self.pids: list[int] = []  # of all that ever were, as are the doors
@@ -199,7 +175,7 @@ class Crew:
 
 @asynccontextmanager
 async def hired(
-    config: Config, prefill: int, decode: int, process: type[WorkerProcess] = WorkerProcess
+    config: Config, prefill: int, decode: int, process: type[WorkerEnd] = WorkerEnd
 ) -> AsyncIterator[Crew]:
     """A crew; all of it leaves in the end."""
     crew = Crew(config, process)
@@ -383,7 +359,7 @@ class Storm:
 
     async def _drain(self, hand: Hand) -> None:
         await self._crew.hire(hand.role)
-        await asyncio.to_thread(hand.child.ask, "leave")
+        await asyncio.to_thread(hand.child.ask, "leave", DRAIN_S)
         await self._crew.lose(hand)
 
     async def _cut_off(self, hand: Hand) -> None:

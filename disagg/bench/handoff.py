@@ -19,7 +19,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from disagg.bench.child import Child
 from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.serving import Visited
 from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
@@ -94,23 +95,37 @@ class NotingWorker(Worker):
 class WorkerEnd:
     """A worker in a process of its own, without Ray, as a benchmark sees it."""
 
-    async def start(self, config: Config, role: Role, name: str = "") -> Started:
-        """Where it can be reached; no router need follow it. name: its role, unless given."""
+    worker_type: type[Worker] = Worker
+
+    async def start(self, config: Config, role: Role, name: str) -> Started:
+        """Where it can be reached; no router need follow it."""
         torch.set_num_threads(1)
         config = replace(config, cluster=ClusterConfig(orphan_s=3600.0))
-        self._worker = NotingWorker(config, role, name or role.value)
+        self._worker = self.worker_type(config, role, name)
         settle_memory()
         return await asyncio.to_thread(self._worker.start)
-
-    async def steps(self) -> list[Step]:
-        """Its steps with chunks of prompts so far; all are forgotten."""
-        found, self._worker.timed.steps = self._worker.timed.steps, []
-        return found
 
     async def assume(self, role: Role) -> Started:
         """Do something else from now on."""
         self._worker.assume(role)
         return replace(self._worker.started, role=role)
+
+    async def leave(self, grace_s: float) -> None:
+        """Returns when all that it had is gone elsewhere."""
+        self._worker.stop(grace_s)
+        await asyncio.to_thread(self._worker.wait)
+
+
+class NotingEnd(WorkerEnd):
+    """One that tells what its engine does."""
+
+    worker_type = NotingWorker
+    _worker: NotingWorker
+
+    async def steps(self) -> list[Step]:
+        """Its steps with chunks of prompts so far; all are forgotten."""
+        found, self._worker.timed.steps = self._worker.timed.steps, []
+        return found
 
     async def pace(self, bytes_per_s: float) -> None:
         """Another rate of a link that is paced."""
@@ -168,8 +183,10 @@ def measure_latency(options: LatencyOptions) -> Row:
     admit_ms:        of these, from the commit at the decode worker to the inbox of its engine
     decoding:        between the tokens of an answer, alone and while `received_gbps` arrive
     """
-    with Child(WorkerEnd) as worker, Child(SendingEnd) as source:
-        started = worker.ask("start", Config(), Role.BOTH)
+    with (
+        started_workers(Config(), Role.BOTH) as ((worker,), (started,)),
+        Child(SendingEnd) as source,
+    ):
         plan = worker.ask("plan", options.codec)
         _encode(source, plan, options.codec, options.tokens)
         sent: list[Sent] = []
@@ -235,13 +252,7 @@ def draw_latency(result: Row) -> str:
 # -- overlap
 
 
-@dataclass(frozen=True)
-class Times:
-    """One prompt: milliseconds from asking to its first token and to the first decoded one."""
-
-    first_ms: float
-    decoded_ms: float
-    wire_bytes: int
+Answer = tuple[Visited, Row]  # what a client saw of a request, and its figures
 
 
 def measure_overlap(runs: int = 5) -> Row:
@@ -254,18 +265,20 @@ def measure_overlap(runs: int = 5) -> Row:
     return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
 
 
-def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
+def summarise(codec: str, early: Sequence[Answer], late: Sequence[Answer]) -> Row:
     """The medians of two sides, in milliseconds; ratios are to `bound_ms` = max(compute, wire).
 
     compute_ms: until the first token, which prefill says as soon as it has it
     wire_ms:    all bytes of the hand-off at the pace of the link
     overlapped_ms, after_ms: until the first decoded token, with pages leaving early or afterwards
     """
-    wire_bytes = int(median(run.wire_bytes for run in early))
+    wire_bytes = int(median(kv.get("wire_bytes", 0) for _, kv in early))
     wire_ms = wire_bytes * 8 / (LINK_MBPS * 1e3)
-    compute_ms = median(run.first_ms for run in early)
+    compute_ms = 1e3 * median(seen.ttft_s for seen, _ in early)
     bound_ms = max(compute_ms, wire_ms)
-    overlapped_ms, after_ms = (median(run.decoded_ms for run in runs) for runs in (early, late))
+    overlapped_ms, after_ms = (
+        1e3 * median(seen.decoded_s for seen, _ in answers) for answers in (early, late)
+    )
     return {
         "codec": codec,
         "wire_bytes": wire_bytes,
@@ -279,29 +292,31 @@ def summarise(codec: str, early: Sequence[Times], late: Sequence[Times]) -> Row:
     }
 
 
-def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Times]]:
+def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Answer]]:
     """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
     link = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
     transfer = replace(link, min_disagg_tokens=0)
-    with started_pair(Config(transfer=transfer)) as pair:
+    with started_workers(Config(transfer=transfer), Role.DECODE, Role.PREFILL) as (_, pair):
         return asyncio.run(_ask_all(pair, prompts))
 
 
 @contextmanager
-def started_pair(config: Config) -> Iterator[Sequence[Started]]:
-    """A decode and a prefill worker."""
-    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
-        yield decode.ask("start", config, Role.DECODE), prefill.ask("start", config, Role.PREFILL)
+def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child], list[Started]]]:
+    """Workers in processes of their own, and where each can be reached."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(Child(NotingEnd)) for _ in roles]
+        cases = enumerate(zip(ends, roles, strict=True))
+        yield ends, [end.ask("start", config, role, f"worker-{x}") for x, (end, role) in cases]
 
 
 async def _ask_all(
     pair: Sequence[Started], prompts: Sequence[tuple[int, ...]]
-) -> dict[str, list[Times]]:
-    found: dict[str, list[Times]] = {codec: [] for codec in CODECS}
+) -> dict[str, list[Answer]]:
+    found: dict[str, list[Answer]] = {codec: [] for codec in CODECS}
     cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
     async with routed(pair) as router:
         for prompt, codec in tell(cases, lambda case: case[1]):
-            found[codec].append(await ask(router, prompt, codec))
+            found[codec].append(await visit(router, prompt, codec))
     return {codec: runs[1:] for codec, runs in found.items()}
 
 
@@ -319,15 +334,20 @@ async def routed(
         await link.close()
 
 
-async def ask(router: Router, prompt: tuple[int, ...], codec: str) -> Times:
-    """Times of one prompt and three tokens."""
-    times, start = [], time.monotonic()
-    params = {"max_tokens": 3, "ignore_eos": True}
+async def visit(
+    router: Router, prompt: tuple[int, ...], codec: str, answer: int = 3, at_s: float = 0.0
+) -> Answer:
+    """What a client sees of a request that leaves in so many seconds, and its figures."""
+    await asyncio.sleep(at_s)
+    seen, kv = Visited(len(prompt), start_s=time.perf_counter()), Row()
+    params = {"max_tokens": answer, "ignore_eos": True}
     async with aclosing(router.generate(prompt, params, codec)) as outputs:
         async for output in outputs:
-            times.append(1e3 * (time.monotonic() - start))
-            wire_bytes = output.kv.get("wire_bytes", 0)
-    return Times(times[0], times[1], wire_bytes)
+            if output.token is not None:
+                seen.tokens += 1
+                seen.note()
+            kv = dict(output.kv) or kv
+    return seen, kv
 
 
 def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
@@ -349,9 +369,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
-    with Child(WorkerEnd) as decode, Child(WorkerEnd) as prefill:
-        starts = (decode, Role.DECODE), (prefill, Role.PREFILL)
-        pair = [end.ask("start", config, role) for end, role in starts]
+    with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
         asyncio.run(_warm(pair))
         prefill.ask("steps")
         waits = asyncio.run(_arrive(pair, arrivals))
@@ -371,7 +389,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
 
 async def _warm(pair: Sequence[Started]) -> None:
     async with routed(pair) as router:
-        await ask(router, prompt_of(PROMPT_TOKENS, 0), "")
+        await visit(router, prompt_of(PROMPT_TOKENS, 0), "")
 
 
 async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]) -> list[float]:
@@ -383,7 +401,8 @@ async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]
         async def one(at: float, prompt: tuple[int, ...]) -> float:
             await asyncio.sleep(at)
             next(told)
-            return 1e-3 * (await ask(router, prompt, "")).first_ms
+            seen, _ = await visit(router, prompt, "")
+            return seen.ttft_s
 
         calls = [one(at, prompt) for (at, _), prompt in zip(arrivals, prompts, strict=True)]
         return await asyncio.gather(*calls)

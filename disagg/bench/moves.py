@@ -15,8 +15,8 @@ from itertools import pairwise
 from statistics import median
 from unittest.mock import patch
 
-from disagg.bench.crew import Crew, WorkerProcess, hired, until
-from disagg.bench.handoff import ask, prompt_of
+from disagg.bench.crew import Crew, hired, until
+from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, tell
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, TransferConfig
 from disagg.errors import TransferError
@@ -68,7 +68,7 @@ def _digests(arena: Arena, checklist: Checklist, groups: Sequence[GroupState]) -
     return tuple(digest(items.read([item])[0]) for item in checklist.items)
 
 
-class Witness(WorkerProcess):
+class Witness(WorkerEnd):
     """A worker that looks at what leaves and what comes."""
 
     async def start(self, config: Config, role: Role, name: str) -> Started:
@@ -155,8 +155,8 @@ async def _look(crew: Crew, prompt: tuple[int, ...], codec: str) -> Sight:
         raise TransferError(f"an answer of {len(tokens)} tokens ended before it had moved")
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     others = (*gaps[1:told], *gaps[ends:])
-    again = await ask(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
-    return Sight(max(gaps[told:ends]), others, again.decoded_ms, again.wire_bytes)
+    again, kv = await visit(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
+    return Sight(max(gaps[told:ends]), others, 1e3 * again.decoded_s, kv["wire_bytes"])
 
 
 async def _seen(crew: Crew) -> tuple[Seen, Seen]:

@@ -87,6 +87,11 @@ class Visited:
         """Of a token behind the first one; 0 where there is none."""
         return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
+    @property
+    def decoded_s(self) -> float:
+        """Until its second token, the first that a decode worker says."""
+        return self.ttft_s + self.gaps_s[0]
+
     def note(self) -> None:
         """Something of the answer came, now."""
         now = time.perf_counter() - self.start_s
