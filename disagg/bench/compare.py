@@ -1,17 +1,23 @@
-"""`disagg bench compare`: co-located against disaggregated serving, by codec and by link.
+"""`disagg bench compare` and `auto`: serving by codec and by link, and codecs that it chooses.
 
-Two workers with a thread each. Co-located, both do everything; disaggregated, one computes prompts
-and the other decodes, over a link whose rate is a multiple of the KV in fp16 that prefill makes a
-second. That rate is measured first. It is what matters: an 8B meets the same ratios on a GPU.
+Two workers with a thread each, and a link between them whose rate is a multiple of the KV in fp16
+that prefill makes a second. That rate is measured first. It is what matters: an 8B meets the same
+ratios on a GPU.
 
-A prompt arrives whenever one could have been computed. With `cached`, prefill has its exact KV
-already, so that the link is all there is to wait for. What was sent before is sent again.
+Compare: co-located, both workers do everything; disaggregated, one computes prompts and the other
+decodes. A prompt arrives whenever one could have been computed. With `cached`, prefill has its
+exact KV already, so that the link is all there is to wait for. What was sent before is sent again.
+
+Auto: prompts one after another over a link that drops and returns, first under every codec, then
+under the one that the service chooses for each. The first token shall be decoded within so many
+times what a prompt takes to compute, and attention outputs be off by no more than the budget.
 """
 
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 from statistics import mean, median
@@ -20,14 +26,23 @@ from disagg.bench.child import Child
 from disagg.bench.handoff import routed, started_workers, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.bench.serving import ServeOptions, summarize
-from disagg.config import AUTO, DEFAULT_CODEC, Config, EngineConfig, ModelConfig, TransferConfig
+from disagg.config import (
+    AUTO,
+    DEFAULT_CODEC,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+    TransferConfig,
+)
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.messages import Role
 from disagg.workers.dispatch import Started
 
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC)
-RATES = (1 / 8, 1 / 2, 1.0, 8.0)
+RATES = (1 / 8, 1 / 2, 1.0, 8.0)  # of the link, times the KV that prefill makes
+PHASES = (4.0, 1 / 8, 4.0)  # of it too, one after another
 MOST_CHARS = 8  # of a token, on average
 TOGETHER, APART = "co-located", "disaggregated"
 CLIENT = ServeOptions("", "", metrics=("ttft", "tpot", "itl", "e2el"))
@@ -36,12 +51,17 @@ NOTES = (
     "seconds, means of the prompts: to the second token, which decode says, and to the last; "
     "link_times: of the KV that prefill makes a second; ratio: of request_s to co-located"
 )
+AUTO_SHOWN = "codec both_pct deadline_pct budget_pct mean_error chosen"
+AUTO_NOTES = (
+    "percent of requests that met the deadline, the budget, both; a request has the error of the "
+    "last sampled prompt under its codec; phases: the codecs of each"
+)
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """rates: of the link, in multiples of the KV that prefill makes · prompts: of each cell, of so
-    many tokens, with so many tokens of answer · cached: prefill knows them"""
+    """prompts: of each cell, of so many tokens, with so many tokens of answer · cached: prefill
+    knows them"""
 
     model: str | None = None
     codecs: Sequence[str] = CODECS
@@ -163,3 +183,80 @@ def verdict(result: Row) -> str:
 def draw_compare(result: Row) -> str:
     """What people read."""
     return f"{table(result['rows'], SHOWN.split())}\n\n{verdict(result)}"
+
+
+# -- auto
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """times: the deadline, in prompts that are computed · requests: of each phase and codec"""
+
+    model: str | None = None
+    codecs: Sequence[str] = CODECS
+    requests: int = 50
+    tokens: int = 512
+    times: float = 4.0
+    budget: float = 0.15
+
+
+def measure_auto(options: AutoOptions) -> Row:
+    """A row for each codec, and one for the choice among them."""
+    config = config_of(options.model, options.codecs)
+    with started_workers(config, Role.PREFILL, Role.DECODE) as ((prefill, _), pair):
+        speed, rows = asyncio.run(_measure_auto(options, prefill, pair))
+    measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
+    measured |= {"deadline_s": options.times * speed.prompt_s, "budget": options.budget}
+    measured |= {"model": options.model or "packaged", "tokens": options.tokens}
+    return result_of(rows, AUTO_NOTES, **measured, link_times=PHASES, requests=options.requests)
+
+
+async def _measure_auto(
+    options: AutoOptions, prefill: Child, pair: Sequence[Started]
+) -> tuple[Speed, list[Row]]:
+    speed = await measure_speed(pair, options.model, options.tokens)
+    known: dict[str, float] = {}  # errors of the last sampled prompt
+    cases = tell([*options.codecs, AUTO], "{}".format)
+    rows = [await _serve(options, pair, prefill, speed, codec, known) for codec in cases]
+    return speed, rows
+
+
+async def _serve(
+    options: AutoOptions,
+    pair: Sequence[Started],
+    prefill: Child,
+    speed: Speed,
+    codec: str,
+    known: dict[str, float],
+) -> Row:
+    deadline_s = options.times * speed.prompt_s
+    prompts = iter(texts_of(options.model, options.tokens, options.requests * len(PHASES)))
+    phases, errors, timely = list[Counter[str]](), list[float](), list[bool]()
+    router_config = RouterConfig(error_budget=options.budget, first_decode_s=deadline_s)
+    async with routed(pair, router_config) as router:
+        for rate in PHASES:
+            prefill.ask("pace", rate * speed.bytes_per_s)
+            phases.append(Counter())
+            for _ in range(options.requests):
+                seen, kv = await visit(router, next(prompts), codec, 2)
+                known |= {x: max(off) for x, off in kv["attention_error"].items()}
+                phases[-1][kv["codec"]] += 1
+                timely.append(seen.latency_s <= deadline_s)
+                errors.append(known[kv["codec"]])
+    allowed = [error <= options.budget for error in errors]
+    both = [a and b for a, b in zip(timely, allowed, strict=True)]
+    percent = {"both": both, "deadline": timely, "budget": allowed}
+    figures: Row = {f"{name}_pct": 100 * mean(met) for name, met in percent.items()}
+    figures |= {"mean_error": mean(errors), "phases": [dict(phase) for phase in phases]}
+    return {"codec": codec} | figures
+
+
+def draw_auto(result: Row) -> str:
+    """What people read."""
+
+    def rows() -> Iterator[Row]:
+        for row in result["rows"]:
+            told = (", ".join(f"{n} {codec}" for codec, n in x.items()) for x in row["phases"])
+            yield row | {"chosen": " | ".join(told)}
+
+    return table([*rows()], AUTO_SHOWN.split())

@@ -206,7 +206,7 @@ def auto(
     as_json: options.Json = False,
 ) -> None:
     """Codecs that the service chooses, on a link that drops and returns."""
-    from disagg.bench.auto import AutoOptions, draw_auto, measure_auto
+    from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
     asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))
     _show(draw_auto, measure_auto(asked), out, as_json)

@@ -1,10 +1,20 @@
-"""Co-located against disaggregated, at sizes that say nothing of speed."""
+"""Serving by codec and by link, at sizes that say nothing of speed."""
 
 import json
 
 import pytest
 
-from disagg.bench.compare import CompareOptions, draw_compare, measure_compare, texts_of, verdict
+from disagg.bench.compare import (
+    PHASES,
+    AutoOptions,
+    CompareOptions,
+    draw_auto,
+    draw_compare,
+    measure_auto,
+    measure_compare,
+    texts_of,
+    verdict,
+)
 from disagg.bench.result import Row
 from disagg.report.compare import draw
 
@@ -47,3 +57,20 @@ def test_no_prompt_begins_as_another():
     prompts = texts_of(None, 64, 40)
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[:32] for prompt in prompts}) == 40
+
+
+def test_every_codec_and_the_choice_among_them_serve_all_prompts():
+    codecs = ("fp8", "kivi:bits=4,group=64,residual=64")
+    result = measure_auto(AutoOptions(codecs=codecs, requests=2, tokens=300, budget=0.9))
+    *fixed, auto = result["rows"]
+    assert [(row["codec"], row["phases"]) for row in fixed] == [
+        (codec, len(PHASES) * [{codec: 2}]) for codec in codecs
+    ]
+    assert auto["codec"] == "auto"
+    assert [sum(phase.values()) for phase in auto["phases"]] == len(PHASES) * [2]
+    assert {codec for phase in auto["phases"] for codec in phase} <= set(codecs)
+    for row in result["rows"]:
+        assert 0 < row["mean_error"] < 0.9
+        assert row["budget_pct"] == 100
+        assert 0 <= row["both_pct"] == row["deadline_pct"] <= 100
+    assert "2 fp8 | 2 fp8 | 2 fp8" in draw_auto(result)
