@@ -1,28 +1,34 @@
-"""`disagg bench decode`: how long does a step of a whole model take on pages of each codec?
+"""`disagg bench decode` and `capacity`: steps of a whole model on pages of each codec.
 
 The model has random weights and a real shape. Contexts are not computed by it: made-up K and V are
 encoded and written to pages as a prompt is, which is faster and costs a step the same. Codecs run
 by turns in one process, so that a busy machine is busy for all.
+
+Capacity: the sequences that fit in a memory, and their speed; measured, and modelled for Llama 3.1
+8B on GPUs by arithmetic alone: bytes that fit, and the time in which the GPU could read weights and
+KV, or multiply. That is a bound that no kernel reaches, and every such row says so.
 """
 
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from disagg.bench.inputs import check_device, make_prompt, slabs_for
+from disagg.bench.inputs import check_device, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, tell
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth
 from disagg.codecs.tables import plan_step
+from disagg.config import DEFAULT_CODEC
 from disagg.engine.arena import make_pool, slab_bytes_for
 from disagg.errors import ConfigError
 from disagg.model.attention import Batch, Decode
@@ -54,6 +60,13 @@ SIZES = {"cpu": ("1x2048", "4x2048"), "cuda": ("1x32768", "32x8192", "64x4096")}
 WARM_UP = 4  # steps before the first that counts: kernels are compiled, graphs recorded
 SPARE_RECORDS = 10  # of every layout: a page of 128 raw tokens is 8, and what is begun
 NOTES = "medians by turns; a step is plan, forward pass and greedy choice, for all sequences"
+FITTED = ("raw:dtype=fp16", "fp8", "kivi:bits=4,residual=64", DEFAULT_CODEC, "banded:bits=2")
+MODELLED = "8b"
+USABLE = 0.9  # of a GPU's memory, for weights and KV
+FITTED_NOTES = (
+    "measured: steps of all sequences that fit, random weights; modelled: Llama 3.1 8B, bf16 "
+    "weights, the larger of reading (weights + KV) and multiplying, which no kernel reaches"
+)
 
 
 @dataclass(frozen=True)
@@ -76,16 +89,24 @@ def run(options: DecodeOptions) -> Row:
     own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
               attending, sampling; by turns with steps whose attention does nothing
     """
-    if options.model not in MODELS:
-        raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
-    check_device(options.device, "--device cpu measures without one")
-    on_gpu = options.device == "cuda"
+    _check(options.model, options.device)
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS[options.model]))
-        runner = Runner.random(folder, "bfloat16" if on_gpu else "float32", options.device)
+    runner = _random_model(options.model, options.device)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
-    return result_of(rows, NOTES, **({"gpu": torch.cuda.get_device_name()} if on_gpu else {}))
+    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    return result_of(rows, NOTES, **gpu)
+
+
+def _check(model: str, device: str) -> None:
+    if model not in MODELS:
+        raise ConfigError(f"model {model!r} is unknown; known: {', '.join(MODELS)}")
+    check_device(device, "--device cpu measures without one")
+
+
+def _random_model(model: str, device: str) -> Runner:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+        return Runner.random(folder, "bfloat16" if device == "cuda" else "float32", device)
 
 
 def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
@@ -198,3 +219,98 @@ def _write_context(
 
 def _sizes(runner: Runner) -> tuple[int, int, int]:
     return runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim
+
+
+# -- capacity
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+GPUS = (Gpu("H100 SXM", 80e9, 3.35e12, 989e12), Gpu("H200", 141e9, 4.8e12, 989e12))
+
+
+@dataclass(frozen=True)
+class CapacityOptions:
+    """memory_mb: for KV, of the measured rows · tokens: of each sequence · most: sequences that are
+    measured, if more fit"""
+
+    device: str = "cpu"
+    model: str = "small"
+    memory_mb: float = 16
+    tokens: int = 2048
+    codecs: Sequence[str] = FITTED
+    most: int = 64
+    steps: int = 8
+
+
+def measure_capacity(options: CapacityOptions) -> Row:
+    """A row for every codec and machine; `ratio` is of tokens a second to the first codec.
+
+    sequences: that fit · measured: of them, in the steps · kv_mb: of one sequence
+    """
+    _check(options.model, options.device)
+    rows = [*_measured(options)]
+    for gpu in GPUS:
+        rows += _modelled(options, gpu)
+    first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
+    for row in rows:
+        row["ratio"] = row["tokens_per_s"] / first[row["machine"]] if row["sequences"] else 0.0
+    return result_of(rows, FITTED_NOTES)
+
+
+def _measured(options: CapacityOptions) -> Iterator[Row]:
+    runner = _random_model(options.model, options.device)
+    found: list[tuple[str, int, int, int, Decoding | None]] = []
+    steps = WARM_UP + options.steps
+    for spec in tell(options.codecs, f"{options.memory_mb:g} MB of {{}}".format):
+        nbytes = parse_plan(spec, runner.shape).nbytes(options.tokens)
+        fitting = int(options.memory_mb * 1e6 // nbytes)
+        count = min(fitting, options.most)
+        decoding = Decoding(runner, spec, count, options.tokens, steps) if count else None
+        found.append((spec, nbytes, fitting, count, decoding))
+    for _ in tell(range(steps), "step {}".format):
+        for *_, decoding in found:
+            if decoding:
+                decoding.step()
+    machine = f"measured, {options.model} model, {options.memory_mb:g} MB"
+    for spec, nbytes, fitting, count, decoding in found:
+        times = [total for _, total in decoding.times[WARM_UP:]] if decoding else [0.0]
+        yield _row(machine, spec, nbytes, fitting, count, statistics.median(times))
+
+
+def _modelled(options: CapacityOptions, gpu: Gpu) -> Iterator[Row]:
+    shape, weights = shape_of(), 2 * parameters()
+    for spec in options.codecs:
+        nbytes = parse_plan(spec, shape).nbytes(options.tokens)
+        count = max(0, int((USABLE * gpu.memory - weights) // nbytes))
+        reading = (weights + count * nbytes) / gpu.bandwidth
+        step_s = max(reading, count * weights / gpu.flops)
+        yield _row(f"modelled, 8B on {gpu.name}", spec, nbytes, count, count, step_s)
+
+
+def _row(machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float) -> Row:
+    return {
+        "machine": machine,
+        "codec": spec,
+        "kv_mb": nbytes / 1e6,
+        "sequences": fitting,
+        "measured": count if machine.startswith("measured") else 0,
+        "step_ms": 1e3 * step_s,
+        "tokens_per_s": count / step_s if step_s else 0.0,
+    }
+
+
+def parameters() -> int:
+    """Of the modelled model, each two operations for a token."""
+    sizes: list[Any] = [MODELS[MODELLED][name] for name in NAMES.split()]
+    width, inner, layers, heads, kv_heads, dim, words = sizes
+    layer = width * (2 * heads * dim + 2 * kv_heads * dim + 3 * inner)
+    return int(2 * words * width + layers * layer)

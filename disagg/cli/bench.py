@@ -163,7 +163,7 @@ def capacity(
     as_json: options.Json = False,
 ) -> None:
     """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
-    from disagg.bench.capacity import CapacityOptions, measure_capacity
+    from disagg.bench.decode import CapacityOptions, measure_capacity
     from disagg.bench.result import draw_rows
 
     asked = CapacityOptions(device, model, memory_mb, tokens, **_set({"codecs": codec}))

@@ -1,15 +1,17 @@
-"""The decode benchmark, at sizes that say nothing of speed: what it runs and refuses."""
+"""The benchmarks of decoding, at sizes that say nothing of speed: what it runs and refuses."""
 
 import json
 
 import pytest
 import torch
 
+from disagg.bench import decode
 from disagg.bench.decode import MODELS, DecodeOptions, Decoding, run
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.model.runner import Runner
 
+RAW_FP16 = "raw:dtype=fp16"
 LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}
 
 
@@ -58,3 +60,32 @@ def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
 def test_what_is_unknown_is_refused(changes):
     with pytest.raises(ConfigError, match=r"9b|tpu|2y4|0x8"):
         run(DecodeOptions(**changes))
+
+
+def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
+    codecs = (RAW_FP16, "kivi:bits=4,residual=64")
+    options = decode.CapacityOptions(memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1)
+    rows = decode.measure_capacity(options)["rows"]
+    assert len(rows) == len(codecs) * (1 + len(decode.GPUS))
+    for raw, kivi in zip(rows[::2], rows[1::2], strict=True):
+        assert raw["machine"] == kivi["machine"]
+        assert kivi["sequences"] > raw["sequences"] > 0
+        assert raw["ratio"] == 1
+    assert [row["machine"].split(",")[0] for row in rows] == ["measured"] * 2 + ["modelled"] * 4
+    assert [row["measured"] for row in rows] == [1, 2, 0, 0, 0, 0]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
+    assert decode.parameters() == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_a_memory_that_holds_nothing_is_a_row_without_speed():
+    options = decode.CapacityOptions(memory_mb=0.01, tokens=256, codecs=(RAW_FP16,))
+    found = decode.measure_capacity(options)
+    assert found["rows"][0]["sequences"] == found["rows"][0]["tokens_per_s"] == 0
+
+
+def test_a_capacity_of_an_unknown_model_is_refused():
+    with pytest.raises(ConfigError, match="small"):
+        decode.measure_capacity(decode.CapacityOptions(model="70b"))
