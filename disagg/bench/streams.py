@@ -18,8 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from disagg.bench.child import Child
 from disagg.bench.result import Row, result_of, table, tell
-from disagg.bench.serving import ServeOptions, Visited, first_model, visit_all
-from disagg.bench.workload import Visit, WorkloadOptions, make_visits
+from disagg.bench.serving import (
+    ServeOptions,
+    Visit,
+    Visited,
+    WorkloadOptions,
+    first_model,
+    make_visits,
+    visit_all,
+)
 from disagg.config import DEFAULT_CODEC, Config, ModelConfig, ServerConfig
 from disagg.errors import ConfigError
 from disagg.llm import LLM, SamplingParams

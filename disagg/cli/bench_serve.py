@@ -68,13 +68,12 @@ def serve(
     as_json: options.Json = False,
 ) -> None:
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
-    from disagg.bench.serving import ServeOptions, describe, first_model, measure_serving
-    from disagg.bench.workload import WorkloadOptions, make_visits
+    from disagg.bench import serving
     from disagg.model.tokenizer import Tokenizer
 
     base_url = base_url.rstrip("/").removesuffix("/v1")
-    name = model or first_model(base_url)
-    asked = ServeOptions(
+    name = model or serving.first_model(base_url)
+    asked = serving.ServeOptions(
         base_url,
         name,
         backend,
@@ -91,9 +90,10 @@ def serve(
         percentiles=read_percentiles(metric_percentiles),
     )
     lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
-    wanted = WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
-    visits = make_visits(wanted, Tokenizer.load(tokenizer or name))
-    found = describe(asked, tokenizer or name, len(visits)) | measure_serving(asked, visits)
+    wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
+    visits = serving.make_visits(wanted, Tokenizer.load(tokenizer or name))
+    found = serving.describe(asked, tokenizer or name, len(visits))
+    found |= serving.measure_serving(asked, visits)
     stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
     file = result_dir / (result_filename or stem) if save_result or save_detailed else None
     _tell(found, file, save_detailed, as_json)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.serving import ServeOptions, Visited, departures, draw_serving, summarize
-from disagg.bench.workload import Visit, WorkloadOptions, make_visits
+from disagg.bench import serving
+from disagg.bench.serving import ServeOptions, Visit, Visited, departures, draw_serving, summarize
 from disagg.cli.app import run
 from disagg.errors import ConfigError
 from disagg.model.tokenizer import Tokenizer
@@ -157,8 +157,8 @@ def test_requests_leave_at_the_rate_or_when_the_trace_says():
 
 
 def visits_of(dataset: str, path: Path | None = None, **more: int) -> list[Visit]:
-    options = WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
-    return make_visits(options, Tokenizer.load())
+    options = serving.WorkloadOptions(dataset, path, **{"num_prompts": 9} | more)
+    return serving.make_visits(options, Tokenizer.load())
 
 
 def test_random_prompts_have_their_length_and_come_again_with_the_seed():
