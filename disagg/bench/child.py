@@ -1,6 +1,6 @@
-"""Child processes of a benchmark, and what lies between two: a link, TLS, a raw TCP socket.
+"""Child processes of a benchmark, and what lies between two: a link, TLS, a raw socket, a door.
 
-    python -m disagg.bench.child disagg.bench.crew WorkerProcess 5
+    python -m disagg.bench.child disagg.bench.handoff WorkerEnd 5
 
 A child holds one object, whose methods the parent calls over a pipe. It is a fresh interpreter that
 has what its module imports, and nothing that its parent has; or a fork of one such, for who cannot
@@ -13,6 +13,8 @@ ended. Wants root on Linux, iproute2 and util-linux.
 
 The raw socket is what hand-offs are compared with: the same bytes, memory to memory. One
 connection, `sendall` of 2 MiB at a time from one arena, `recv_into` another; nothing is checked.
+
+A door is a port in front of a child's own: shut, it cuts off whoever is behind.
 """
 
 import asyncio
@@ -48,6 +50,7 @@ ISOLATED = ("unshare", "--net")
 BURST, QUEUE = "1mb", "20ms"
 # of what can choose, and of namespaces that may; bbr takes pauses between frames for a slow link
 CONGESTION, SETTING = "cubic", "/proc/sys/net/ipv4/tcp_congestion_control"
+CHUNK_BYTES = 1 << 18  # that a door lets through at once
 _COUNT = struct.Struct("<Q")
 
 
@@ -255,6 +258,54 @@ def make_security(hosts: Iterable[str]) -> tuple[Security, Security]:
         subprocess.run(command, check=True, capture_output=True)
         server = Security(certificate=certificate.read_bytes(), key=key.read_bytes())
         return server, Security(ca=certificate.read_bytes())
+
+
+class Door:
+    """A port in front of another one."""
+
+    def __init__(self, address: str):
+        host, _, port = address.rpartition(":")
+        self._there = host, int(port)
+        self._guests: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def open(self) -> str:
+        """Let connections through; the address to use."""
+        self._server = await asyncio.start_server(self._enter, LOOPBACK, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return f"{LOOPBACK}:{self.port}"
+
+    def shut(self) -> None:
+        """Break what is through, and refuse the rest."""
+        self._server.close()
+        for guest in self._guests:
+            guest.cancel()
+
+    def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        guest = asyncio.create_task(self._carry(reader, writer))
+        self._guests.add(guest)
+        guest.add_done_callback(self._guests.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = [writer]
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            back, forth = await asyncio.open_connection(*self._there)
+            ends.append(forth)
+            ways = [asyncio.create_task(x) for x in (_copy(reader, forth), _copy(back, writer))]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        for end in ends:
+            end.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(CHUNK_BYTES):
+        writer.write(data)
+        await writer.drain()
 
 
 if __name__ == "__main__":

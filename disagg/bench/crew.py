@@ -1,4 +1,4 @@
-"""`disagg bench chaos`: answers that go on while workers are killed, frozen, drained and cut off.
+"""`disagg bench chaos` and `moves`: answers that go on whatever becomes of their workers.
 
 Workers are processes of their own, each behind a door, for a router of this process; no Ray:
 
@@ -6,7 +6,7 @@ Workers are processes of their own, each behind a door, for a router of this pro
 
 What Ray does for a service is done here: dead workers are told of and replaced.
 
-Every answer is compared with the one that the same prompt got while nothing happened. Every
+Chaos: every answer is compared with the one that the same prompt got while nothing happened. Every
 6 to 12 seconds a random worker that nothing happens to is
 
     killed    by SIGKILL; another one takes its place
@@ -16,6 +16,10 @@ Every answer is compared with the one that the same prompt got while nothing hap
 
 In the end nothing may be held, and no process or port of a worker may be left. Where it is calm
 nothing of this happens, and the memory of the workers has to be what it was.
+
+Moves: one answer at a time; in its middle its decode worker becomes a prefill worker, so that the
+sequence moves to the other one. The gap is the longest between two tokens from then until five
+tokens after the move. Beside it: prompt and answer prefilled again, as after a death.
 """
 
 import asyncio
@@ -25,80 +29,47 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
-from disagg.bench.child import Child, Fork
-from disagg.bench.handoff import WorkerEnd, prompt_of
-from disagg.bench.result import Row, result_of, table
-from disagg.config import DEFAULT_CODEC, Config, RouterConfig
-from disagg.errors import DeadlineError, DisaggError
+from disagg.bench.child import LOOPBACK, Child, Door, Fork
+from disagg.bench.handoff import WorkerEnd, prompt_of, visit
+from disagg.bench.result import Row, result_of, table, tell
+from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
+from disagg.errors import DeadlineError, DisaggError, TransferError
+from disagg.plan import Plan
+from disagg.pool import Arena
+from disagg.state import GroupState
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role, WorkerStatus
+from disagg.transfer.records import ArenaSource, Checklist
+from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
+from disagg.wire import digest
+from disagg.workers.decode import DecodeSide, Departure
+from disagg.workers.dispatch import Started
 from disagg.workers.router import Peer, Router
 
-HOST, CHUNK_BYTES, POLL_S = "127.0.0.1", 1 << 18, 0.05
+POLL_S = 0.05
 DRAIN_S, PATIENCE_S = 60.0, 120.0
 STAYS = {"arena_bytes", "cached_pages", "cached_bytes"}  # of an idle worker
 PROMPTS = 8  # different ones, of 40 to 320 tokens
 IDLE_S = 60.0
 NOTES = "seconds; gaps are between tokens of an answer, and before the first one"
+CODECS = (DEFAULT_CODEC, "raw")
+LENGTHS = (300, 1500)
+BEFORE, AFTER, ANSWER = 40, 5, 120  # tokens: until it is told to move, after it moved, of all
+MOVE_NOTES = (
+    "milliseconds, medians; the model is the packaged one, on the CPU with one thread a worker"
+)
 
 
 # -- workers
-
-
-class Door:
-    """A port in front of another one."""
-
-    def __init__(self, address: str):
-        host, _, port = address.rpartition(":")
-        self._there = host, int(port)
-        self._guests: set[asyncio.Task[None]] = set()
-        self.port = 0
-
-    async def open(self) -> str:
-        """Let connections through; the address to use."""
-        self._server = await asyncio.start_server(self._enter, HOST, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return f"{HOST}:{self.port}"
-
-    def shut(self) -> None:
-        """Break what is through, and refuse the rest."""
-        self._server.close()
-        for guest in self._guests:
-            guest.cancel()
-
-    def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        guest = asyncio.create_task(self._carry(reader, writer))
-        self._guests.add(guest)
-        guest.add_done_callback(self._guests.discard)
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends = [writer]
-        with suppress(OSError, asyncio.CancelledError):
-            back, forth = await asyncio.open_connection(*self._there)
-            ends.append(forth)
-            ways = [asyncio.create_task(x) for x in (_copy(reader, forth), _copy(back, writer))]
-            try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
-        for end in ends:
-            end.transport.abort()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(CHUNK_BYTES):
-        writer.write(data)
-        await writer.drain()
 
 
 @dataclass(eq=False)
@@ -118,7 +89,7 @@ class Hand:
 class Crew:
     """Workers by name, and their router. `process`: what each is in its own."""
 
-    def __init__(self, config: Config, process: type[WorkerEnd] = WorkerEnd):
+    def __init__(self, config: Config, process: type[WorkerEnd]):
         self.router = Router(config.router)
         self.hands: dict[str, Hand] = {}
         self.pids: list[int] = []  # of all that ever were, as are the doors
@@ -148,10 +119,10 @@ class Crew:
         await hand.link.close()
         await asyncio.to_thread(hand.child.__exit__)
 
-    async def idle(self, patience_s: float) -> dict[str, float]:
-        """What is held, when that is nothing or after so long."""
-        until = asyncio.get_running_loop().time() + patience_s
-        while (held := await self._held()) and asyncio.get_running_loop().time() < until:
+    async def idle(self) -> dict[str, float]:
+        """What is held, when that is nothing or after IDLE_S."""
+        deadline = time.monotonic() + IDLE_S
+        while (held := await self._held()) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         return held
 
@@ -167,7 +138,7 @@ class Crew:
         ports = []
         for port in (door.port for door in self.doors):
             with suppress(OSError):
-                _, writer = await asyncio.open_connection(HOST, port)
+                _, writer = await asyncio.open_connection(LOOPBACK, port)
                 writer.close()
                 ports.append(port)
         return {"processes": [pid for pid in self.pids if _lives(pid)], "ports": ports}
@@ -255,7 +226,7 @@ async def _measure(options: ChaosOptions) -> Row:
         calls = [storm.ask(prompts, answers, number) for number in range(options.streams)]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
-        held, rules = await crew.idle(IDLE_S), crew.router.dispatch
+        held, rules = await crew.idle(), crew.router.dispatch
         after = resident_mb(*(hand.child.pid for hand in crew.hands.values()))
     outcome = storm.outcome
     failed, gaps = sum(outcome.failed.values()), outcome.gaps_s
@@ -381,3 +352,147 @@ def draw_chaos(result: Row) -> str:
     """What people read."""
     told = ("completed", "failed", "wrong", "moved", "retried", "longest_gap_s", "median_gap_s")
     return f"{table(result['rows'])}\n\n{table([{x: result[x] for x in told}])}"
+
+
+# -- moves
+
+
+Seen = Counter[tuple[int, ...]]  # the digests of all items of a sequence, each as often as it was
+
+
+@contextmanager
+def witnessed() -> Iterator[tuple[Seen, Seen]]:
+    """What sequences that leave workers of this process consist of, and those that come.
+
+    Read where it lies: when one has stopped, and before another engine has it.
+    """
+    left, came, begin, admit = Seen(), Seen(), Departure.begin, DecodeSide.admit
+
+    def begins(self: Departure, plan: Plan, groups: Sequence[GroupState]) -> None:
+        begin(self, plan, groups)
+        if self.whole:
+            left[_digests(self.arena, self.checklist, groups)] += 1
+
+    def admits(self: DecodeSide, admission: Admission) -> None:
+        if tokens := admission.job.moved:
+            engine = self.way.engine
+            checklist = Checklist(engine.plan(admission.job.codec), tokens)
+            came[_digests(engine.pool.arena, checklist, admission.groups)] += 1
+        admit(self, admission)
+
+    with patch.object(Departure, "begin", begins), patch.object(DecodeSide, "admit", admits):
+        yield left, came
+
+
+def _digests(arena: Arena, checklist: Checklist, groups: Sequence[GroupState]) -> tuple[int, ...]:
+    items = ArenaSource(arena, checklist, groups)
+    return tuple(digest(items.read([item])[0]) for item in checklist.items)
+
+
+class Witness(WorkerEnd):
+    """A worker that looks at what leaves and what comes."""
+
+    async def start(self, config: Config, role: Role, name: str) -> Started:
+        self._stack = ExitStack()
+        self._seen = self._stack.enter_context(witnessed())
+        return await super().start(config, role, name)
+
+    async def seen(self) -> tuple[Seen, Seen]:
+        """What left and what came so far."""
+        return self._seen
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One answer: its longest gap around the move, all other gaps, and a prefill instead of it."""
+
+    gap_ms: float
+    others_ms: tuple[float, ...]
+    prefill_ms: float
+    prefill_bytes: int
+
+
+def measure_moves(rounds: int = 20) -> Row:
+    """A row for every codec and length of a prompt.
+
+    moves, equal:   how many there were; with equal digests of all records on both sides
+    gap_ms, itl_ms: between tokens, at a move and else
+    stopped_ms:     from the last token at one worker until the other one has acknowledged it all
+    prefill_ms:     until the first decoded token, had prompt and answer been prefilled again
+    """
+    return result_of(asyncio.run(_measure_moves(rounds)), MOVE_NOTES, rounds=rounds)
+
+
+async def _measure_moves(rounds: int) -> list[Row]:
+    config = Config(engine=EngineConfig(prefix_cache=False), transfer=TransferConfig(dedup=False))
+    rows = []
+    async with hired(config, 1, 2, Witness) as crew:
+        for codec, tokens in tell([(x, y) for x in CODECS for y in LENGTHS], str):
+            await _look(crew, prompt_of(tokens, 0), codec)  # warms everything
+            before, seen_before = await _counts(crew), await _seen(crew)
+            prompts = [prompt_of(tokens, number + 1) for number in range(rounds)]
+            seen = [await _look(crew, prompt, codec) for prompt in prompts]
+            left, came = (x - y for x, y in zip(await _seen(crew), seen_before, strict=True))
+            moved = await _counts(crew) - before
+            itl_ms = median(gap for sight in seen for gap in sight.others_ms)
+            gap_ms = median(sight.gap_ms for sight in seen)
+            rows.append(
+                {
+                    "codec": codec,
+                    "prompt_tokens": tokens,
+                    "moves": moved["moved"],
+                    "equal": sum((left & came).values()),
+                    "gap_ms": gap_ms,
+                    "itl_ms": itl_ms,
+                    "ratio": gap_ms / itl_ms,
+                    "stopped_ms": moved["moved_ms"] / moved["moved"],
+                    "moved_bytes": moved["moved_bytes"] // moved["moved"],
+                    "prefill_ms": median(sight.prefill_ms for sight in seen),
+                    "prefill_bytes": int(median(sight.prefill_bytes for sight in seen)),
+                }
+            )
+    return rows
+
+
+async def _look(crew: Crew, prompt: tuple[int, ...], codec: str) -> Sight:
+    """One answer that moves; then its beginning again, as a prompt."""
+    rules, tokens, times, told, ends = crew.router.dispatch, list[int](), [], 0, ANSWER
+    moves, params = rules.moves, {"max_tokens": ANSWER, "ignore_eos": True}
+    async with aclosing(crew.router.generate(prompt, params, codec)) as outputs:
+        async for output in outputs:
+            if output.token is not None:
+                tokens.append(output.token)
+                times.append(time.monotonic())
+            if len(tokens) == BEFORE and not told:
+                (entry,) = rules.entries.values()
+                source, told = crew.hands[str(entry.decode)], len(times)
+                await asyncio.to_thread(source.child.ask, "assume", Role.PREFILL)
+            if rules.moves > moves and ends == ANSWER:
+                ends = len(times) + AFTER
+    await asyncio.to_thread(source.child.ask, "assume", Role.DECODE)
+    peers = crew.router.peers
+    await until(lambda: peers[source.name].started.role.decodes, f"{source.name} decodes again")
+    if rules.moves == moves:
+        raise TransferError(f"an answer of {len(tokens)} tokens ended before it had moved")
+    gaps = [1e3 * (after - before) for before, after in pairwise(times)]
+    others = (*gaps[1:told], *gaps[ends:])
+    again, kv = await visit(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
+    return Sight(max(gaps[told:ends]), others, 1e3 * again.decoded_s, kv.get("wire_bytes", 0))
+
+
+async def _seen(crew: Crew) -> tuple[Seen, Seen]:
+    """What left and what came, of all workers together."""
+    found = Seen(), Seen()
+    for hand in crew.hands.values():
+        for total, some in zip(found, await asyncio.to_thread(hand.child.ask, "seen"), strict=True):
+            total.update(some)
+    return found
+
+
+async def _counts(crew: Crew) -> Counter[str]:
+    """Of all workers together."""
+    found = Counter[str]()
+    for said in (await crew.router.status()).values():
+        assert isinstance(said, WorkerStatus)
+        found.update(said.info["counts"])
+    return found

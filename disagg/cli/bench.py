@@ -113,7 +113,7 @@ def moves(
     as_json: options.Json = False,
 ) -> None:
     """What an answer notices when it goes on at another decode worker."""
-    from disagg.bench.moves import measure_moves
+    from disagg.bench.crew import measure_moves
     from disagg.bench.result import draw_rows
 
     _show(draw_rows, measure_moves(runs), out, as_json)

@@ -1,5 +1,6 @@
 """Children of a benchmark, and what lies between two of them."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from disagg.bench.child import (
     HOSTS,
     ISOLATED,
     Child,
+    Door,
     Fork,
     available,
     congestion,
@@ -156,3 +158,29 @@ def test_the_socket_brings_every_byte():
     data = memoryview(bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
     assert send_raw("127.0.0.1", port, data) == nbytes
     assert send_raw("127.0.0.1", port, data[:777]) == 777
+
+
+def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+
+    async def scene() -> None:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        door = Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        host, _, port = (await door.open()).rpartition(":")
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            door.shut()
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(host, int(port))
+            writer.close()
+            assert (await door.open()) == f"{host}:{port}"
+        door.shut()
+        server.close()
+
+    asyncio.run(scene())

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from disagg.bench.crew import ChaosOptions, Door, Hand, Storm, draw_chaos, measure_chaos
+from disagg.bench import crew
+from disagg.bench.crew import ChaosOptions, Hand, Storm, draw_chaos, measure_chaos, measure_moves
 from disagg.bench.result import Row
 
 Strike = Callable[[Hand], Awaitable[None]]
@@ -76,27 +77,10 @@ def test_a_calm_minute_leaves_nothing_behind() -> None:
     assert memory["after"] < 1.1 * memory["before"]
 
 
-def test_a_door_that_is_shut_breaks_what_is_through_and_opens_again() -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(100):
-            writer.write(data)
-
-    async def scene() -> None:
-        server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        door = Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        host, _, port = (await door.open()).rpartition(":")
-        for _ in range(2):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"hello")
-            assert await reader.readexactly(5) == b"hello"
-            door.shut()
-            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await reader.readexactly(1)
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection(host, int(port))
-            writer.close()
-            assert (await door.open()) == f"{host}:{port}"
-        door.shut()
-        server.close()
-
-    asyncio.run(scene())
+@pytest.mark.slow
+def test_every_answer_moves_and_its_bytes_are_the_same_on_both_sides(monkeypatch):
+    monkeypatch.setattr(crew, "LENGTHS", (300,))
+    for row in measure_moves(rounds=2)["rows"]:
+        assert row["moves"] == row["equal"] == 2
+        assert 0 < row["moved_bytes"] < 1.1 * row["prefill_bytes"]
+        assert min(row["gap_ms"], row["itl_ms"], row["stopped_ms"], row["prefill_ms"]) > 0

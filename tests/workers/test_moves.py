@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.bench.moves import witnessed
+from disagg.bench.crew import witnessed
 from disagg.errors import TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
