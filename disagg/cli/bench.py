@@ -186,13 +186,12 @@ def compare(
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
     if plot is not None:
-        from disagg.report.compare import draw
-        from disagg.report.transfer import check_name
+        from disagg.report import transfer as pictures
 
-        check_name(plot)
+        pictures.check_name(plot)
     result = measure_compare(CompareOptions(model, **given))
     if plot is not None:
-        draw(result, plot)
+        pictures.draw_compare(result, plot)
     _show(draw_compare, result, out, as_json)
 
 
@@ -254,13 +253,12 @@ def _measure_transfer(
     from disagg.bench.transfer import TransferOptions, draw, measure
 
     if plot is not None:
-        from disagg.report.transfer import check_name
-        from disagg.report.transfer import draw as draw_picture
+        from disagg.report import transfer as pictures
 
-        check_name(plot)
+        pictures.check_name(plot)
     result = measure(TransferOptions(**given))
     if plot is not None:
-        draw_picture(result["rows"], plot)
+        pictures.draw(result["rows"], plot)
     _show(draw, result, out, as_json)
 
 

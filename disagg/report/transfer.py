@@ -1,9 +1,10 @@
-"""Time to the first decode token against the rate of the link, one line for each codec.
+"""Times against the rate of the link, one line for each codec.
 
     python -m disagg.report.transfer benchmarks/results/transfer.json transfer.png
 
-Solid lines: encoded while it is sent; dashed: pages were ready. A cross marks a point where encode
-takes longer than the link: from there on a faster link helps no more.
+Of `bench transfer` the time to the first decode token. Solid lines: encoded while it is sent;
+dashed: pages were ready. A cross marks a point where encode takes longer than the link: from there
+on a faster link helps no more. Of `bench compare` seconds of a request, beside co-located workers.
 """
 
 import argparse
@@ -23,9 +24,13 @@ try:
 except ImportError as error:
     raise ConfigError("pictures need matplotlib: pip install 'disagg[plot]'") from error
 
-Row = Mapping[str, Any]  # a row of `disagg.bench.transfer`
+Row = Mapping[str, Any]  # a JSON object
 
 SUFFIXES = (".png", ".svg", ".pdf")
+COMPARED = {
+    "first_decode_s": "seconds to the first decode token",
+    "request_s": "seconds of a request",
+}
 COLORS = ("#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31")
 KEY = (
     Line2D([], [], color="black", label="encoded while it is sent"),
@@ -111,6 +116,32 @@ def _colors(count: int) -> list[str]:
 
 def _megabytes(rows: Sequence[Row]) -> str:
     return f"{1e-6 * rows[0]['fp16_bytes']:,.0f}"
+
+
+def draw_compare(result: Row, file: Path) -> None:
+    """Draw a result of `disagg.bench.compare` to a file whose name says the format."""
+    figure = new_figure(12, 5.5)
+    together, *apart = result["rows"]
+    known = "known to prefill" if result["cached"] else "computed"
+    figure.suptitle(
+        f"{result['model']}, prompts of {result['tokens']} tokens, {known}; prefill makes "
+        f"{1e-6 * result['kv_bytes_per_s']:.3g} MB of KV a second in fp16",
+        fontsize=11,
+    )
+    codecs = dict.fromkeys(row["codec"] for row in apart)
+    rates = sorted({row["link_times"] for row in apart})
+    for panel, (key, label) in zip(figure.subplots(1, 2), COMPARED.items(), strict=True):
+        panel.axhline(together[key], color="black", linestyle="--", label="co-located")
+        for color, codec in zip(COLORS, codecs, strict=False):
+            line = sorted((x["link_times"], x[key]) for x in apart if x["codec"] == codec)
+            panel.plot(*zip(*line, strict=True), "o-", color=color, markersize=4, label=codec)
+        panel.set_xscale("log", base=2)
+        draw_log_scale(panel)
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.set_xlabel("link, times the KV that prefill makes a second")
+        panel.set_ylabel(label)
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(file, dpi=150)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

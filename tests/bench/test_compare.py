@@ -16,7 +16,7 @@ from disagg.bench.compare import (
     verdict,
 )
 from disagg.bench.result import Row
-from disagg.report.compare import draw
+from disagg.report.transfer import draw_compare as draw_picture
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
 
@@ -36,7 +36,7 @@ def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_
         assert 0 < row["mean_ttft_ms"] / 1e3 < row["first_decode_s"] < row["request_s"]
         assert row["longest_pause_s"] > 0
     assert "isaggregation loses" in draw_compare(json.loads(json.dumps(result))).splitlines()[-1]
-    draw(result, tmp_path / "picture.svg")
+    draw_picture(result, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 0
 
 
