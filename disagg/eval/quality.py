@@ -21,7 +21,7 @@ from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
-from disagg.plan import LayerGroup, Plan
+from disagg.plan import Plan
 
 Row = dict[str, Any]  # a JSON object
 
@@ -173,8 +173,9 @@ class Judge:
     def sizes(self, spec: str) -> Row:
         """Bytes that a plan gives: at hand-off, and behind an answer of `ANSWER_TOKENS`."""
         plan, prompt = parse_plan(spec, self.runner.shape), self.options.prompt
+        bits = sum(len(group.layers) * bits_per_element(group) for group in plan.groups)
         return {
-            "bits": round(sum(map(weighted_bits, plan.groups)) / len(plan.group_of), 3),
+            "bits": round(bits / len(plan.group_of), 3),
             "handoff_pct": round(percent_of_fp16(plan, prompt), 2),
             "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
         }
@@ -197,11 +198,6 @@ class Judge:
 
     def _score(self, kv: PagedKV, tokens: Sequence[int]) -> Tensor:
         return kv.feed(tokens[self.options.prompt : -1]).log_softmax(1)
-
-
-def weighted_bits(group: LayerGroup) -> float:
-    """Bits per number of sealed tokens, times the layers."""
-    return len(group.layers) * bits_per_element(group)
 
 
 def percent_of_fp16(plan: Plan, tokens: int) -> float:
