@@ -399,15 +399,12 @@ class Prompts:
         """A text whose tokens are these, cut or filled up to `length`; and how many it has: text
         that was made of tokens may have others, so that a few more or less may remain."""
         tokens = list(ids)
-        for _ in range(MAX_REFITS):
+        for left in reversed(range(MAX_REFITS + 1)):
             text = self.tokenizer.decode(tokens, special=True)
             tokens = self.tokenizer.encode(text, special=False)
-            if len(tokens) == length:
+            if len(tokens) == length or not left:
                 break
             tokens = (tokens + self.draw(max(0, length - len(tokens))))[:length]
-        else:
-            text = self.tokenizer.decode(tokens, special=True)
-            tokens = self.tokenizer.encode(text, special=False)
         return text, len(tokens)
 
 

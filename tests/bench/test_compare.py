@@ -4,27 +4,17 @@ import json
 
 import pytest
 
-from disagg.bench.compare import (
-    PHASES,
-    AutoOptions,
-    CompareOptions,
-    draw_auto,
-    draw_compare,
-    measure_auto,
-    measure_compare,
-    texts_of,
-    verdict,
-)
+from disagg.bench import compare
 from disagg.bench.result import Row
-from disagg.report.transfer import draw_compare as draw_picture
+from disagg.report.transfer import draw_compare
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
 
 
 @pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_path):
-    options = CompareOptions(None, CODECS, (1.0, 8.0), 2, tokens=200, answer=3, cached=cached)
-    result = measure_compare(options)
+    options = compare.CompareOptions(None, CODECS, (1.0, 8.0), 2, 200, 3, cached)
+    result = compare.measure_compare(options)
     together, *apart = result["rows"]
     assert (together["serving"], together["wire_bytes"], together["ratio"]) == ("co-located", 0, 1)
     assert [(row["link_times"], row["codec"]) for row in apart] == [
@@ -35,8 +25,9 @@ def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_
     for row in result["rows"]:
         assert 0 < row["mean_ttft_ms"] / 1e3 < row["first_decode_s"] < row["request_s"]
         assert row["longest_pause_s"] > 0
-    assert "isaggregation loses" in draw_compare(json.loads(json.dumps(result))).splitlines()[-1]
-    draw_picture(result, tmp_path / "picture.svg")
+    said = compare.draw_compare(json.loads(json.dumps(result)))
+    assert "isaggregation loses" in said.splitlines()[-1]
+    draw_compare(result, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 0
 
 
@@ -46,31 +37,32 @@ def row(codec: str, times: float, ratio: float) -> Row:
 
 def test_one_line_says_where_disaggregation_loses():
     rows = [row("raw", 0, 1.0), row("raw", 0.125, 3.0), row("raw", 0.5, 1.1), row("fp8", 0.5, 0.9)]
-    assert verdict({"rows": rows}) == (
+    assert compare.verdict({"rows": rows}) == (
         "Disaggregation loses, a request takes longer than the 2.00 s of co-located workers: with "
         "raw at 0.125, 0.5 times the KV that prefill makes a second."
     )
-    assert "loses nowhere here" in verdict({"rows": rows[:1] + rows[3:]})
+    assert "loses nowhere here" in compare.verdict({"rows": rows[:1] + rows[3:]})
 
 
 def test_no_prompt_begins_as_another():
-    prompts = texts_of(None, 64, 40)
+    prompts = compare.texts_of(None, 64, 40)
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[:32] for prompt in prompts}) == 40
 
 
 def test_every_codec_and_the_choice_among_them_serve_all_prompts():
     codecs = ("fp8", "kivi:bits=4,group=64,residual=64")
-    result = measure_auto(AutoOptions(codecs=codecs, requests=2, tokens=300, budget=0.9))
+    options = compare.AutoOptions(codecs=codecs, requests=2, tokens=300, budget=0.9)
+    result = compare.measure_auto(options)
     *fixed, auto = result["rows"]
     assert [(row["codec"], row["phases"]) for row in fixed] == [
-        (codec, len(PHASES) * [{codec: 2}]) for codec in codecs
+        (codec, len(compare.PHASES) * [{codec: 2}]) for codec in codecs
     ]
     assert auto["codec"] == "auto"
-    assert [sum(phase.values()) for phase in auto["phases"]] == len(PHASES) * [2]
+    assert [sum(phase.values()) for phase in auto["phases"]] == len(compare.PHASES) * [2]
     assert {codec for phase in auto["phases"] for codec in phase} <= set(codecs)
     for row in result["rows"]:
         assert 0 < row["mean_error"] < 0.9
         assert row["budget_pct"] == 100
         assert 0 <= row["both_pct"] == row["deadline_pct"] <= 100
-    assert "2 fp8 | 2 fp8 | 2 fp8" in draw_auto(result)
+    assert "2 fp8 | 2 fp8 | 2 fp8" in compare.draw_auto(result)
