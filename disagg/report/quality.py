@@ -1,6 +1,7 @@
 """Quality against bytes: one point for each codec that `disagg eval` judged."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ def draw(summary: Sequence[Row], title: str, file: Path) -> None:
 
 
 def _panel(panel: Any, summary: Sequence[Row], key: str) -> None:
-    for index, line in enumerate(summary):
+    for line, color in zip(summary, cycle(COLORS), strict=False):
         x, y = line["handoff_pct"], max(line[key], LEAST[key])
-        color = COLORS[index % len(COLORS)]
         if key == "ppl_pct":
             low, high = (max(bound, LEAST[key]) for bound in line["ppl_ci_pct"])
             panel.vlines(x, low, high, color=color, linewidth=1)

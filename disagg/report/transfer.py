@@ -10,6 +10,7 @@ on a faster link helps no more. Of `bench compare` seconds of a request, beside 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,12 @@ def make_figure(rows: Sequence[Row]) -> Figure:
     for panel, tokens in zip(panels, lengths, strict=True):
         chosen = [row for row in rows if row["tokens"] == tokens]
         _panel(panel, chosen, codecs)
-        panel.set_title(f"prompt of {tokens:,} tokens, {_megabytes(chosen)} MB in fp16")
+        megabytes = 1e-6 * chosen[0]["fp16_bytes"]
+        panel.set_title(f"prompt of {tokens:,} tokens, {megabytes:,.0f} MB in fp16")
     panels[0].set_ylabel("seconds to the first decode token, without compute")
     lines = [
         Line2D([], [], color=color, label=codec)
-        for codec, color in zip(codecs, _colors(len(codecs)), strict=True)
+        for codec, color in zip(codecs, cycle(COLORS), strict=False)
     ]
     figure.legend(handles=[*lines, *KEY], loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -80,7 +82,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
-    for codec, color in zip(codecs, _colors(len(codecs)), strict=True):
+    for codec, color in zip(codecs, cycle(COLORS), strict=False):
         for pages, style in (("inline", "-"), ("ready", "--")):
             line = sorted(
                 (row for row in rows if (row["codec"], row["pages"]) == (codec, pages)),
@@ -110,14 +112,6 @@ def draw_log_scale(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]
-
-
-def _megabytes(rows: Sequence[Row]) -> str:
-    return f"{1e-6 * rows[0]['fp16_bytes']:,.0f}"
-
-
 def draw_compare(result: Row, file: Path) -> None:
     """Draw a result of `disagg.bench.compare` to a file whose name says the format."""
     figure = new_figure(12, 5.5)
@@ -132,7 +126,7 @@ def draw_compare(result: Row, file: Path) -> None:
     rates = sorted({row["link_times"] for row in apart})
     for panel, (key, label) in zip(figure.subplots(1, 2), COMPARED.items(), strict=True):
         panel.axhline(together[key], color="black", linestyle="--", label="co-located")
-        for color, codec in zip(COLORS, codecs, strict=False):
+        for codec, color in zip(codecs, cycle(COLORS), strict=False):
             line = sorted((x["link_times"], x[key]) for x in apart if x["codec"] == codec)
             panel.plot(*zip(*line, strict=True), "o-", color=color, markersize=4, label=codec)
         panel.set_xscale("log", base=2)

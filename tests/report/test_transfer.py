@@ -6,7 +6,7 @@ from disagg.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 
-from disagg.report.transfer import draw, main, make_figure
+from disagg.report.transfer import COLORS, draw, draw_compare, main, make_figure
 
 CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
 
@@ -53,6 +53,14 @@ def test_points_where_encode_is_the_bottleneck_are_marked():
 def test_the_name_of_the_file_says_its_format(name, start, tmp_path):
     draw(make_rows(), tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_more_codecs_than_colours_are_compared_in_the_first_colours_again(tmp_path):
+    figures = {"link_times": 1.0, "first_decode_s": 1.0, "request_s": 2.0}
+    rows = [{"codec": f"codec-{number}"} | figures for number in range(len(COLORS) + 2)]
+    about = {"model": "m", "tokens": 9, "cached": False, "kv_bytes_per_s": 1e6}
+    draw_compare({"rows": rows} | about, tmp_path / "a.svg")
+    assert f"codec-{len(COLORS) + 1}" in (tmp_path / "a.svg").read_text()
 
 
 def test_a_result_file_becomes_a_picture(tmp_path):
