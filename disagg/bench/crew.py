@@ -33,11 +33,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, pairwise
-from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-from disagg.bench.child import LOOPBACK, Child, Door, Fork
+from disagg.bench.child import LOOPBACK, Child, Door, Fork, resident_mb
 from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
@@ -337,15 +336,6 @@ class Storm:
         hand.door.shut()
         await asyncio.sleep(self._pick.uniform(2.0, 8.0))
         await hand.door.open()
-
-
-def resident_mb(*pids: int) -> int:
-    """Memory of processes, in MB; 0 where there is no /proc."""
-    pages = 0
-    for pid in pids:
-        file = Path("/proc", str(pid), "statm")
-        pages += int(file.read_text().split()[1]) if file.exists() else 0
-    return pages * 4096 // 1_000_000
 
 
 def draw_chaos(result: Row) -> str:
