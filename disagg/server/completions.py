@@ -4,13 +4,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from disagg.errors import CancelledError, DisaggError, ModelError, RequestError
 from disagg.model.chat import ChatTemplate
+from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
 from disagg.server.counts import Counts
 from disagg.server.doors import ANYWHERE, Doors
@@ -21,7 +22,7 @@ from disagg.server.schema import (
     Conversation,
     GenerationRequest,
 )
-from disagg.server.text import Piece, TextStream, TextTokenizer
+from disagg.server.text import Piece, TextStream
 from disagg.workers.router import Output, Router
 
 FIGURES_S = 1.0  # how long an answer that a stop string ended waits for its figures
@@ -70,11 +71,10 @@ class Completions:
     def __init__(
         self,
         served: Served,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         router: Router,
         chat: ChatTemplate | None = None,
         doors: Doors | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.served = served
         self.router = router
@@ -82,7 +82,6 @@ class Completions:
         self.doors = doors or Doors(router, {}, 0.0)
         self._tokenizer = tokenizer
         self._chat = chat
-        self._clock = clock
         self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
         self._unknown: set[str] = set()
 
@@ -136,7 +135,7 @@ class Completions:
         It ends with the model's context, wherever `max_tokens` is.
         sibling: which of `n` answers to the same prompt it is
         """
-        times = [self._clock()]
+        times = [time.monotonic()]
         failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
         stops, hidden = request.stop, request.stop_token_ids
         text = TextStream(self._tokenizer.detokenizer(), stops, request.min_tokens, hidden)
@@ -237,7 +236,7 @@ class Completions:
     def _piece(self, text: TextStream, output: Output, times: list[float]) -> Piece:
         """The text of one output; `times` collects when each token came."""
         if output.token is not None:
-            times.append(self._clock())
+            times.append(time.monotonic())
             shown = text.add(output.token)
             reason = "stop" if text.stopped else None
             scores = ((output.token, output.logprobs[-1]),) if output.logprobs else ()

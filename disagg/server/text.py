@@ -1,35 +1,14 @@
 """From tokens to the text a client sees: whole characters, and nothing behind a stop string."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from disagg.model.tokenizer import Detokenizer
 
 # a token, its log-probability, and the likeliest tokens in its place with theirs; None for the
 # first token of a prompt, of which nobody says how likely it is
 Score = tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]
-
-
-class TextDecoder(Protocol):
-    """Turns tokens into text piece by piece; `disagg.model.tokenizer.Detokenizer` is one."""
-
-    def add(self, ids: Iterable[int]) -> str:
-        """The text that is now certain."""
-
-    def finish(self) -> str:
-        """The rest."""
-
-
-class TextTokenizer(Protocol):
-    """Text to tokens and back; `disagg.model.tokenizer.Tokenizer` is one."""
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a prompt. Called on threads of its own."""
-
-    def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of token ids. special: with that of special tokens."""
-
-    def detokenizer(self) -> TextDecoder:
-        """A new decoder for one stream of tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +35,7 @@ class TextStream:
 
     def __init__(
         self,
-        decoder: TextDecoder,
+        decoder: Detokenizer,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         hidden: Collection[int] = (),
