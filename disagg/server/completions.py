@@ -214,9 +214,7 @@ class Completions:
 
     async def scrape(self) -> bytes:
         """What Prometheus reads: figures of the requests, and the gauges of every worker."""
-        workers, router = (await self.status())["workers"], self.router
-        rules = router.dispatch
-        return self.counts.scrape(workers, router.waiting, rules.routed, rules.choices)
+        return self.counts.scrape((await self.status())["workers"], self.router)
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[Any]) -> TokenizedPrompt:
         """The tokens of a prompt, its text where it is wanted."""

@@ -6,13 +6,12 @@ Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from disagg.server.text import Piece
-from disagg.workers.choice import Choices
+from disagg.workers.router import Router
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -20,7 +19,6 @@ GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "aren
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
-EMPTY: Mapping[tuple[str, str], int] = MappingProxyType({})
 # what a worker counts of prompts, as vLLM names where it came from
 SOURCES = {
     "computed_tokens": "local_compute",
@@ -138,21 +136,16 @@ class Counts:
 
     # -- workers
 
-    def scrape(
-        self,
-        workers: Sequence[Mapping[str, Any]],
-        queued: int = 0,
-        routed: Mapping[tuple[str, str], int] = EMPTY,
-        choices: Choices | None = None,
-    ) -> bytes:
-        """What Prometheus reads. `workers`: as in `Completions.status`; the rest: of `Dispatch`."""
-        self._of(self._queued).set(queued)
-        for (role, reason), count in routed.items():
+    def scrape(self, workers: Sequence[Mapping[str, Any]], router: Router) -> bytes:
+        """What Prometheus reads. `workers`: as in `Completions.status`."""
+        choices = router.dispatch.choices
+        self._of(self._queued).set(router.waiting)
+        for (role, reason), count in router.dispatch.routed.items():
             rise = self._rise({"name": ROUTER}, f"{role}: {reason}", count)
             self._of(self._routed, role, reason=reason).inc(rise)
-        for codec, error in choices.errors.items() if choices else ():
+        for codec, error in choices.errors.items():
             self._of(self._errors, codec=codec).set(error.value)
-        for (codec, reason), count in choices.chosen.items() if choices else ():
+        for (codec, reason), count in choices.chosen.items():
             rise = self._rise({"name": ROUTER}, f"{codec}: {reason}", count)
             self._of(self._chosen, codec=codec, reason=reason).inc(rise)
         self._workers.clear()

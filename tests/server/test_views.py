@@ -56,10 +56,10 @@ def test_every_answer_is_counted_streamed_or_not(stream, app):
 
 
 @pytest.mark.parametrize(("times", "sums"), [([1, 3, 4, 5, 7], (2, 6, 4 / 3)), ([1, 3], (2, 2, 0))])
-def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums):
+def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(times, sums, router):
     counts = Counts("tiny")
     counts.finished(times, Piece("", len(times) - 1, "stop"), 3)
-    text = counts.scrape([]).decode()
+    text = counts.scrape([], router).decode()
     series = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token")
     for name, seconds in zip(series, sums, strict=True):
         line = f'vllm:{name}_seconds_sum{{model_name="tiny",role="router"}} {float(seconds)}'
