@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
-from disagg.errors import CancelledError, ConfigError, DisaggError
+from disagg.errors import ConfigError, DisaggError
 
 app = typer.Typer(
     name="disagg",
@@ -61,8 +61,6 @@ def run(arguments: Sequence[str]) -> int:
         return report(ConfigError(error.format_message()), as_json)
     except DisaggError as error:
         return report(error, as_json)
-    except KeyboardInterrupt:
-        return report(CancelledError("interrupted"), as_json)
     return status if isinstance(status, int) else 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from disagg.errors import CancelledError, ConfigError, PeerLostError, TransferError, error_from
+from disagg.errors import ConfigError, PeerLostError, TransferError, error_from
 
 CONNECT_S = 5.0
 RESUME_S, RETRY_S = 60.0, 0.2
@@ -153,7 +153,7 @@ def complete(
                 text = choice.get("text") or choice.get("delta", {}).get("content", "")
                 answer.text += text
                 answer.finish_reason = choice["finish_reason"] or ""
-                _show(text, show)
+                show(text)
                 answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
         raise PeerLostError(f"the answer of {url} broke off")
@@ -203,13 +203,6 @@ def _comes_back(service: RunningService) -> bool:
         else:
             return gone
     return False
-
-
-def _show(text: str, show: Callable[[str], None]) -> None:
-    try:
-        show(text)
-    except BrokenPipeError as error:
-        raise CancelledError("nobody reads the answer any more") from error
 
 
 def get(url: str, path: str, token: str = "", certificate: str | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages
 from disagg.config import DEFAULT_CODEC, Config
-from disagg.errors import CancelledError, DeadlineError, PeerLostError
+from disagg.errors import DeadlineError, PeerLostError
 
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
@@ -184,13 +184,10 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     config = replace(config, server=replace(config.server, **alone))  # type: ignore[arg-type]
     from disagg.server.service import Service
 
-    try:
-        with ExitStack() as stack:
-            with stages() as say:
-                service = stack.enter_context(Service(config, say))
-            yield service.url
-    except KeyboardInterrupt as error:
-        raise CancelledError("cancelled") from error
+    with ExitStack() as stack:
+        with stages() as say:
+            service = stack.enter_context(Service(config, say))
+        yield service.url
 
 
 def check(config: Config, body: Mapping[str, Any]) -> None:

@@ -62,8 +62,11 @@ def submit(
     body = {**asked, "model": model, "codec": codec, **sampling}
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
     there = RunningService(url, 0, api_key or "") if url else None
-    with somewhere(there, config, sets, flags, body) as found, cancelled_by_ctrl_c():
-        answer = persist(found, body, (lambda piece: None) if as_json else show)
+    try:
+        with somewhere(there, config, sets, flags, body) as found:
+            answer = persist(found, body, (lambda piece: None) if as_json else show)
+    except KeyboardInterrupt as error:  # what was open is closed by now
+        raise CancelledError("cancelled") from error
     if as_json:
         print_json(asdict(answer))
     else:
@@ -107,15 +110,9 @@ def somewhere(
         yield RunningService(url, os.getpid(), "")
 
 
-@contextmanager
-def cancelled_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C becomes an error like any other: what is open is closed on the way out."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise CancelledError("cancelled") from error
-
-
 def show(piece: str) -> None:
     """A piece of the answer, as soon as it is there."""
-    print(piece, end="", flush=True)
+    try:
+        print(piece, end="", flush=True)
+    except BrokenPipeError as error:
+        raise CancelledError("nobody reads the answer any more") from error
