@@ -36,11 +36,6 @@ Size = Annotated[int, typer.Option(min=1, help="Of the KV; the defaults are Llam
 Out = Annotated[Path | None, typer.Option(help="Also write the result to this file.")]
 
 
-@app.callback()
-def bench() -> None:
-    """Measure."""
-
-
 @app.command()
 def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
@@ -108,7 +103,7 @@ def chaos(
 
 @app.command()
 def moves(
-    runs: Annotated[int, typer.Option(min=1, help="Medians are of this many.")] = 20,
+    runs: Runs = 20,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:

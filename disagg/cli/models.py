@@ -24,11 +24,6 @@ Dtype = Annotated[
 ]
 
 
-@app.callback()
-def models() -> None:
-    """What models there are to serve."""
-
-
 @app.command()
 def check(
     ref: Ref = None, memory: Memory = None, dtype: Dtype = "auto", as_json: options.Json = False
