@@ -26,8 +26,8 @@ RESUME_S, RETRY_S = 60.0, 0.2
 class RunningService:
     """A running service. `ready`: its workers serve.
 
-    token:       what POST /stop asks for, and as good as an API key
-    certificate: of its HTTPS; a file
+    token:       an API key; that of the state file is what POST /stop asks for, and as good as one
+    certificate: of its HTTPS, to be trusted; a file
     """
 
     url: str
@@ -126,22 +126,18 @@ class Answer:
 
 
 def complete(
-    url: str,
-    body: Mapping[str, Any],
-    show: Callable[[str], None],
-    token: str = "",
-    certificate: str | None = None,
+    service: RunningService, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> Answer:
     """Stream an answer to a `prompt` or to `messages`; `show` gets every piece of text.
 
-    Closing early cancels it there. `token`: an API key · `certificate`: the one to be trusted.
+    Closing early cancels it there.
     Raises the error that the service named, or PeerLostError where there is none.
     """
     wanted = {"stream": True, "stream_options": {"include_usage": True}, "kv": True}
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
     sent = dict(body) | wanted
-    with _exchange(url, "POST", path, sent, None, token, certificate) as response:
+    with _exchange(service, "POST", path, sent, timeout_s=None) as response:
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -156,7 +152,7 @@ def complete(
                 show(text)
                 answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
-        raise PeerLostError(f"the answer of {url} broke off")
+        raise PeerLostError(f"the answer of {service.url} broke off")
     answer.ttft_ms = 1e3 * (times[1] - times[0])
     answer.tpot_ms = 1e3 * (times[-1] - times[1]) / max(1, answer.completion_tokens - 1)
     return answer
@@ -185,7 +181,7 @@ def persist(
                 show(new)
 
         try:
-            return complete(service.url, body, tell, service.token, service.certificate)
+            return complete(service, body, tell)
         except PeerLostError:
             if not shown or not _comes_back(service):
                 raise
@@ -196,7 +192,7 @@ def _comes_back(service: RunningService) -> bool:
     gone, until = False, time.monotonic() + RESUME_S
     while time.monotonic() < until:
         try:
-            get(service.url, "/health", certificate=service.certificate)
+            get(service, "/health")
         except PeerLostError:
             gone = True
             time.sleep(RETRY_S)
@@ -205,54 +201,43 @@ def _comes_back(service: RunningService) -> bool:
     return False
 
 
-def get(url: str, path: str, token: str = "", certificate: str | None = None) -> dict[str, Any]:
+def get(service: RunningService, path: str) -> dict[str, Any]:
     """The JSON object at a path."""
-    return _ask(url, "GET", path, None, token, certificate)
+    return _ask(service, "GET", path, None)
 
 
 def post(
-    url: str,
-    path: str,
-    token: str,
-    certificate: str | None = None,
-    body: Mapping[str, Any] | None = None,
+    service: RunningService, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(url, "POST", path, body or {}, token, certificate)
+    return _ask(service, "POST", path, body or {})
 
 
 def _ask(
-    url: str,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None,
-    token: str,
-    certificate: str | None,
+    service: RunningService, method: str, path: str, body: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    with _exchange(url, method, path, body, CONNECT_S, token, certificate) as response:
-        no_json = f"{url} does not answer with JSON; is it a disagg service?"
+    with _exchange(service, method, path, body, CONNECT_S) as response:
+        no_json = f"{service.url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
 
 
 @contextmanager
 def _exchange(
-    url: str,
+    service: RunningService,
     method: str,
     path: str,
     body: Mapping[str, Any] | None,
     timeout_s: float | None,
-    token: str,
-    certificate: str | None,
 ) -> Iterator[HTTPResponse]:
     """A response with a good status; the connection is closed on every way out."""
-    parts, host, port = _address(url)
+    parts, host, port = _address(service.url)
     connection = HTTPConnection(host, port, timeout=CONNECT_S)
     if parts.scheme == "https":
-        trust = _trust(certificate)
+        trust = _trust(service.certificate)
         connection = HTTPSConnection(host, port, timeout=CONNECT_S, context=trust)
     headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
+    if service.token:
+        headers["Authorization"] = f"Bearer {service.token}"
     try:
         connection.connect()
         connection.sock.settimeout(timeout_s)
@@ -261,10 +246,10 @@ def _exchange(
         connection.request(method, base + path, payload, headers)
         response = connection.getresponse()
         if response.status >= 400:
-            raise _error(url, response.status, response.read())
+            raise _error(service.url, response.status, response.read())
         yield response
     except (OSError, HTTPException) as error:
-        raise PeerLostError(f"no service answers at {url}: {error}") from error
+        raise PeerLostError(f"no service answers at {service.url}: {error}") from error
     finally:
         connection.close()
 

@@ -1,6 +1,5 @@
 """Options that several commands share, and the config that comes out of them."""
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from disagg.cli.output import print_json
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, load_config
 from disagg.errors import ConfigError
 
@@ -47,7 +47,7 @@ def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, A
 def print_config(config: Config, as_json: bool) -> None:
     """As YAML that `--config` reads, or as JSON."""
     if as_json:
-        print(json.dumps(asdict(config)))
+        print_json(asdict(config))
         return
     import yaml
 

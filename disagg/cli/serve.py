@@ -101,7 +101,7 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
     if state.ready:
-        client.post(state.url, "/stop", state.token, state.certificate)
+        client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
     until = time.monotonic() + STOP_S

@@ -50,7 +50,7 @@ def scale(
         raise ConfigError(f"{'='.join(wrong[0])!r} is no prefill=NUMBER or decode=NUMBER")
     state = running(state_file)
     body = {role: int(number) for role, number in pairs}
-    found = client.post(state.url, "/scale", state.token, state.certificate, body)
+    found = client.post(state, "/scale", body)
     told = ", ".join(f"{number} {role}" for role, number in body.items())
     print_json(found) if as_json else print(f"{told}: they come and leave one by one")
 
@@ -58,17 +58,16 @@ def scale(
 def drain(name: Name, state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Let a worker leave once another one has its place."""
     state = running(state_file)
-    found = client.post(state.url, f"/workers/{name}/drain", state.token, state.certificate)
+    found = client.post(state, f"/workers/{name}/drain")
     print_json(found) if as_json else print(f"{name} leaves once another worker serves")
 
 
 def looks(service: RunningService, again: bool) -> Iterator[dict[str, Any]]:
     """What the service says of itself: once, or every second."""
-    asked = service.url, "/status", service.token, service.certificate
-    yield client.get(*asked)
+    yield client.get(service, "/status")
     while again:
         time.sleep(PAUSE_S)
-        yield client.get(*asked)
+        yield client.get(service, "/status")
 
 
 def draw(found: dict[str, Any]) -> None:

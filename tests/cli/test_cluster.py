@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -81,7 +82,7 @@ def alive(there: set[int]) -> bool:
 
 def answering(state: RunningService, path: str) -> bool:
     try:
-        return bool(get(state.url, path))
+        return bool(get(state, path))
     except PeerLostError:
         return False
 
@@ -139,17 +140,17 @@ def test_workers_stop_with_their_service_and_are_taken_over_if_it_was_killed(add
     second = serve()
     state = home.service()
     wait_for(lambda: pids(state) == first_pids)
-    answer = complete(state.url, ASKED | {"max_tokens": 8}, lambda piece: None)
+    answer = complete(state, ASKED | {"max_tokens": 8}, lambda piece: None)
     assert answer.completion_tokens == 8
     intruder = serve("--state-file", str(tmp_path / "intruder.json"))
     _, error = intruder.communicate(timeout=60)
     assert intruder.returncode == 2
     assert "works for another service" in error
-    assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 16
+    assert complete(state, ASKED, lambda piece: None).completion_tokens == 16
     neighbour = serve("--name", "neighbour", "--set", "security.plane=token")
     beside = home.service("neighbour")
     assert not pids(beside) & first_pids
-    assert complete(beside.url, ASKED, lambda piece: None).completion_tokens == 16
+    assert complete(beside, ASKED, lambda piece: None).completion_tokens == 16
     stop(second)
     assert not alive(first_pids)
     stop(neighbour)
@@ -182,7 +183,7 @@ def test_forty_streams_go_on_when_their_router_is_killed(address, tmp_path, monk
         wait_for(lambda: answering(state, "/health"))
         listens, asked = time.monotonic(), ASKED | {"max_tokens": 8}
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(complete, state.url, asked, lambda piece: None, "sk-1")
+            answer = pool.submit(complete, replace(state, token="sk-1"), asked, lambda piece: None)
             wait_for(lambda: answering(state, "/ready"))
             ready = time.monotonic()
             assert answer.result().completion_tokens == 8
@@ -219,7 +220,7 @@ def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
         assert say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
         wait_for(lambda: not alive(old))
         wait_for(lambda: len(pids(state, "decode")) == 2)
-        assert get(state.url, "/status")["moved"] > 0
+        assert get(state, "/status")["moved"] > 0
     before = pids(state)
     first.kill()
     first.communicate()

@@ -119,15 +119,15 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
     state, asked = home.service(), ASKED | {"max_tokens": 200}
     (folder,) = set(Path("/tmp").glob("dg-*")) - home.before
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
-    whole = complete(state.url, asked, lambda piece: None)
+    whole = complete(state, asked, lambda piece: None)
 
     kill_after_pieces(state, asked, whole.text, "decode")
     kill_after_pieces(state, asked, whole.text, "prefill")
-    wait_for(lambda: idle(state), told=lambda: get(state.url, "/status"))
+    wait_for(lambda: idle(state), told=lambda: get(state, "/status"))
 
     (pid,) = home.pids("raylet")
     os.kill(pid, signal.SIGKILL)
-    assert complete(state.url, asked, lambda piece: None).text == whole.text
+    assert complete(state, asked, lambda piece: None).text == whole.text
     wait_for(lambda: home.pids("raylet") not in ([], [pid]))
     wait_for(lambda: len([worker for worker in workers(state) if "pid" in worker]) == 2)
 
@@ -146,7 +146,7 @@ def test_a_service_with_tls_that_is_asked_to_stop_lets_answers_end(home, tmp_pat
     process = home.start("serve", "--port", "0", *options)
     state = home.service()
     stop = at_piece(5, lambda: process.send_signal(signal.SIGTERM))
-    answer = complete(state.url, ASKED | {"max_tokens": 100}, stop)
+    answer = complete(state, ASKED | {"max_tokens": 100}, stop)
     assert answer.completion_tokens == 100
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
@@ -163,7 +163,7 @@ def kill_after_pieces(
         (victim,) = [w for w in workers(state) if w["role"] == role]
         os.kill(victim["pid"], signal.SIGKILL)
 
-    answer = complete(state.url, asked, at_piece(20, kill))
+    answer = complete(state, asked, at_piece(20, kill))
     assert answer.text == expected
     assert answer.completion_tokens == 200
     wait_for(lambda: {w["role"] for w in workers(state) if "pid" in w} == {"prefill", "decode"})
@@ -176,7 +176,7 @@ def at_piece(number: int, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 def workers(state: RunningService) -> list[dict[str, Any]]:
-    return list(get(state.url, "/status", state.token)["workers"])
+    return list(get(state, "/status")["workers"])
 
 
 def idle(state: RunningService) -> bool:

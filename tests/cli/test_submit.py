@@ -209,7 +209,7 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
     """The second time it begins anew, by the same seed; what was shown is not shown again."""
     tries, seeds, shown = [["ab", "c"], ["a"], [], ["a", "bcd", "e"]], [], []
 
-    def complete(url, body, show, *trust):
+    def complete(service, body, show):
         seeds.append(body["seed"])
         for piece in tries.pop(0):
             show(piece)
@@ -217,7 +217,7 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
             raise PeerLostError("nobody is there")
         return Answer("abcde")
 
-    def get(url, path, certificate, looks=count()):  # gone at every other look
+    def get(service, path, looks=count()):  # gone at every other look
         if next(looks) % 2 == 0:
             raise PeerLostError("nobody is there")
 
@@ -234,7 +234,7 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
 def test_an_answer_that_comes_out_otherwise_the_second_time_is_an_error(monkeypatch):
     tries = [["ab"], ["ax"]]
 
-    def complete(url, body, show, *trust):
+    def complete(service, body, show):
         for piece in tries.pop(0):
             show(piece)
         raise PeerLostError("nobody is there")

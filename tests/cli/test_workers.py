@@ -42,9 +42,9 @@ def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
 
 def test_nobody_scales_without_the_key_or_by_nonsense(known):
     with pytest.raises(AuthError):
-        post(known.url, "/scale", "wrong", body={"decode": 2})
+        post(RunningService(known.url, 0, "wrong"), "/scale", {"decode": 2})
     with pytest.raises(RequestError, match="is wanted"):
-        post(known.url, "/scale", "secret", body={"decode": "two"})
+        post(RunningService(known.url, 0, "secret"), "/scale", {"decode": "two"})
     assert not known.staff.asked
 
 

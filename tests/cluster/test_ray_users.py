@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disagg.cli.client import complete, get, read_state
+from disagg.cli.client import RunningService, complete, get, read_state
 from disagg.errors import PeerLostError
 from tests.cli.conftest import wait_for
 
@@ -78,7 +78,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    wait_for(lambda: answers(head.dashboard, "/api/version"))
+    wait_for(lambda: answers(RunningService(head.dashboard, 0, ""), "/api/version"))
     yield head
     ray.terminate()
     ray.wait(60)
@@ -91,9 +91,9 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def answers(url: str, path: str) -> bool:
+def answers(service: RunningService, path: str) -> bool:
     try:
-        get(url, path)
+        get(service, path)
     except PeerLostError:
         return False
     return True
@@ -108,9 +108,9 @@ def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):
     head.ray("ray", *job, *serve)
     wait_for(lambda: (state := read_state(state_file)) is not None and state.ready)
     state = read_state(state_file)
-    assert complete(state.url, ASKED, lambda piece: None).completion_tokens == 8
+    assert complete(state, ASKED, lambda piece: None).completion_tokens == 8
     assert head.actors() == {"prefill-0": "PrefillWorker", "decode-0": "DecodeWorker"}
-    for worker in get(state.url, "/status")["workers"]:
+    for worker in get(state, "/status")["workers"]:
         environment = Path(f"/proc/{worker['pid']}/environ").read_bytes()
         assert b"DISAGG_TEST=of the job" in environment.split(b"\0")
     assert "2.0/2.0 CPU" in head.ray("ray", "status", f"--address=127.0.0.1:{head.port}")
@@ -125,13 +125,13 @@ def test_ray_serve_deploys_it_and_takes_it_back(head, tmp_path):
     settings = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(settings))
     head.ray("serve", "deploy", "serve.yaml", "--address", head.dashboard)
-    url = f"http://127.0.0.1:{port}"
-    wait_for(lambda: answers(url, "/v1/models"))
+    service = RunningService(f"http://127.0.0.1:{port}", 0, "")
+    wait_for(lambda: answers(service, "/v1/models"))
     pieces: list[str] = []
-    answer = complete(url, ASKED, pieces.append)
+    answer = complete(service, ASKED, pieces.append)
     assert answer.completion_tokens == 8
     assert "".join(pieces) == answer.text
-    assert get(url, "/status")["codec"] == "raw"
+    assert get(service, "/status")["codec"] == "raw"
     assert set(head.actors()) == {"prefill-0", "decode-0"}
     head.ray("serve", "shutdown", "-y", "--address", head.dashboard)
     wait_for(lambda: not head.actors())

@@ -1,12 +1,13 @@
 """API keys and HTTPS: who is served, and who is not."""
 
 import subprocess
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
-from disagg.cli.client import complete, get
+from disagg.cli.client import RunningService, complete, get
 from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.model.runner import Runner
@@ -91,16 +92,15 @@ def test_a_certificate_that_cannot_serve_is_refused(pem, tmp_path):
 def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tmp_path_factory):
     folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
     config = Config(codec="raw", server=ServerConfig(port=0, api_key="one", **pem))
-    certificate = pem["tls_certificate"]
     body = {"prompt": "Call me", "max_tokens": 3}
     with running([Runner.load(folder) for _ in range(2)], config) as service:
-        answer = complete(service.url, body, lambda piece: None, "one", certificate)
-        assert answer.completion_tokens == 3
-        assert get(service.url, "/status", "owner", certificate)["model"] == "tiny"
+        ours = RunningService(service.url, 0, "one", pem["tls_certificate"])
+        assert complete(ours, body, lambda piece: None).completion_tokens == 3
+        assert get(replace(ours, token="owner"), "/status")["model"] == "tiny"
         with pytest.raises(DisaggError, match="no key of this service"):
-            get(service.url, "/status", "", certificate)
+            get(replace(ours, token=""), "/status")
         with pytest.raises(PeerLostError, match="CERTIFICATE_VERIFY_FAILED"):
-            get(service.url, "/status", "one")
+            get(replace(ours, certificate=None), "/status")
         trusting = httpx.Client(verify=False)
         client = openai.OpenAI(
             base_url=f"{service.url}/v1", api_key="wrong", http_client=trusting, max_retries=0
