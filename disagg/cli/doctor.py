@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from disagg.cli import options
+from disagg.cli.look import HeadDim, Specs
 from disagg.cli.output import print_json, print_table, stages
 
-Specs = Annotated[list[str] | None, typer.Argument(help="Specs; every codec's default if none.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
 HEADS = 2
 COLUMNS = ["codec", "kernel", "backend", ">error", ">bound", ">first ms", ">ms", ""]
 

@@ -63,7 +63,7 @@ class Doors:
         """
         params = request.kv_transfer_params
         if port not in self._ports:
-            if params.remote:
+            if params.do_remote_decode or params.do_remote_prefill:
                 told = "kv_transfer_params: ports of workers take them; --pd-ports opens some"
                 raise RequestError(told, "kv_transfer_params")
             return ANYWHERE

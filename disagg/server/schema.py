@@ -148,11 +148,6 @@ class TransferParams(BaseModel):
     remote_request_id: Name | None = None
     tp_size: int = 1
 
-    @property
-    def remote(self) -> bool:
-        """Whether another worker has a part in the request."""
-        return self.do_remote_decode or self.do_remote_prefill
-
 
 class GenerationRequest(Body, ABC):
     """What both dialects have."""
