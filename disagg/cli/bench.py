@@ -226,10 +226,9 @@ def transfer(
     """What compression is worth on a link; with --plane, what every channel is beside a socket."""
     from disagg.bench.inputs import shape_of
 
-    given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "rounds": rounds}
-    given |= {"threads": threads, "channel": channel, "netns": netns}
-    lists = {"codecs": codec, "tokens": tokens, "gbps": gbps}
-    given = _set(given) | {name: tuple(value) for name, value in lists.items() if value}
+    given: dict[str, Any] = {"shape": shape_of(layers, heads, head_dim), "threads": threads}
+    given |= {"channel": channel, "netns": netns, "rounds": rounds}
+    given = _set(given | {"codecs": codec, "tokens": tokens, "gbps": gbps})
     if not plane:
         _measure_transfer(given, plot, out, as_json)
         return

@@ -14,7 +14,6 @@ import pytest
 
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import DEFAULT_MODEL
-from disagg.model.runner import Runner
 from disagg.server.service import bind
 from tests.server.running import Running, running
 
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
-    with running([Runner.load(), Runner.load()], chat=ChatTemplate.load()) as found:
+    with running(None, chat=ChatTemplate.load()) as found:
         yield found
 
 

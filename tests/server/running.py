@@ -41,9 +41,10 @@ class Running:
 
 @contextmanager
 def running(
-    runners: list[Runner], config: Config | None = None, chat: ChatTemplate | None = None
+    model: str | None, config: Config | None = None, chat: ChatTemplate | None = None
 ) -> Iterator[Running]:
-    """Serve a model on a thread of its own while inside."""
+    """Serve a model on a thread of its own while inside; each of two workers loads it."""
+    runners = [Runner.load(model) for _ in range(2)]
     config = config or Config(codec="raw", server=ServerConfig(port=0))
     socket, *doors = (bind(config.server.host, port) for port in (config.server.port, 0, 0))
     ports = {x.getsockname()[1]: name for x, name in zip(doors, "pd", strict=True)}

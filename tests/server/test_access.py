@@ -10,7 +10,6 @@ import pytest
 from disagg.cli.client import RunningService, complete, get
 from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
-from disagg.model.runner import Runner
 from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
 from tests.model.tiny import save_tiny
@@ -93,7 +92,7 @@ def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tmp_path_
     folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
     config = Config(codec="raw", server=ServerConfig(port=0, api_key="one", **pem))
     body = {"prompt": "Call me", "max_tokens": 3}
-    with running([Runner.load(folder) for _ in range(2)], config) as service:
+    with running(folder, config) as service:
         ours = RunningService(service.url, 0, "one", pem["tls_certificate"])
         assert complete(ours, body, lambda piece: None).completion_tokens == 3
         assert get(replace(ours, token="owner"), "/status")["model"] == "tiny"

@@ -12,7 +12,6 @@ import pytest
 
 from disagg.config import ClusterConfig, Config, ServerConfig
 from disagg.errors import ConfigError, HandleError, PeerLostError
-from disagg.model.runner import Runner
 from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
 from disagg.server.service import Service, open_doors
@@ -28,7 +27,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, " * 3
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
-    with running([Runner.load(folder) for _ in range(2)], Config(codec="raw")) as found:
+    with running(folder) as found:
         yield found
         found.empty()
 

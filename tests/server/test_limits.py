@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.model.chat import ChatTemplate
-from disagg.model.runner import Runner
 from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN, Completions, Served
 from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
@@ -279,7 +278,7 @@ def test_no_body_makes_the_service_fail(strict, body):
 def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
     folder = str(save_tiny("llama", tmp_path))
     with (
-        running([Runner.load(folder) for _ in range(2)], chat=ChatTemplate(CHAT, {})) as service,
+        running(folder, chat=ChatTemplate(CHAT, {})) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
     ):
 

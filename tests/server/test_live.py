@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from disagg.model.runner import Runner
 from disagg.server.views import LIVE_PAGE
 from tests.model.tiny import save_tiny
 from tests.server.running import Running, running
@@ -24,7 +23,7 @@ CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One that has answered, and failed to."""
     folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
-    with running([Runner.load(folder) for _ in range(2)]) as found:
+    with running(folder) as found:
         for codec, status in (("raw", 200), ("none such", 400)):
             body = {"prompt": "Call me Ishmael", "max_tokens": 5, "codec": codec}
             answer = httpx.post(f"{found.url}/v1/completions", json=body, timeout=60)

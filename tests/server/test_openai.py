@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from disagg.model.chat import ChatTemplate
-from disagg.model.runner import Runner
 from tests.model.tiny import VOCAB, save_tiny
 from tests.server.running import Running, running
 
@@ -30,8 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Running]:
-    runners = [Runner.load(str(folder)) for _ in range(2)]
-    with running(runners, chat=ChatTemplate(TEMPLATE, {})) as found:
+    with running(str(folder), chat=ChatTemplate(TEMPLATE, {})) as found:
         yield found
 
 
