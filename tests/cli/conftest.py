@@ -1,6 +1,5 @@
 """A real HTTP server on a free port, with a fake behind it, for commands that need a service."""
 
-import asyncio
 import os
 import signal
 import threading
@@ -45,36 +44,24 @@ class Running:
 
     url: str
     router: FakeRouter
-    loop: asyncio.AbstractEventLoop
     stopped: threading.Event
     staff: FakeStaff
 
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    listening, stopped, staff = bind("127.0.0.1", 0), threading.Event(), FakeStaff()
-    started: list[Running] = []
-    ready, servers = threading.Event(), list[uvicorn.Server]()
-
-    async def serve() -> None:
-        router = FakeRouter()
-        router.kv = STATS
-        served = Served("tiny", 200, 200, "raw", longest_token=10)
-        completions = Completions(served, Letters(), router)  # type: ignore[arg-type]
-        app = create_app(completions, "secret", stopped.set, staff=staff)
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        servers.append(uvicorn.Server(config))
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        loop = asyncio.get_running_loop()
-        started.append(Running(url, router, loop, stopped, staff))
-        ready.set()
-        await servers[0].serve([listening])
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    listening, stopped = bind("127.0.0.1", 0), threading.Event()
+    staff, router = FakeStaff(), FakeRouter()
+    router.kv = STATS
+    served = Served("tiny", 200, 200, "raw", longest_token=10)
+    completions = Completions(served, Letters(), router)  # type: ignore[arg-type]
+    app = create_app(completions, "secret", stopped.set, staff=staff)
+    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    assert ready.wait(30)
-    yield started[0]
-    servers[0].should_exit = True
+    yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", router, stopped, staff)
+    server.should_exit = True
     thread.join()
     listening.close()
 

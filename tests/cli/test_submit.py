@@ -172,7 +172,7 @@ def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, capsys):
 
 def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, capsys):
     running.router.pause_at, running.router.breaks = 2, PeerLostError("the worker is gone")
-    running.loop.call_soon_threadsafe(running.router.go.set)
+    running.router.go.set()
     assert run(["submit", "abc", "--url", running.url]) == 8
     assert "the worker is gone" in capsys.readouterr().err
 
