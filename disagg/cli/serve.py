@@ -11,10 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,7 @@ import typer
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages
-from disagg.config import DEFAULT_CODEC, Config
+from disagg.config import DEFAULT_CODEC, Config, replace_keys
 from disagg.errors import DeadlineError, PeerLostError
 
 if TYPE_CHECKING:
@@ -129,9 +128,7 @@ def run_service(config: Config, as_json: bool) -> None:
     from disagg.model.describe import describe_model
     from disagg.server.service import Service
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
+    interrupt = signal.default_int_handler
     for spec in config.listed:
         check_codec(spec, describe_model(config.model.name, config.model.dtype))
     signal.signal(signal.SIGTERM, interrupt)
@@ -181,7 +178,7 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     check(config, body)
     alone = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_file": None}
     alone |= {"tls_certificate": None, "tls_key": None, "pd_ports": None}
-    config = replace(config, server=replace(config.server, **alone))  # type: ignore[arg-type]
+    config = replace_keys(config, {"server": alone})
     from disagg.server.service import Service
 
     with ExitStack() as stack:

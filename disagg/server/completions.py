@@ -147,10 +147,9 @@ class Completions:
                 async for output in outputs:
                     piece = _shown(request, prompt, output, self._piece(text, output, times))
                     if output.token is not None:
-                        first = len(times) == 2
-                        self.counts.computed(len(prompt.tokens) if first else 0, 1)
-                        if first:
-                            self.counts.queued(output.waited_s)
+                        if len(times) == 2:
+                            self.counts.began(len(prompt.tokens), output.waited_s)
+                        self.counts.said()
                     if piece.finish_reason is not None:
                         piece = replace(piece, kv=piece.kv or await _figures(outputs))
                         own = codec != self.served.codec

@@ -98,14 +98,14 @@ class Counts:
         """A request that has no answer, or half of one."""
         self._failures.labels(self._model, reason).inc()
 
-    def queued(self, waited_s: float) -> None:
-        """A request began to compute after so long."""
+    def began(self, prompt_tokens: int, waited_s: float) -> None:
+        """An answer has its first token, and began to be computed after so long."""
+        self._of(self._prompt_tokens).inc(prompt_tokens)
         self._of(self._waited).observe(waited_s)
 
-    def computed(self, prompt: int, answer: int) -> None:
-        """So many more tokens: the prompt once its first token is there, answers as they come."""
-        self._of(self._prompt_tokens).inc(prompt)
-        self._of(self._generation_tokens).inc(answer)
+    def said(self) -> None:
+        """An answer has one more token."""
+        self._of(self._generation_tokens).inc()
 
     def finished(
         self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
