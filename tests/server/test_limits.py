@@ -105,24 +105,22 @@ def test_a_body_that_is_no_json_object_is_refused(body, app):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"),
-    [("x" * 20, "20 tokens"), ("x" * 41, "41 characters"), ([1] * 20, "20 tokens")],
-    ids=["tokens", "characters", "ids"],
+    ("ask", "field", "given", "says"),
+    [
+        (post, "prompt", "x" * 20, "20 tokens"),
+        (post, "prompt", "x" * 41, "41 characters"),
+        (post, "prompt", [1] * 20, "20 tokens"),
+        (chat, "messages", [{"role": "user", "content": "x" * 20}], "22 tokens"),
+        (chat, "messages", [{"role": "user", "content": "x" * 41}], "43 characters"),
+    ],
+    ids=["tokens", "characters", "ids", "chat-tokens", "chat-characters"],
 )
-def test_a_prompt_that_the_context_cannot_hold_is_too_long(prompt, says, app):
-    response = post(app, prompt=prompt)
+def test_what_the_context_cannot_hold_is_too_long_by_its_field(ask, field, given, says, app):
+    response = ask(app, **{field: given})
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "prompt_too_long")
-    assert error["param"] == "prompt"
+    assert error["param"] == field
     assert says in error["message"]
-
-
-@pytest.mark.parametrize("content", ["x" * 20, "x" * 41], ids=["tokens", "characters"])
-def test_a_conversation_that_is_too_long_names_its_messages(content, app):
-    response = chat(app, messages=[{"role": "user", "content": content}])
-    error = response.json()["error"]
-    assert (response.status_code, error["type"]) == (400, "prompt_too_long")
-    assert error["param"] == "messages"
 
 
 def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(app, letters):
