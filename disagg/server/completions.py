@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+from disagg.config import Config
 from disagg.errors import CancelledError, DisaggError, ModelError, RequestError
 from disagg.model.chat import ChatTemplate
+from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
 from disagg.server import limits
 from disagg.server.counts import Counts
@@ -84,6 +86,23 @@ class Completions:
         self._chat = chat
         self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
         self._unknown: set[str] = set()
+
+    @classmethod
+    def load(cls, config: Config, name: str, router: Router, ports: Mapping[int, str]) -> Self:
+        """For the model of a config, by the name that clients use. ports: see `Doors`."""
+        model, info = config.model.name, describe_model(config.model.name, config.model.dtype)
+        tokenizer = Tokenizer.load(model)
+        served = Served(
+            name,
+            info.context_length,
+            info.vocab_size,
+            config.codec,
+            tokenizer.longest_token,
+            alias=model,
+            max_body_bytes=config.server.max_body_bytes,
+        )
+        doors = Doors(router, ports, config.transfer.lease_s)
+        return cls(served, tokenizer, router, ChatTemplate.load(model), doors)
 
     async def read(self, form: type[Form], body: AsyncIterable[bytes]) -> Form:
         """A request from the pieces of a body; RequestError and its kinds, or ModelError."""

@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
-from disagg.model.chat import ChatTemplate
-from disagg.model.describe import describe_model
-from disagg.model.tokenizer import Tokenizer
 from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
@@ -147,24 +144,11 @@ class Service:
         import uvicorn
 
         from disagg.server.app import create_app
-        from disagg.server.completions import Completions, Served
-        from disagg.server.doors import Doors
+        from disagg.server.completions import Completions
 
-        config, info = self.config, describe_model(self.config.model.name, self.config.model.dtype)
-        tokenizer = Tokenizer.load(config.model.name)
-        chat = ChatTemplate.load(config.model.name)
-        served = Served(
-            self.name,
-            info.context_length,
-            info.vocab_size,
-            config.codec,
-            tokenizer.longest_token,
-            alias=config.model.name,
-            max_body_bytes=config.server.max_body_bytes,
-        )
+        config = self.config
         self._router = Router(config.router)
-        doors = Doors(self._router, self._ports, config.transfer.lease_s)
-        completions = Completions(served, tokenizer, self._router, chat, doors)
+        completions = Completions.load(config, self.name, self._router, self._ports)
         app = create_app(completions, self.secret, self.stopped.set, self._keys, self)
         options = uvicorn.Config(
             app,

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from disagg.model.chat import ChatTemplate
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.service import bind
 from tests.server.running import Running, running
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
-    with running(None, chat=ChatTemplate.load()) as found:
+    with running(None) as found:
         yield found
 
 

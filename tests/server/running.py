@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from disagg.config import Config, ServerConfig
-from disagg.model.chat import ChatTemplate
+from disagg.config import Config, ModelConfig, ServerConfig
 from disagg.model.runner import Runner
-from disagg.model.tokenizer import Tokenizer
 from disagg.server.access import read_keys
 from disagg.server.app import create_app
-from disagg.server.completions import Completions, Served
-from disagg.server.doors import Doors
+from disagg.server.completions import Completions
 from disagg.server.service import bind
 from disagg.workers.router import Router
 from tests.workers.pairs import House
@@ -40,26 +37,20 @@ class Running:
 
 
 @contextmanager
-def running(
-    model: str | None, config: Config | None = None, chat: ChatTemplate | None = None
-) -> Iterator[Running]:
+def running(model: str | None, http: ServerConfig = ServerConfig(port=0)) -> Iterator[Running]:
     """Serve a model on a thread of its own while inside; each of two workers loads it."""
     runners = [Runner.load(model) for _ in range(2)]
-    config = config or Config(codec="raw", server=ServerConfig(port=0))
-    socket, *doors = (bind(config.server.host, port) for port in (config.server.port, 0, 0))
+    config = Config(codec="raw", model=ModelConfig(model), server=http)
+    socket, *doors = (bind(http.host, port) for port in (http.port, 0, 0))
     ports = {x.getsockname()[1]: name for x, name in zip(doors, "pd", strict=True)}
     found: Future[tuple[Running, uvicorn.Server]] = Future()
 
     async def serve() -> None:
-        info, tokenizer = runners[0].info, Tokenizer.load(runners[0].info.path)
-        sizes = info.context_length, info.vocab_size, config.codec, tokenizer.longest_token
         house = House(config, Router(config.router))
         house.pair(runners)
-        behind = Doors(house.router, ports, config.transfer.lease_s)
-        served = Served("tiny", *sizes)
-        completions = Completions(served, tokenizer, house.router, chat, behind)
-        app = create_app(completions, "owner", keys=read_keys(config.server))
-        tls = config.server.tls_certificate, config.server.tls_key
+        completions = Completions.load(config, "tiny", house.router, ports)
+        app = create_app(completions, "owner", keys=read_keys(http))
+        tls = http.tls_certificate, http.tls_key
         options = uvicorn.Config(
             app, log_level="warning", lifespan="off", ssl_certfile=tls[0], ssl_keyfile=tls[1]
         )

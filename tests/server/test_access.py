@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from disagg.cli.client import RunningService, complete, get
-from disagg.config import Config, ServerConfig
+from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
@@ -90,7 +90,7 @@ def test_a_certificate_that_cannot_serve_is_refused(pem, tmp_path):
 
 def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tmp_path_factory):
     folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
-    config = Config(codec="raw", server=ServerConfig(port=0, api_key="one", **pem))
+    config = ServerConfig(port=0, api_key="one", **pem)
     body = {"prompt": "Call me", "max_tokens": 3}
     with running(folder, config) as service:
         ours = RunningService(service.url, 0, "one", pem["tls_certificate"])

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
-from disagg.model.chat import ChatTemplate
 from disagg.server.app import create_app
 from disagg.server.completions import MAX_UNKNOWN, Completions, Served
 from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
@@ -274,9 +273,10 @@ def test_no_body_makes_the_service_fail(strict, body):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
-    folder = str(save_tiny("llama", tmp_path))
+    folder = save_tiny("llama", tmp_path)
+    (folder / "chat_template.jinja").write_text(CHAT)
     with (
-        running(folder, chat=ChatTemplate(CHAT, {})) as service,
+        running(str(folder)) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
     ):
 

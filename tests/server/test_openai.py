@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from disagg.model.chat import ChatTemplate
 from tests.model.tiny import VOCAB, save_tiny
 from tests.server.running import Running, running
 
@@ -25,12 +24,14 @@ TEXT = "Call me Ishmael."
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+    found = save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+    (found / "chat_template.jinja").write_text(TEMPLATE)
+    return found
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Running]:
-    with running(str(folder), chat=ChatTemplate(TEMPLATE, {})) as found:
+    with running(str(folder)) as found:
         yield found
 
 
