@@ -137,7 +137,7 @@ def complete(
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
     sent = dict(body) | wanted
-    with _exchange(service, "POST", path, sent, timeout_s=None) as response:
+    with _exchange(service, path, sent, timeout_s=None) as response:
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -203,33 +203,27 @@ def _comes_back(service: RunningService) -> bool:
 
 def get(service: RunningService, path: str) -> dict[str, Any]:
     """The JSON object at a path."""
-    return _ask(service, "GET", path, None)
+    return _ask(service, path, None)
 
 
 def post(
     service: RunningService, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Ask for something that only the owner of the service may ask for."""
-    return _ask(service, "POST", path, body or {})
+    return _ask(service, path, body or {})
 
 
-def _ask(
-    service: RunningService, method: str, path: str, body: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    with _exchange(service, method, path, body, CONNECT_S) as response:
+def _ask(service: RunningService, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    with _exchange(service, path, body, CONNECT_S) as response:
         no_json = f"{service.url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
 
 
 @contextmanager
 def _exchange(
-    service: RunningService,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None,
-    timeout_s: float | None,
+    service: RunningService, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
 ) -> Iterator[HTTPResponse]:
-    """A response with a good status; the connection is closed on every way out."""
+    """A response with a good status, to a POST if there is a body; closed on every way out."""
     parts, host, port = _address(service.url)
     connection = HTTPConnection(host, port, timeout=CONNECT_S)
     if parts.scheme == "https":
@@ -241,7 +235,7 @@ def _exchange(
     try:
         connection.connect()
         connection.sock.settimeout(timeout_s)
-        payload = None if body is None else json.dumps(body)
+        method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
         base = parts.path.rstrip("/").removesuffix("/v1")  # some write the address of the API
         connection.request(method, base + path, payload, headers)
         response = connection.getresponse()
