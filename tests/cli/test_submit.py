@@ -98,6 +98,7 @@ def test_a_prompt_can_come_from_a_file_or_from_standard_input(running, tmp_path,
     assert [len(prompt) for prompt, *_ in running.router.asked] == [4, 4]
 
 
+ALONE = ["abc", "--state-file", "{empty}"]  # no service runs
 BAD = {  # arguments, exit code, reason
     "empty": (["", "--url", "{url}"], 4, "request"),
     "no-file": (["@/no/such/file", "--url", "{url}"], 4, "request"),
@@ -111,31 +112,15 @@ BAD = {  # arguments, exit code, reason
     "half-an-address": (["abc", "--url", "http://[::1"], 2, "config"),
     "no-utf-8": (["abc\udcff", "--url", "{url}"], 4, "request"),
     "state-is-a-folder": (["abc", "--state-file", "/"], 2, "config"),
-    "private-no-model": (
-        ["abc", "--state-file", "{empty}", "--model", "/no/such/model"],
-        3,
-        "model",
-    ),
-    "private-empty": (["", "--state-file", "{empty}"], 4, "request"),
-    "private-too-long": (["words " * 5000, "--state-file", "{empty}"], 4, "prompt_too_long"),
-    "private-top-p": (["abc", "--state-file", "{empty}", "--top-p", "2"], 4, "request"),
-    "private-temperature": (
-        ["abc", "--state-file", "{empty}", "--temperature", "inf"],
-        4,
-        "request",
-    ),
-    "private-no-codec": (["abc", "--state-file", "{empty}", "--codec", "zip"], 2, "unknown_name"),
-    "private-codec-value": (
-        ["abc", "--state-file", "{empty}", "--codec", "kivi:bits=3"],
-        2,
-        "config",
-    ),
-    "private-no-key": (
-        ["abc", "--state-file", "{empty}", "--set", "engine.max=3"],
-        2,
-        "unknown_name",
-    ),
-    "private-no-value": (["abc", "--state-file", "{empty}", "--set", "engine"], 2, "config"),
+    "private-no-model": ([*ALONE, "--model", "/no/such/model"], 3, "model"),
+    "private-empty": (["", *ALONE[1:]], 4, "request"),
+    "private-too-long": (["words " * 5000, *ALONE[1:]], 4, "prompt_too_long"),
+    "private-top-p": ([*ALONE, "--top-p", "2"], 4, "request"),
+    "private-temperature": ([*ALONE, "--temperature", "inf"], 4, "request"),
+    "private-no-codec": ([*ALONE, "--codec", "zip"], 2, "unknown_name"),
+    "private-codec-value": ([*ALONE, "--codec", "kivi:bits=3"], 2, "config"),
+    "private-no-key": ([*ALONE, "--set", "engine.max=3"], 2, "unknown_name"),
+    "private-no-value": ([*ALONE, "--set", "engine"], 2, "config"),
 }
 
 
