@@ -66,6 +66,12 @@ def running() -> Iterator[Running]:
     listening.close()
 
 
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with bind("127.0.0.1", 0) as free:
+        return free.getsockname()[1]
+
+
 def wait_for(
     condition: Callable[[], object],
     patience_s: float = PATIENCE_S,

@@ -24,7 +24,7 @@ import pytest
 from disagg.cli import client
 from disagg.cli.client import RunningService, complete, get, persist
 from disagg.errors import PeerLostError
-from tests.cli.conftest import PATIENCE_S, wait_for
+from tests.cli.conftest import PATIENCE_S, free_port, wait_for
 from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -50,12 +50,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ray.send_signal(signal.SIGTERM)
     ray.wait(60)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def answers(port: int) -> bool:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from disagg.model.describe import DEFAULT_MODEL
-from disagg.server.service import bind
+from tests.cli.conftest import free_port
 from tests.server.running import Running, running
 
 HERE = Path(__file__).parent
@@ -91,11 +91,6 @@ def test_vllm_router_prefills_at_one_port_and_decodes_at_another(service):
     chosen = 'disagg_routed_total{model_name="tiny",reason="knows_most",role="prefill"}'
     assert f"{chosen} 4.0" in httpx.get(f"{service.url}/metrics").text
     service.empty()
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listening:
-        return listening.getsockname()[1]
 
 
 def test_the_npm_client_lists_completes_and_chats(service, tmp_path):

@@ -16,7 +16,7 @@ import yaml
 
 from disagg.cli.client import RunningService, complete, get, read_state
 from disagg.errors import PeerLostError
-from tests.cli.conftest import wait_for
+from tests.cli.conftest import free_port, wait_for
 
 for module in ("aiohttp_cors", "watchfiles"):  # of ray[default], of ray[serve]
     pytest.importorskip(module, reason="pip install 'disagg[dashboard,serve]'")
@@ -83,12 +83,6 @@ def head(tmp_path: Path) -> Iterator[Head]:
     ray.terminate()
     ray.wait(60)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def answers(service: RunningService, path: str) -> bool:
