@@ -115,27 +115,21 @@ class Checklist:
 
     def nbytes(self, item: Item) -> int:
         """Bytes of an item: one block per KV head, or the rows of a tail."""
-        return self._size(item.group, item.kind, item.record)
+        tail = self.tail(item)
+        return tail.nbytes if tail else self._nbytes[item.group, item.kind]
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all items together."""
         return sum(
-            len(self.plan.groups[group].layers) * self._size(group, kind, record)
-            for group, counts in enumerate(self._counts)
-            for kind, count in counts.items()
-            for record in range(count)
+            len(group.layers) * sum(map(self.nbytes, self.layer(group.layers[0])))
+            for group in self.plan.groups
         )
 
     @cached_property
     def frame_bytes(self) -> int:
         """The largest message with pages: FRAME_BYTES, or that of one item above this size."""
         return max(FRAME_BYTES, *(message_bytes(size, 1) for size in self._nbytes.values()))
-
-    @property
-    def window_bytes(self) -> int:
-        """What may be on the way of one hand-off: two frames."""
-        return 2 * self.frame_bytes
 
     def match(self, states: Sequence[GroupState]) -> None:
         """TransferError unless a sequence has the records of a prompt: while decoding, some codecs
@@ -167,7 +161,8 @@ class Checklist:
             )
         count = self.count(frame.group, frame.kind)
         if {*frame.layers} <= {*group.layers} and max(frame.records) < count:
-            sizes = {self._size(frame.group, frame.kind, record) for record in {*frame.records}}
+            some = (Item(frame.kind, frame.group, frame.layers[0], x) for x in {*frame.records})
+            sizes = {*map(self.nbytes, some)}
             if len(sizes) == 1 and {*map(len, frame.payload)} == sizes:
                 return
         raise LayoutError(
@@ -176,14 +171,10 @@ class Checklist:
             f"has {count} of {group.layer_bytes(layout)} bytes in layers {group.layers}"
         )
 
-    def tail(self, group: int, kind: Kind, record: int) -> Tail | None:
-        """The tail of a layer group, if this record is one."""
-        found = self.tails.get(group) if kind is Kind.RAW else None
-        return found if found and found.record == record else None
-
-    def _size(self, group: int, kind: Kind, record: int) -> int:
-        tail = self.tail(group, kind, record)
-        return tail.nbytes if tail else self._nbytes[group, kind]
+    def tail(self, item: Item) -> Tail | None:
+        """The tail of a layer group, if this item is of one."""
+        found = self.tails.get(item.group) if item.kind is Kind.RAW else None
+        return found if found and found.record == item.record else None
 
 
 def least_worth_sending(plan: Plan) -> int:
@@ -231,7 +222,7 @@ class Addresses:
         """The bytes of an item; more than one span only for the rows of a tail."""
         start = self._ids[item.group][item.kind][item.record] * ARENA_UNIT
         start += self._offsets[item.kind, item.layer]
-        if tail := self._checklist.tail(item.group, item.kind, item.record):
+        if tail := self._checklist.tail(item):
             return [(start + offset, nbytes) for offset, nbytes in tail.spans]
         return [(start, self._checklist.nbytes(item))]
 

@@ -245,7 +245,7 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
         self._renew(reservation, now)
-        have, credit = contents.arrivals.have(), checklist.window_bytes
+        have, credit = contents.arrivals.have(), 2 * checklist.frame_bytes
         return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
 
     def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
         with pytest.raises(LayoutError):
             desk.ledger.attach(replace(right, **change), 0.0)
     attached = desk.ledger.attach(right, 0.0)
-    assert (attached.lease_s, attached.credit) == (10.0, prompt.checklist.window_bytes)
+    assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
 
 
 def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):
