@@ -247,7 +247,7 @@ class Sender:
         self.ticket = attach.ticket
         self.deadline = time.monotonic() + deadline_s
         self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
-        self.wire_bytes = self.payload_bytes = self.frames = 0
+        self.wire_bytes = self.payload_bytes = 0
         self._channel = channel
         self._terms = attach
         self._deadline_s = deadline_s
@@ -405,7 +405,6 @@ class Sender:
             self._first_sent = min(self._first_sent, now)
             self._longest_wait = max(self._longest_wait, now - parcel.queued_since)
             self.payload_bytes += parcel.payload_bytes
-            self.frames += 1
         self._note_drained()
         return parcel
 

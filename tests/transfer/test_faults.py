@@ -68,16 +68,16 @@ async def push_until(
     address: str,
     attach: Attach,
     options: ChannelOptions,
-    frames: int,
+    nbytes: int,
     strike: Callable[[], None],
 ) -> HandoffStats:
-    """Hand over, and strike once so many frames are out; the commit follows the strike."""
+    """Hand over, and strike once so much of the records is out; the commit follows the strike."""
     channel = Channel(address, None, options)
     sender = Sender(channel, attach, prompt.plan, prompt.read, 30.0)
     running = asyncio.create_task(sender.run())
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.checklist.layer(layer))
-    await until(lambda: sender.frames >= frames or running.done())
+    await until(lambda: sender.payload_bytes >= nbytes or running.done())
     strike()
     sender.finish(42)
     try:
@@ -90,7 +90,7 @@ def test_a_receiver_killed_at_any_point_is_a_lost_peer_within_its_silence(prompt
     source, options = random.Random(1), replace(slow, silence_s=0.15)
     for _ in range(POINTS):
         with process(serve) as (child, answer):
-            scene = push_until(prompt, *answer.recv(), options, source.randrange(12), child.kill)
+            scene = push_until(prompt, *answer.recv(), options, source.randrange(9000), child.kill)
             with pytest.raises(PeerLostError):
                 asyncio.run(asyncio.wait_for(scene, 15.0))
 
@@ -121,7 +121,7 @@ def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(pro
             asyncio.get_running_loop().call_later(3.0, os.kill, child.pid, signal.SIGCONT)
 
         options = replace(slow, silence_s=10.0, stall_s=1.5)
-        scene = push_until(prompt, *answer.recv(), options, 5, freeze)
+        scene = push_until(prompt, *answer.recv(), options, 4000, freeze)
         assert asyncio.run(asyncio.wait_for(scene, 30.0)).attaches >= 2
 
 
@@ -129,7 +129,7 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
     with process(serve) as (child, answer):
         options = replace(slow, silence_s=2.0, call_s=1.0, stall_s=1.0)
         strike = lambda: os.kill(child.pid, signal.SIGSTOP)  # noqa: E731
-        scene = push_until(prompt, *answer.recv(), options, 5, strike)
+        scene = push_until(prompt, *answer.recv(), options, 4000, strike)
         with pytest.raises(PeerLostError):
             asyncio.run(asyncio.wait_for(scene, 30.0))
 
@@ -246,7 +246,7 @@ async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
         sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
         offer_all(sender, prompt)
         running = asyncio.create_task(sender.run())
-        await until(lambda: sender.frames >= 5)
+        await until(lambda: sender.payload_bytes >= 4000)
         await proxy.cut()
         await until(lambda: house.receiver.gauges()["streams"] == 0)
         await proxy.open()

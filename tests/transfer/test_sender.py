@@ -343,15 +343,15 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         peer.take = slow
         senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2)]
         first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
-        await until(lambda: all(sender.frames for sender in senders))
+        await until(lambda: all(sender.payload_bytes for sender in senders))
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        left = senders[0].frames
+        left = senders[0].payload_bytes
         held.set()
         await second
         assert peer.opened == 1
-        assert senders[0].frames == left  # nothing more of it was sent
+        assert senders[0].payload_bytes == left  # nothing more of it was sent
         assert peer.have[2] == prompt.digests()
 
 
