@@ -11,16 +11,11 @@ from disagg.errors import CorruptFrameError
 from disagg.transfer.records import items_in_frame
 from disagg.transfer.sender import Outbox
 from disagg.wire import Item, Ticket, unpack
-from tests.transfer.prompts import Prompt, make_prompt
+from tests.transfer.prompts import Prompt
 
 TICKET = Ticket(3, 7, 1)
 FRAME = 2000  # cut small, so that a prompt is many frames
 PLENTY = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
 
 
 def make_outbox(prompt: Prompt, credit: int = PLENTY, frame_bytes: int = FRAME) -> Outbox:
