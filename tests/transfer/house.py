@@ -46,7 +46,7 @@ class House:
         return self.receiver.gauges()["reservations"]
 
     def free(self) -> None:
-        """The engine finishes everything; then nothing is held."""
+        """The engine finishes everything it has; then nothing is held."""
         for admission in self.admitted:
             for state in admission.groups:
                 self.pool.release(list(state.ids()))

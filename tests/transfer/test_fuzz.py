@@ -15,6 +15,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
+from tests.transfer.house import House
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_prompt, make_terms
 
 
@@ -67,12 +68,8 @@ async def attack(prompt: Prompt, seed: int) -> None:
             continue
     for admission in admitted:
         assert prompt.equals(pool.arena, admission.groups)
-        for state in admission.groups:
-            pool.release(list(state.ids()))
-        receiver.finished(admission.job.rid, admission.job.attempt)
     receiver.fence(EPOCH + 1)
-    pool.check_integrity()
-    assert pool.referenced_pages == 0
+    House(pool, receiver, admitted).free()
 
 
 async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) -> None:

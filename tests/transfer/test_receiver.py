@@ -95,25 +95,25 @@ class CountingReceiver(Receiver):
         return answer
 
 
-class Booth:
+class Booth(House):
     """A receiver, spoken to in bytes, with an engine that keeps what it gets."""
 
     def __init__(self, pool: Pool | None = None, **terms: object):
-        self.pool = pool or make_pool()
         self.clock = Clock()
-        self.admitted: list[Admission] = []
         self.dropped: list[tuple[str, int, str]] = []
         self.damaged: list[tuple[str, int, str]] = []
         self.refusal: Exception | None = None
         self.admit_s = 0.0
-        self.receiver = CountingReceiver(
+        pool = pool or make_pool()
+        receiver = CountingReceiver(
             make_terms(**terms),
-            self.pool,
+            pool,
             self.admit,
             lambda *drop: self.dropped.append(drop),
             lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
             self.clock,
         )
+        super().__init__(pool, receiver, [])
 
     def admit(self, admission: Admission) -> None:
         if self.refusal is not None:
@@ -146,19 +146,6 @@ class Booth:
     async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack | Nack:
         data = await self.receiver.commit(message(CommitFrame(ticket, prompt.commit())))
         return answer_from(kv.CommitResponse.FromString(data))
-
-    def free(self) -> None:
-        """The engine finishes everything."""
-        for admission in self.admitted:
-            for state in admission.groups:
-                self.pool.release(list(state.ids()))
-            self.receiver.finished(admission.job.rid, admission.job.attempt)
-        self.admitted.clear()
-
-    def assert_nothing_held(self) -> None:
-        self.pool.check_integrity()
-        assert self.pool.referenced_pages == 0
-        assert not any(self.receiver.gauges().values())
 
 
 def bytes_of(frame: Frame) -> bytes:
@@ -199,7 +186,6 @@ async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answe
     for admission in booth.admitted:
         assert prompt.equals(booth.pool.arena, admission.groups)
     booth.free()
-    booth.assert_nothing_held()
 
 
 async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt):
@@ -276,7 +262,7 @@ async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(p
         await booth.push(pages(prompt, ticket))
     assert booth.receiver.gauges()["streams"] == 0
     booth.receiver.abort("r", 0, "client gone")
-    booth.assert_nothing_held()
+    booth.free()
 
 
 async def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
@@ -296,7 +282,7 @@ async def test_one_corrupt_byte_in_any_message_admits_nothing(prompt):
             assert isinstance(await booth.commit(ticket, prompt), Nack)
         assert not booth.admitted
         booth.receiver.abort(f"r{place}", 0, "corrupt")
-        booth.assert_nothing_held()
+        booth.free()
 
 
 async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
@@ -358,7 +344,7 @@ async def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(pro
     await booth.push(pages(prompt, ticket))
     with pytest.raises(type(refusal)):
         await booth.commit(ticket, prompt)
-    booth.assert_nothing_held()
+    booth.free()
     booth.refusal = None
     with pytest.raises(ReservationError, match=str(refusal)):
         await booth.commit(ticket, prompt)
@@ -382,7 +368,7 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
         await booth.attach(prompt, replace(lost, gen=2))
     timers.cancel()
     booth.receiver.abort("kept", 0, "client gone")
-    booth.assert_nothing_held()
+    booth.free()
 
 
 @pytest.mark.parametrize("broken", ["expire", "scrub"])
@@ -438,7 +424,6 @@ async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(mon
     assert (rid, attempt) == ("r", 0)
     assert str(Item("page", 1, 1, 2)) in reason
     booth.free()
-    booth.assert_nothing_held()
 
 
 # -- what peers say
