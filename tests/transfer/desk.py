@@ -1,5 +1,6 @@
 """Reservations over a pool, with what a receiver does around them, for their tests."""
 
+import random
 from collections.abc import Sequence
 from itertools import count
 
@@ -119,3 +120,21 @@ def corrupt(frame: PageFrame) -> PageFrame:
     except CorruptFrameError:
         return wrong
     raise AssertionError("a digest did not notice")
+
+
+def bend(source: random.Random, data: bytes) -> bytes:
+    """A message with a few bytes changed, cut out, doubled or put in."""
+    bent = bytearray(data)
+    for _ in range(source.choice((0, 1, 1, 2, 8))):
+        place = source.randrange(len(bent) + 1)
+        length = source.choice((1, 1, 2, 4, 30))
+        how = source.randrange(4)
+        if how == 0:
+            bent[place : place + length] = source.randbytes(min(length, len(bent) - place))
+        elif how == 1:
+            del bent[place : place + length]
+        elif how == 2:
+            bent[place:place] = bent[place : place + length]
+        else:
+            bent[place:place] = source.choice((b"\0", b"\xff", b"\x80" * 9)) * length
+    return bytes(bent)

@@ -76,14 +76,13 @@ class Peer:
 
     async def take(self, frame: PageFrame) -> Credit:
         self.frames.append(frame)
-        answer = self.on_frame(frame)
-        if answer is None:
-            frame.verify()
-            ticket = frame.ticket
-            answer = Credit(ticket.nonce, ticket.gen)
-            here = self.have.setdefault(ticket.nonce, {})
-            here.update(zip(frame.items(), frame.digests, strict=True))
-        return answer
+        return self.on_frame(frame) or self.store(frame)
+
+    def store(self, frame: PageFrame) -> Credit:
+        frame.verify()
+        here = self.have.setdefault(frame.ticket.nonce, {})
+        here.update(zip(frame.items(), frame.digests, strict=True))
+        return Credit(frame.ticket.nonce, frame.ticket.gen)
 
     async def renew(self, data: bytes) -> bytes:
         tickets = list(read(parse(kv.RenewRequest, data))["tickets"])

@@ -19,6 +19,7 @@ from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
 from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
 from tests.papers import make_papers
+from tests.transfer.desk import bend
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
 
@@ -49,11 +50,7 @@ class Shelf:
         frame = unpack(bytes(data))
         if not isinstance(frame, PageFrame):
             raise CorruptFrameError("no pages")
-        self.peer.frames.append(frame)
-        frame.verify()
-        here = self.peer.have.setdefault(frame.ticket.nonce, {})
-        here.update(zip(frame.items(), frame.digests, strict=True))
-        return Credit(frame.ticket.nonce, frame.ticket.gen)
+        return self.peer.store(frame)
 
     def channel_ended(self, channel: object) -> None:
         self.closed = True
@@ -74,13 +71,29 @@ class Door(DirectServer):
 
 
 @asynccontextmanager
+async def open_door(
+    peer: Peer | None = None, security: Security | None = None
+) -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
+    server = Door(peer or Peer(), security)
+    port = server.listen(HOST)
+    serving = asyncio.create_task(server.run())
+    try:
+        yield server, port, server.shelves
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert all(shelf.closed for shelf in server.shelves)
+
+
+@asynccontextmanager
 async def open_direct(
     security: Security | None = None,
-) -> AsyncIterator[tuple[Peer, Channel, DirectServer, list[Shelf]]]:
+) -> AsyncIterator[tuple[Peer, Channel, list[Shelf]]]:
     """A scripted peer with a direct door."""
-    async with open_peer(replace(QUICK, direct=True), security) as (peer, channel):
-        server = Door(peer, security)
-        port = server.listen(HOST)
+    async with (
+        open_peer(replace(QUICK, direct=True), security) as (peer, channel),
+        open_door(peer, security) as (server, port, shelves),
+    ):
         peer.on_attach = lambda attach: Attached(
             have=peer.have.get(attach.ticket.nonce, {}),
             lease_s=10.0,
@@ -88,19 +101,13 @@ async def open_direct(
             port=port,
             key=server.make_key(),
         )
-        serving = asyncio.create_task(server.run())
-        try:
-            yield peer, channel, server, server.shelves
-        finally:
-            await channel.close()
-            serving.cancel()
-            await asyncio.wait([serving])
-            assert all(shelf.closed for shelf in server.shelves)
+        yield peer, channel, shelves
+        await channel.close()
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
 async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
-    async with open_direct(papers if tls else None) as (peer, channel, _, shelves):
+    async with open_direct(papers if tls else None) as (peer, channel, shelves):
         senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
         for sender in senders:
             offer_all(sender, prompt)
@@ -113,7 +120,7 @@ async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(promp
 
 
 async def test_a_direct_connection_that_breaks_is_resumed(prompt):
-    async with open_direct() as (peer, channel, _, shelves):
+    async with open_direct() as (peer, channel, shelves):
         sender = peer.sender(prompt, channel)
         running = asyncio.create_task(sender.run())
         sender.offer(prompt.checklist.layer(0))
@@ -137,19 +144,6 @@ async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
 
 
 # -- who may come in
-
-
-@asynccontextmanager
-async def open_door() -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
-    server = Door(Peer())
-    port = server.listen(HOST)
-    serving = asyncio.create_task(server.run())
-    try:
-        yield server, port, server.shelves
-    finally:
-        serving.cancel()
-        await asyncio.wait([serving])
-        assert all(shelf.closed for shelf in server.shelves)
 
 
 async def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):
@@ -235,16 +229,6 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
 
 def whole_frame(prompt: Prompt) -> bytes:
     return b"".join(pack(prompt.frames(Ticket(7, 7, 1))[0]))
-
-
-def bend(source: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, cut out or put in."""
-    bent = bytearray(data)
-    for _ in range(source.choice((1, 1, 2, 8))):
-        place = source.randrange(len(bent))
-        length = source.choice((1, 2, 4, 30))
-        bent[place : place + length] = source.randbytes(source.choice((0, length, 40)))
-    return bytes(bent)
 
 
 def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):

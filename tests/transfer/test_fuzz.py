@@ -15,6 +15,7 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
+from tests.transfer.desk import bend
 from tests.transfer.house import House
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_prompt, make_terms
 
@@ -29,24 +30,6 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
         "commit": [frame_message(pack(commit))],
         "push": [frame_message(pack(frame)) for frame in [*prompt.frames(ticket), commit]],
     }
-
-
-def bend(source: random.Random, data: bytes) -> bytes:
-    """A message with a few bytes changed, cut out, doubled or put in."""
-    bent = bytearray(data)
-    for _ in range(source.choice((0, 1, 1, 2, 8))):
-        place = source.randrange(len(bent) + 1)
-        length = source.choice((1, 1, 2, 4, 30))
-        how = source.randrange(4)
-        if how == 0:
-            bent[place : place + length] = source.randbytes(min(length, len(bent) - place))
-        elif how == 1:
-            del bent[place : place + length]
-        elif how == 2:
-            bent[place:place] = bent[place : place + length]
-        else:
-            bent[place:place] = source.choice((b"\0", b"\xff", b"\x80" * 9)) * length
-    return bytes(bent)
 
 
 async def attack(prompt: Prompt, seed: int) -> None:
