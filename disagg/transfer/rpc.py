@@ -74,16 +74,15 @@ ServerStream = Callable[[bytes], AsyncGenerator[bytes, None]]
 BothStream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
-def tune_malloc() -> bool:
-    """Keep big buffers in the heap, not mapped anew for each message. False without glibc.
+def tune_malloc() -> None:
+    """Keep big buffers in the heap, not mapped anew for each message; nothing without glibc.
 
     To be called before the first message: 1.2 to 1.5 times the throughput.
     """
-    try:
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1))
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 # -- clients

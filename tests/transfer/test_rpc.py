@@ -25,7 +25,6 @@ from disagg.transfer.rpc import (
     error_of,
     rpc_handlers,
     start_server,
-    tune_malloc,
 )
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
@@ -279,10 +278,6 @@ async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
         with pytest.raises(ConfigError, match=wanted):
             DirectServer(lambda: None).listen("127.0.0.1", ports)  # type: ignore[arg-type,return-value]
     await server.stop(None)
-
-
-def test_malloc_can_be_tuned_where_there_is_glibc():
-    assert isinstance(tune_malloc(), bool)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
