@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -165,14 +165,11 @@ class Channel:
         error: DisaggError = PeerLostError(f"the channel to {self.address} was closed")
         self.meter = Meter()
         try:
-            stream = await self._open(attached)
-            try:
+            with closing(await self._open(attached)) as stream:
                 async with asyncio.TaskGroup() as group:
                     parts = self._feed(stream), self._listen(stream), self._renew(), self._watch()
                     for part in parts:
                         group.create_task(part)
-            finally:
-                stream.close()
         except Exception as failure:
             error = self._why(failure)
         finally:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
-from disagg.page import ARENA_UNIT, Kind
+from disagg.page import Kind
 from disagg.plan import LayerGroup, Plan, RecordShape
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
@@ -63,7 +63,7 @@ class Note:
         spans = []
         for kind, _, layer, record in self.unit.items(self.group):
             layout = self.group.layout(kind)
-            start = starts[kind, record] * ARENA_UNIT + self.group.layer_offset(layout, layer)
+            start = self.group.address(layout, starts[kind, record], layer)
             spans.append((start, self.group.layer_bytes(layout)))
         return spans
 
