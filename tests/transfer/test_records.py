@@ -9,7 +9,7 @@ import pytest
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError, TransferError
-from disagg.page import FinalAt, Kind
+from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.pool import HostArena
 from disagg.state import Run, allocate_group
@@ -206,12 +206,6 @@ def test_whole_raw_records_do_not_pass_for_the_rows_of_a_tail(where):
         prompt.checklist.check(wrong)
 
 
-def test_a_frame_of_another_plan_is_a_layout_error():
-    other = make_prompt(500, plan=OTHER_PLAN)
-    with pytest.raises(LayoutError):
-        make_prompt(500).checklist.check(other.frame(TICKET, [Item(Kind.PAGE, 0, 0, 0)]))
-
-
 # -- units
 
 
@@ -303,8 +297,3 @@ def test_groups_are_named_each_by_its_own_layout_whatever_the_rest_of_the_plan()
 def test_keys_are_the_same_everywhere():
     ((key, _),) = content_keys(MODEL, BY_PAGE, TOKENS[:190])
     assert key.hex() == "9c0e9b74b33e22b16376625c6b297ce2"
-
-
-def test_only_records_that_are_final_before_the_prompt_ends_are_units():
-    assert {group.final_at for group in PLAN.groups} == {FinalAt.PAGE, FinalAt.SEGMENT}
-    assert all(units_of(PLAN, 4200))
