@@ -23,7 +23,7 @@ from itertools import islice
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import bind_within
-from disagg.transfer.security import Security, client_context, server_context
+from disagg.transfer.security import Security, tls_context
 from disagg.wire import MAX_FRAME_BYTES, PRELUDE_BYTES, Buffer, frame_bytes
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ async def dial(
                 sock = AsyncSocket(raw := socket.socket(family, socket.SOCK_STREAM))
                 opened.callback(sock.close)
                 await loop.sock_connect(raw, there)
-                if context := client_context(security or Security()):
+                if context := tls_context(security or Security(), server=False):
                     await sock.secure(context, host)
                 await sock.write([_HELLO.pack(MAGIC, VERSION, key)])
         except OSError as error:  # TimeoutError is one
@@ -205,7 +205,7 @@ class DirectServer:
 
     def __init__(self, receiver: Receiver, security: Security | None = None):
         self._receiver = receiver
-        self._context = server_context(security or Security())
+        self._context = tls_context(security or Security(), server=True)
         self._keys: dict[bytes, float] = {}  # until when each opens a connection; oldest first
         self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
         self._socket: socket.socket | None = None

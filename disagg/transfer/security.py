@@ -87,26 +87,19 @@ def load_security(config: SecurityConfig, token: str | None = None) -> Security:
     return Security(token=token, mutual=config.mutual, **found)
 
 
-def client_context(security: Security) -> ssl.SSLContext | None:
-    """For direct connections to a server, whose name is checked; none without TLS.
+def tls_context(security: Security, server: bool) -> ssl.SSLContext | None:
+    """For direct connections: of their server, or of a client, which checks its name.
 
-    ConfigError for what is no certificate or key.
+    None without TLS. ConfigError for what is no certificate or key, and for a server without them.
     """
     if not security.tls:
         return None
-    context = _authority(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security)
-    return _certificate(context, security) if security.certificate else context
-
-
-def server_context(security: Security) -> ssl.SSLContext | None:
-    """For a server of them; none without TLS. ConfigError without a certificate and its key."""
-    if not security.tls:
-        return None
-    security.own_papers()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    if security.mutual:
-        _authority(context, security).verify_mode = ssl.CERT_REQUIRED
-    return _certificate(context, security)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    if security.mutual or not server:
+        _load_authority(context, security)
+    if security.certificate or server:
+        _load_certificate(context, security)
+    return context
 
 
 def _read(name: str, path: str) -> bytes:
@@ -119,18 +112,17 @@ def _read(name: str, path: str) -> bytes:
         raise ConfigError(f"cannot read security.{name} {path}: {error.strerror}") from error
 
 
-def _authority(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
+def _load_authority(context: ssl.SSLContext, security: Security) -> None:
+    context.verify_mode = ssl.CERT_REQUIRED
     if security.ca is None:
-        context.load_default_certs()
-        return context
+        return context.load_default_certs()
     try:
         context.load_verify_locations(cadata=security.ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"the authority of TLS is no PEM of certificates: {error}") from error
-    return context
 
 
-def _certificate(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
+def _load_certificate(context: ssl.SSLContext, security: Security) -> None:
     """OpenSSL reads a key from a file only: one that nobody else can read and that is gone then."""
     key, certificate = security.own_papers()
     with tempfile.NamedTemporaryFile() as file:
@@ -140,4 +132,3 @@ def _certificate(context: ssl.SSLContext, security: Security) -> ssl.SSLContext:
             context.load_cert_chain(file.name, password="")  # one for a key would be asked for
         except ssl.SSLError as error:
             raise ConfigError(f"the certificate and key of TLS cannot be used: {error}") from error
-    return context

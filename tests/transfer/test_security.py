@@ -12,10 +12,9 @@ from disagg.transfer.certificates import make_authority
 from disagg.transfer.security import (
     Authority,
     Security,
-    client_context,
     load_security,
     protected,
-    server_context,
+    tls_context,
 )
 from tests.papers import make_papers
 
@@ -79,13 +78,13 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_without_papers_there_is_no_tls() -> None:
-    assert client_context(Security(token="s")) is server_context(Security(token="s")) is None
+    assert tls_context(Security("s"), False) is tls_context(Security("s"), True) is None
 
 
 @pytest.mark.parametrize("ca", [b"no PEM", b"\xff\xfe", b""], ids=["text", "bytes", "nothing"])
 def test_an_authority_is_pem(ca: bytes) -> None:
     with pytest.raises(ConfigError, match="authority"):
-        client_context(Security(ca=ca))
+        tls_context(Security(ca=ca), server=False)
 
 
 @pytest.mark.parametrize("key", ["foreign.key", "locked.key", "peer"])
@@ -93,7 +92,7 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
     papers: dict[str, bytes], key: str
 ) -> None:
     with pytest.raises(ConfigError, match="certificate and key"):
-        server_context(Security(certificate=papers["peer"], key=papers[key]))
+        tls_context(Security(certificate=papers["peer"], key=papers[key]), server=True)
 
 
 def test_an_authority_gives_what_files_do_not(files: dict[str, str]) -> None:
@@ -132,7 +131,7 @@ def test_hosts_of_one_authority_know_each_other_by_address(
 def handshake(client: Security, server: Security, name: str) -> bool:
     """Whether a connection of both comes about, in memory."""
     pipes = [ssl.MemoryBIO() for _ in range(4)]
-    contexts = client_context(client), server_context(server)
+    contexts = tls_context(client, False), tls_context(server, True)
     ends = [
         contexts[0].wrap_bio(pipes[0], pipes[1], server_hostname=name),
         contexts[1].wrap_bio(pipes[2], pipes[3], server_side=True),
