@@ -25,6 +25,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.rpc import Link, error_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
+CALL_S = 5.0  # every call but the events
 
 
 class WorkerHandler(Protocol):
@@ -80,9 +81,8 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
 class WorkerClient(WorkerHandler):
     """A worker elsewhere. Raises what it refused, PeerLostError and DeadlineError."""
 
-    def __init__(self, link: Link, timeout_s: float = 5.0):
+    def __init__(self, link: Link):
         self._link = link
-        self._timeout_s = timeout_s
 
     async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
         request = fill(pb.ReserveRequest, job=job, epoch=epoch, router=router)
@@ -116,5 +116,5 @@ class WorkerClient(WorkerHandler):
     async def _ask(self, request: Message) -> Message:
         name = request.DESCRIPTOR.name.removesuffix("Request")
         method, data = f"/{WORKER_SERVICE}/{name}", request.SerializeToString()
-        answer = await self._link.call(method, data, self._timeout_s)
+        answer = await self._link.call(method, data, CALL_S)
         return parse(getattr(pb, f"{name}Response"), answer)

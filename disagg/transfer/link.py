@@ -18,7 +18,6 @@ FIRST_BYTES = 64 << 10
 LONG_S = 0.02  # a slow link is not kept busy for longer than a few times this
 CALL_S = 5.0
 FRAME_S, LEAST_FRAME_BYTES = 2.0, 4096  # a frame crosses in so long, or is as small as this
-BURST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Meter:
 class Pace:
     """A token bucket: what passes at once is at most a burst or one message."""
 
-    def __init__(self, bytes_per_s: float, burst_bytes: int = BURST_BYTES):
+    def __init__(self, bytes_per_s: float, burst_bytes: int):
         self.bytes_per_s = bytes_per_s
         self.burst_bytes = burst_bytes
         self._tokens = float(burst_bytes)

@@ -260,7 +260,7 @@ class Reservations:
                 over.append(ticket.nonce)
         return tuple(over)
 
-    def store(self, frame: PageFrame, now: float, put: Put, channel: object = None) -> None:
+    def store(self, frame: PageFrame, now: float, put: Put, channel: object) -> None:
         """Take a frame in: what `put` did not refuse is here."""
         self.expire(now)
         reservation = self._find(frame.ticket)
