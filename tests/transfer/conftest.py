@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.papers import make_papers
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import Prompt, make_prompt
 
@@ -30,3 +31,10 @@ def desk() -> Iterator[Desk]:
 @pytest.fixture(scope="module")
 def prompt() -> Prompt:
     return make_prompt(300)
+
+
+@pytest.fixture(scope="session")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Certificates and keys by their names in `make_papers`."""
+    folder = make_papers(tmp_path_factory.mktemp("papers"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -18,7 +18,6 @@ from disagg.transfer.direct import DirectServer, dial
 from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
 from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
-from tests.papers import make_papers
 from tests.transfer.desk import bend
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
@@ -30,13 +29,6 @@ HOST = "127.0.0.1"
 @pytest.fixture(scope="module")
 def prompt() -> Prompt:
     return make_prompt(1500)
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Security:
-    folder = make_papers(tmp_path_factory.mktemp("papers"))
-    ca, peer, key = ((folder / name).read_bytes() for name in ("ca", "peer", "peer.key"))
-    return Security("a secret", ca, peer, key, mutual=True)
 
 
 class Shelf:
@@ -107,7 +99,8 @@ async def open_direct(
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
 async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
-    async with open_direct(papers if tls else None) as (peer, channel, shelves):
+    own = Security("a secret", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    async with open_direct(own if tls else None) as (peer, channel, shelves):
         senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
         for sender in senders:
             offer_all(sender, prompt)

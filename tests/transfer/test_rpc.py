@@ -28,14 +28,7 @@ from disagg.transfer.rpc import (
 )
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
-from tests.papers import make_papers
 from tests.transfer.peer import until
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = make_papers(tmp_path_factory.mktemp("papers"))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 class Service:

@@ -16,7 +16,6 @@ from disagg.transfer.security import (
     protected,
     tls_context,
 )
-from tests.papers import make_papers
 
 
 @pytest.fixture
@@ -64,19 +63,6 @@ def test_files_are_absolute_and_there(tmp_path: Path) -> None:
         load_security(SecurityConfig(token_file=str(tmp_path / "none")))
 
 
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = make_papers(tmp_path_factory.mktemp("papers"))
-    subprocess.run(
-        "openssl ec -aes256 -passout pass:secret -in peer.key -out locked.key",
-        cwd=folder,
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_without_papers_there_is_no_tls() -> None:
     assert tls_context(Security("s"), False) is tls_context(Security("s"), True) is None
 
@@ -91,6 +77,9 @@ def test_an_authority_is_pem(ca: bytes) -> None:
 def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
     papers: dict[str, bytes], key: str
 ) -> None:
+    lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
+    locked = subprocess.run(lock, input=papers["peer.key"], check=True, capture_output=True)
+    papers = papers | {"locked.key": locked.stdout}
     with pytest.raises(ConfigError, match="certificate and key"):
         tls_context(Security(certificate=papers["peer"], key=papers[key]), server=True)
 
