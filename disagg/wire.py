@@ -153,8 +153,6 @@ def unpack(data: Buffer) -> Frame:
     Raises VersionError for another version, CorruptFrameError for whatever else is wrong with it.
     """
     view = memoryview(data)
-    if len(view) > MAX_FRAME_BYTES:
-        raise CorruptFrameError(f"a frame of {len(view)} bytes, where {MAX_FRAME_BYTES} go")
     if len(view) != (size := frame_bytes(view)):
         raise CorruptFrameError(f"a frame of {len(view)} bytes says that it has {size}")
     _, _, what, header_bytes, payload_bytes = _PRELUDE.unpack_from(view)
@@ -175,7 +173,7 @@ def unpack(data: Buffer) -> Frame:
 
 
 def frame_bytes(start: Buffer) -> int:
-    """The size of a frame, from its prelude."""
+    """The size of a frame, from its prelude; at most MAX_FRAME_BYTES."""
     if len(start) < PRELUDE_BYTES:
         raise CorruptFrameError(f"a frame of {len(start)} bytes is shorter than its prelude")
     magic, version, _, header_bytes, payload_bytes = _PRELUDE.unpack_from(start)
@@ -185,7 +183,10 @@ def frame_bytes(start: Buffer) -> int:
         raise VersionError(f"a frame of version {version}; this worker speaks {WIRE_VERSION}")
     if header_bytes > MAX_HEADER_BYTES:
         raise CorruptFrameError(f"a frame header of {header_bytes} bytes")
-    return int(PRELUDE_BYTES + header_bytes + payload_bytes)
+    size: int = PRELUDE_BYTES + header_bytes + payload_bytes
+    if size > MAX_FRAME_BYTES:
+        raise CorruptFrameError(f"a frame of {size} bytes, where {MAX_FRAME_BYTES} go")
+    return size
 
 
 def frame_message(parts: Sequence[Buffer]) -> bytes:

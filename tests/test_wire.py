@@ -130,8 +130,9 @@ def test_a_frame_of_another_version_is_a_version_error():
 
 
 def test_a_frame_above_the_limit_is_refused_before_it_is_read():
+    prelude = struct.pack("<4sHHQQ", b"dgKV", WIRE_VERSION, 1, 100, MAX_FRAME_BYTES)
     with pytest.raises(CorruptFrameError, match="where 4194288 go"):
-        unpack(bytes(MAX_FRAME_BYTES + 1))
+        unpack(prelude + bytes(8))
 
 
 WRONG_HEADERS = {

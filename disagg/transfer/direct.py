@@ -283,8 +283,7 @@ class DirectServer:
         try:
             while True:
                 await sock.read_into(memory[:PRELUDE_BYTES])
-                if (size := frame_bytes(memory)) > MAX_FRAME_BYTES:
-                    raise CorruptFrameError(f"a frame of {size} bytes; {MAX_FRAME_BYTES} go")
+                size = frame_bytes(memory)
                 await sock.read_into(memory[PRELUDE_BYTES:size])
                 answer = self._receiver.take(memory[:size], sock).to_message().SerializeToString()
                 await sock.write([_LENGTH.pack(len(answer)), answer])
