@@ -11,7 +11,7 @@ and only the first page of all begins one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -58,14 +58,6 @@ class Fresh:
     raws: Iterator[int]
     pages: Iterator[int]
     segments: Iterator[int]
-
-
-@dataclass
-class Sealed:
-    """What a step seals, and the raw pages that nobody needs after its last layer."""
-
-    seals: list[Seal] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
 
 
 def flush_layout(group: LayerGroup) -> Layout:
@@ -130,9 +122,9 @@ def append_tokens(
     return pages, slots
 
 
-def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Sealed:
+def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> list[Seal]:
     """Move the oldest T tokens of each full tail into a page; the raw codec only moves the id."""
-    found = Sealed()
+    found: list[Seal] = []
     raws, sink = group.page.tokens // RAW_TOKENS, group.sink // RAW_TOKENS
     index = 0
     for growth in growths:
@@ -144,8 +136,7 @@ def seal_tails(group: LayerGroup, growths: Sequence[Growth], fresh: Fresh) -> Se
             if group.page == group.raw:
                 _extend(state, group.raw, None, first, tail[0])
             else:
-                found.seals.append(_seal_one(group, state, index, tail, first, fresh))
-                found.freed.extend(tail)
+                found.append(_seal_one(group, state, index, tail, first, fresh))
             first += group.page.tokens
         index += growth.m
     return found

@@ -140,7 +140,7 @@ def plan_step(
     longest = max(growth.m for growth in growths)
     fresh = take_records(group, growths, allocator)
     pages, slots = append_tokens(group, growths, fresh)
-    done = seal_tails(group, growths, fresh)
+    seals = seal_tails(group, growths, fresh)
     ends = accumulate(growth.m for growth in growths)
     queries = [
         [end - max(growth.m - j, 1) for j in range(longest)]
@@ -152,13 +152,13 @@ def plan_step(
         rows=_numbers([g.row + j for g in growths for j in range(g.m)]),
         pages=_numbers(pages),
         slots=_numbers(slots),
-        seals=tuple(done.seals),
-        completed=seal_rows(group, done.seals, len(pages)) if done.seals else None,
+        seals=tuple(seals),
+        completed=seal_rows(group, seals, len(pages)) if seals else None,
         queries=_numbers(queries),
         answers=_numbers([b * longest + j for b, g in enumerate(growths) for j in range(g.m)]),
         tables=tables,
         units=plan_units(group, tables, device),
-        freed=tuple(done.freed),
+        freed=tuple(page for seal in seals for page in seal.tail),
     )
 
 
