@@ -1,8 +1,7 @@
 """From a spec string to a codec: `get_codec("kivi:bits=2,group=64,residual=64")`."""
 
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.banded import Banded
@@ -48,7 +47,7 @@ def codec_names() -> list[str]:
 def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     """The codec that a spec describes; options left out have their defaults.
 
-    head_dim: where the default group does not divide it, the largest of GROUPS that does is taken
+    head_dim: where the spec names no group, the largest of GROUPS that divides it is taken
 
     UnknownNameError lists the known codecs or options; ConfigError names a value that cannot be.
     """
@@ -70,21 +69,13 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
         if key in options:
             raise ConfigError(f"option {key!r} of codec {name} is given twice in {spec!r}")
         options[key] = _value(name, key, value.strip(), types[key])
-    if head_dim is None or "group" not in types or "group" in options:
-        return codec(**options)
-    default = codec(**options)
-    groups = ({"group": group} for group in (getattr(default, "group", 0), *GROUPS))
-    makers = (partial(codec, **options | group) for group in groups)
-    return next((make() for make in makers if _divides(make, head_dim)), default)
-
-
-def _divides(make: Callable[[], Codec], head_dim: int) -> bool:
-    """Whether pages of a codec can hold heads of this size."""
-    try:
-        make().page_layout(head_dim)
-    except ConfigError:
-        return False
-    return True
+    if head_dim is not None and "group" in types and "group" not in options:
+        for group in GROUPS:
+            with suppress(ConfigError):
+                found = codec(**options | {"group": group})
+                found.page_layout(head_dim)
+                return found
+    return codec(**options)
 
 
 def _value(name: str, key: str, text: str, kind: object) -> int | float | str:
