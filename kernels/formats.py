@@ -79,6 +79,12 @@ class Rotation:
     matrix: int
 
 
+def parts_of_word(bits: int) -> tuple[int, int]:
+    """Fields along the rows and halves of the columns in a word of 16 bits, as `Side` draws it."""
+    fields = min(4, 16 // bits)
+    return fields, 16 // (fields * bits)
+
+
 @dataclass(frozen=True)
 class Side:
     """K or V of a block: a matrix whose columns attention contracts.
@@ -127,12 +133,12 @@ class Side:
     @property
     def fields(self) -> int:
         """Bit-fields of a code word along the rows; 1 for what is not in words."""
-        return 1 if self.floating or not self.bits else min(4, 16 // self.bits)
+        return 1 if self.floating or not self.bits else parts_of_word(self.bits)[0]
 
     @property
     def halves(self) -> int:
         """Parts of the columns that share a code word."""
-        return 1 if self.floating or not self.bits else 16 // (self.fields * self.bits)
+        return 1 if self.floating or not self.bits else parts_of_word(self.bits)[1]
 
     @property
     def scale_shape(self) -> tuple[int, int]:

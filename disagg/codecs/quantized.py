@@ -22,7 +22,7 @@ from disagg.codecs.contract import Encoded, Prompt, require, seed_of
 from disagg.codecs.seals import segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
-from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse
+from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
 from disagg.kernels.sealing import SealFormat, Segmentation, Target
 from disagg.kernels.view import View
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
@@ -137,8 +137,7 @@ def flush_format(codec: QuantizedCodec, head_dim: int) -> PageFormat:
 
 def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
     """The code words of K and V, as kernels/formats.py draws them."""
-    fields = min(4, 16 // bits)
-    halves = 16 // (fields * bits)
+    fields, halves = parts_of_word(bits)
     return [
         ("k_codes", "int16", (tokens // fields, head_dim // halves)),
         ("v_codes", "int16", (head_dim // fields, tokens // halves)),

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side
+from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side, parts_of_word
 from disagg.kernels.sealing import Target
 
 
@@ -70,7 +70,7 @@ def plane_view(
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., rows, columns] of whole numbers -> int16 words, as `Side` draws them."""
-    fields, halves = _split(bits)
+    fields, halves = parts_of_word(bits)
     by_field = codes.unflatten(-2, (fields, -1))
     words = by_field[..., 0, :, :].clone()
     for field in range(1, fields):
@@ -84,7 +84,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The codes of words [..., rows/fields, columns/halves]: [..., rows, columns] of dtype."""
-    fields, halves = _split(bits)
+    fields, halves = parts_of_word(bits)
     rows, columns = words.shape[-2:]
     shape = (*words.shape[:-2], fields, rows, halves, columns)
     codes = torch.empty(shape, dtype=dtype, device=words.device)
@@ -94,11 +94,6 @@ def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
             torch.bitwise_right_shift(words, field * bits + 8 * half, out=shifted)
             codes[..., field, :, half, :] = shifted.bitwise_and_((1 << bits) - 1)
     return codes.flatten(-2).flatten(-3, -2)
-
-
-def _split(bits: int) -> tuple[int, int]:
-    fields = min(4, 16 // bits)
-    return fields, 16 // (fields * bits)
 
 
 def codes_plane(blocks: Blocks, side: Side) -> Tensor:
