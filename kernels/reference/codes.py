@@ -35,6 +35,7 @@ from disagg.kernels.reference.pages import (
     read_sparse,
     read_valid,
 )
+from disagg.kernels.reference.quantize import expand
 from disagg.kernels.reference.softmax import (
     columns_of,
     masked_softmax,
@@ -250,15 +251,9 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
 def _rebuild(side: Side, pages: Blocks, shared: Blocks | None, dtype: torch.dtype) -> Tensor:
     """What codes and sparse slots stand for: [..., rows, columns] of dtype."""
     source = shared if side.scale.shared and shared is not None else pages
-    scales, zeros = read_scales(source, side, dtype)
-    if side.scale.by == "row":
-        scales, zeros = scales.transpose(-1, -2), zeros.transpose(-1, -2)
-    rows, columns = side.rows // scales.shape[-2], side.columns // scales.shape[-1]
-    scales, zeros = (
-        y.repeat_interleave(rows, -2).repeat_interleave(columns, -1) for y in (scales, zeros)
-    )
+    scales, zeros = (expand(y, side) for y in read_scales(source, side, dtype))
     if not side.bits:
-        return scales.expand(*scales.shape[:-2], side.rows, side.columns)
+        return scales
     x = (read_codes(pages, side, dtype) + zeros) * scales
     if side.sparse:
         x.transpose(-1, -2).scatter_add_(-1, *read_sparse(pages, side, dtype))

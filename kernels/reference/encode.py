@@ -234,7 +234,7 @@ def _encode_codes(
         there.plane(torch.float16, side.scale.zero, side.scale_shape).copy_(zeros)
     if side.sparse is None and side.low_rank is None:
         return None
-    seen = (codes + expand(zeros, side)).mul_(expand(scales, side))
+    seen = (codes + expand(zeros.float(), side)).mul_(expand(scales.float(), side))
     missing = x - seen
     if side.sparse and index is not None:
         shape = (side.columns, side.sparse.slots)

@@ -114,12 +114,11 @@ def quantize_side(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expand(x: Tensor, side: Side) -> Tensor:
-    """Scales or zeros as `quantize_side` returns them, one for each number, in fp32."""
-    x = x.float()
+    """Scales or zeros [..., *side.scale_shape], one for each number: [..., rows, columns], or
+    [..., 1, 1] where there is one for all."""
     if side.scale.by == "row":
         return x.transpose(-1, -2).repeat_interleave(side.scale.group, -1)
-    group = side.rows if side.scale.shared else side.scale.group
-    return x.repeat_interleave(group, -2)
+    return x if side.scale.by == "block" else x.repeat_interleave(side.rows // x.shape[-2], -2)
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
