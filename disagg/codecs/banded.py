@@ -13,6 +13,7 @@ from disagg.codecs.quantized import Planes, SinkCodec, prompt_format
 from disagg.kernels import ops
 from disagg.kernels.formats import TURN, PageFormat, Scale, Side, Turn
 from disagg.kernels.reference.lowrank import seeded_uniform
+from disagg.kernels.reference.pages import pack_bits
 from disagg.kernels.reference.quantize import finite
 from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
 from disagg.page import FinalAt, Kind, Layout, make_layout
@@ -171,6 +172,4 @@ def _ranges(prompt: Prompt) -> Tensor:
 @lru_cache(maxsize=1024)
 def _signs(layer: int, heads: int, head_dim: int) -> Tensor:
     """Random bits for V's channels, packed low bit first: [H, D / 8] u8; 1 stands for -1."""
-    bits = seeded_uniform(layer * HEAD_STRIDE + torch.arange(heads), head_dim) < 0.5
-    weights = 1 << torch.arange(8)
-    return (bits.unflatten(1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+    return pack_bits(seeded_uniform(layer * HEAD_STRIDE + torch.arange(heads), head_dim) < 0.5)

@@ -29,11 +29,11 @@ from disagg.kernels.reference.pages import (
     ArenaBlocks,
     Blocks,
     DenseBlocks,
+    read_bits,
     read_codes,
     read_factor,
     read_scales,
     read_sparse,
-    read_valid,
 )
 from disagg.kernels.reference.quantize import expand
 from disagg.kernels.reference.softmax import (
@@ -70,7 +70,7 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     scores = _scores(columns_of(q * scale, view.heads), blocks, fmt, shared).flatten(2, 3)
     seen = seen_tokens(view, first * fmt.tokens, scores.shape[2])
     if fmt.valid is not None:
-        seen = seen & read_valid(blocks, fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
+        seen = seen & read_bits(blocks, fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
     p, lse = masked_softmax(scores, seen, cap)
     o = _output(p.unflatten(2, (last - first, fmt.tokens)), blocks, fmt, shared)
     return partial_of(o, lse, q.shape[1])

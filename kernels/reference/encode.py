@@ -24,6 +24,7 @@ from disagg.kernels.reference.pages import (
     codes_plane,
     gather_raw,
     load_blocks,
+    pack_bits,
     pack_words,
     store_blocks,
 )
@@ -97,18 +98,9 @@ def encode(
         mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
         mask.fill_(255)
         if absent is not None:
-            mask.squeeze(-2).copy_(pack_mask(absent, fmt.tokens))
+            there = (~absent).unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
+            mask.squeeze(-2).copy_(pack_bits(there))
     return blocks, segments
-
-
-def pack_mask(absent: Tensor, tokens: int) -> Tensor:
-    """Bits of the tokens of pages that are there, low bit first.
-
-    absent: [H, n] bool; returns [n / tokens, H, tokens / 8] u8
-    """
-    bits = (~absent).unflatten(1, (-1, tokens // 8, 8)).transpose(0, 1)
-    weights = 1 << torch.arange(8, device=absent.device)
-    return (bits * weights).sum(-1).to(torch.uint8)
 
 
 def append(

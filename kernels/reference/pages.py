@@ -132,11 +132,17 @@ def read_sparse(blocks: Blocks, side: Side, dtype: torch.dtype) -> tuple[Tensor,
     return index, blocks.plane(torch.float16, side.sparse.delta, shape).to(dtype)
 
 
-def read_valid(blocks: Blocks, offset: int, tokens: int) -> Tensor:
-    """Which tokens are there: [..., tokens] bool."""
-    packed = blocks.plane(torch.uint8, offset, (tokens // 8, 1))
+def read_bits(blocks: Blocks, offset: int, count: int) -> Tensor:
+    """A bit for each token or channel: [..., count] bool."""
+    packed = blocks.plane(torch.uint8, offset, (count // 8, 1))
     bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed >> bits) & 1).bool().flatten(-2)
+
+
+def pack_bits(x: Tensor) -> Tensor:
+    """x [..., count] bool, low bit first: [..., count / 8] u8."""
+    weights = 1 << torch.arange(8, device=x.device)
+    return (x.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
 
 
 def append_raw(

@@ -9,7 +9,7 @@ from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.ott import Ott
 from disagg.kernels.formats import POOL, RETIRED
 from disagg.kernels.reference.kept import KeptSlots, view_kept
-from disagg.kernels.reference.pages import DenseBlocks, read_codes, read_scales, read_valid
+from disagg.kernels.reference.pages import DenseBlocks, read_bits, read_codes, read_scales
 from tests.codecs.test_golden import golden
 from tests.synthetic import exact_attention, realistic, relative_error
 
@@ -44,7 +44,7 @@ def test_pools_and_codes_are_those_of_the_paper_s_algorithm() -> None:
     (run,) = cache.runs()
     blocks = DenseBlocks(run.blocks)
     fmt = codec.format_of(codec.page_layout(128), None, 128)
-    there = read_valid(blocks, fmt.valid or 0, 128).transpose(0, 1).flatten(1)
+    there = read_bits(blocks, fmt.valid or 0, 128).transpose(0, 1).flatten(1)
     for side, name in ((fmt.k, "k"), (fmt.v, "v")):
         codes = read_codes(blocks, side, torch.float32)
         codes = (codes if name == "k" else codes.transpose(2, 3)).transpose(0, 1).flatten(1, 2)
