@@ -27,7 +27,7 @@ from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
 from disagg.kernels.reference.kept import KeptSlots
 from disagg.kernels.reference.softmax import merge
-from disagg.kernels.sealing import NewRows, SealFormat, Sealing, Segmentation, Target, in_order
+from disagg.kernels.sealing import NewRows, Sealing, Segmentation, Target, in_order
 from disagg.kernels.view import Partial, Softmax, Units, View
 
 TRITON = "triton"
@@ -226,11 +226,6 @@ def load_blocks(arena: Tensor, ids: Tensor, base: int, heads: int, block_bytes: 
     _check_bytes(arena, "arena")
     _check_ids(ids, (ids.numel(),), "pages", arena)
     return pages.load_blocks(arena, ids, base, heads, block_bytes)
-
-
-def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0) -> Tensor:
-    """One page by itself, as an append seals it: k, v [H, T, D]. See reference/encode.py."""
-    return encoders.seal_page(k, v, fmt, seed)
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -24,7 +24,6 @@ from torch import Tensor
 from disagg.codecs.tables import PageTable
 from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
-from disagg.kernels.ops import seal_page
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
 from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Layout, make_raw_layout
@@ -222,15 +221,13 @@ class LayerCodec(ABC):
         return None
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        """One page sealed while decoding: k, v [H, T, D].
+        """One page sealed while decoding that an append does not seal by itself: k, v [H, T, D].
 
         first:  position of the first token
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
                 `side` and `kept` as they are, with room for what this seal may set aside
         """
-        fmt = self.seal_format(k.shape[2])
-        assert fmt is not None, f"{self.name} says neither how an append seals nor how it does"
-        return Encoded(seal_page(k, v, fmt, seed_of(layer, first)), flush=True)
+        raise NotImplementedError(f"{self.name} has no page that an append cannot seal")
 
     @abstractmethod
     def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:

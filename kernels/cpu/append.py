@@ -11,8 +11,8 @@ from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call, format_of
 from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
-from disagg.kernels.reference.pages import gather_raw, store_blocks
-from disagg.kernels.sealing import NewRows, Sealing, Segmentation, Target
+from disagg.kernels.reference.pages import store_blocks
+from disagg.kernels.sealing import NewRows, Sealing
 
 
 def append(
@@ -24,9 +24,12 @@ def append(
         return
     _append_raw(arena, k, v, rows)
     if sealing is not None:
-        for row, page in enumerate(sealing.rows.pages.tolist()):
-            if page >= 0:
-                _seal(arena, row, k.shape[1], rows, sealing)
+        fmt, heads = sealing.fmt, k.shape[1]
+        for k, v, cut, target in reference.completed_pages(arena, heads, rows, sealing):
+            if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
+                seal_pages(k, v, target, fmt, cut)
+            else:
+                store_blocks(target, reference.seal_page(k, v, fmt, cut))
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
@@ -36,16 +39,3 @@ def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
     tensors = map(address, (arena, k, v, *held))
     fmt = ctypes.addressof(format_of(rows.fmt))
     call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, fmt, rows.base, 0))
-
-
-def _seal(arena: Tensor, row: int, heads: int, rows: NewRows, sealing: Sealing) -> None:
-    """Write the page that one row completes."""
-    tables, fmt, one = sealing.rows, sealing.fmt, slice(row, row + 1)
-    k, v = (x[0] for x in gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads))
-    target = Target(arena, tables.pages[one], sealing.base)
-    frozen = reference.joined_segment(arena, row, heads, sealing)
-    if isinstance(fmt, PageFormat) and is_encoded(fmt, k):
-        seal_pages(k, v, target, fmt, Segmentation(fmt.tokens, frozen=frozen))
-    else:
-        seed = sealing.seed + int(tables.stretches[row])
-        store_blocks(target, reference.seal_page(k, v, fmt, seed, frozen))

@@ -11,6 +11,7 @@ For each side, in this order, what its format has of
 all in fp32, every number rounded as it is stored before the next step uses it.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -115,34 +116,33 @@ def append(
     there = slice(None) if bool(written.all()) else written
     at = rows.pages[there], rows.slots[there], rows.fmt, rows.base
     append_raw(arena, k[there], v[there], *at)
-    if sealing is None:
-        return
-    tables, heads = sealing.rows, k.shape[1]
+    if sealing is not None:
+        for tail_k, tail_v, cut, target in completed_pages(arena, k.shape[1], rows, sealing):
+            store_blocks(target, seal_page(tail_k, tail_v, sealing.fmt, cut))
+
+
+def completed_pages(
+    arena: Tensor, heads: int, rows: NewRows, sealing: Sealing
+) -> Iterator[tuple[Tensor, Tensor, Segmentation, Target]]:
+    """Of each page that a row completes: its k and v [H, T, D], what it joins, where it belongs."""
+    tables, fmt = sealing.rows, sealing.fmt
+    segment_bytes = fmt.segment_bytes if isinstance(fmt, PageFormat) else 0
     for row, page in enumerate(tables.pages.tolist()):
         if page < 0:
             continue
-        one = slice(row, row + 1)
-        tail = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
-        seed = sealing.seed + int(tables.stretches[row])
-        frozen = joined_segment(arena, row, heads, sealing)
-        block = seal_page(tail[0][0], tail[1][0], sealing.fmt, seed, frozen)
-        store_blocks(Target(arena, tables.pages[one], sealing.base), block)
+        one, frozen = slice(row, row + 1), None
+        k, v = gather_raw(arena, tables.tails[one], rows.fmt, rows.base, heads)
+        if segment_bytes:
+            there = tables.segments[one], sealing.segment_base, heads, segment_bytes
+            frozen = load_blocks(arena, *there)[0]
+        cut = Segmentation(fmt.tokens, sealing.seed + int(tables.stretches[row]), frozen)
+        yield k[0], v[0], cut, Target(arena, tables.pages[one], sealing.base)
 
 
-def joined_segment(arena: Tensor, row: int, heads: int, sealing: Sealing) -> Tensor | None:
-    """The segment [H, segment_bytes] u8 that the page of a row joins, where the format has any."""
-    if isinstance(sealing.fmt, ExactFormat) or not sealing.fmt.segment_bytes:
-        return None
-    ids, size = sealing.rows.segments[row : row + 1], sealing.fmt.segment_bytes
-    return load_blocks(arena, ids, sealing.segment_base, heads, size)[0]
-
-
-def seal_page(
-    k: Tensor, v: Tensor, fmt: SealFormat, seed: int = 0, frozen: Tensor | None = None
-) -> Tensor:
-    """One page: block [1, H, block_bytes] u8 of k, v [H, T, D], exact; frozen: what it joins."""
+def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, cut: Segmentation) -> Tensor:
+    """One page by itself: block [1, H, block_bytes] u8 of k, v [H, T, D]."""
     if not isinstance(fmt, ExactFormat):
-        return encode(k, v, fmt, Segmentation(fmt.tokens, seed, frozen))[0]
+        return encode(k, v, fmt, cut)[0]
     assert fmt.k < fmt.v
     both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
     return both.flatten(1).view(torch.uint8).unsqueeze(0)
