@@ -45,5 +45,5 @@ def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
     blocks = k.new_zeros(pages, heads, 2, RAW_TOKENS * head_dim)
     for index, x in enumerate((k, v)):
         padded = torch.nn.functional.pad(x, (0, 0, 0, pages * RAW_TOKENS - n))
-        blocks[:, :, index] = padded.reshape(heads, pages, -1).transpose(0, 1)
-    return blocks.view(pages, heads, -1).view(torch.uint8)
+        blocks[:, :, index] = padded.reshape(heads, pages, RAW_TOKENS * head_dim).transpose(0, 1)
+    return blocks.flatten(2).view(torch.uint8)

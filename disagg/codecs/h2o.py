@@ -11,13 +11,14 @@ from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes
+from disagg.codecs.seals import flush_layout
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
-from disagg.kernels.reference.pages import DenseBlocks
+from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 from disagg.kernels.reference.quantize import to_fp16
 from disagg.kernels.sealing import SealFormat, Target
 from disagg.kernels.view import View
@@ -112,32 +113,31 @@ class H2O(Codec):
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         """Kept tokens; 0 where a token was dropped, see `present`."""
-        layout = group.flush_page if encoded.flush and group.flush_page else group.page
-        fmt, planes = exact_format(layout), DenseBlocks(encoded.blocks)
-        shape, places = (fmt.slots, group.head_dim), self._places(encoded, fmt)
-        found = []
-        for offset in (fmt.k, fmt.v):
-            x = planes.plane(torch.float16, offset, shape).transpose(0, 1).flatten(1, 2).to(dtype)
+        fmt = _format_of(encoded, group)
+        places, found = _places(encoded, fmt), []
+        for x in exact_tokens(encoded.blocks, fmt):
             full = x.new_zeros(x.shape[0], encoded.blocks.shape[0] * fmt.tokens, x.shape[2])
-            found.append(full.scatter(1, places.unsqueeze(2).expand_as(x), x))
+            found.append(full.scatter(1, places.unsqueeze(2).expand_as(x), x).to(dtype))
         return found[0], found[1]
 
     def present(self, encoded: Encoded, group: LayerGroup) -> Tensor:
-        layout = group.flush_page if encoded.flush and group.flush_page else group.page
-        fmt = exact_format(layout)
-        places = self._places(encoded, fmt)
+        places = _places(encoded, _format_of(encoded, group))
         count, heads = encoded.blocks.shape[:2]
-        nobody = torch.zeros(heads, count * fmt.tokens, dtype=torch.bool, device=places.device)
+        nobody = torch.zeros(heads, count * PAGE_TOKENS, dtype=torch.bool, device=places.device)
         return nobody.scatter(1, places, True)
 
-    def _places(self, encoded: Encoded, fmt: ExactFormat) -> Tensor:
-        """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
-        count, heads = encoded.blocks.shape[:2]
-        if fmt.positions is None:
-            place = torch.arange(count * fmt.tokens, device=encoded.blocks.device)
-            return place.expand(heads, -1)
-        plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
-        return plane.transpose(0, 1).flatten(1).long()
+
+def _format_of(encoded: Encoded, group: LayerGroup) -> ExactFormat:
+    return exact_format(flush_layout(group) if encoded.flush else group.page)
+
+
+def _places(encoded: Encoded, fmt: ExactFormat) -> Tensor:
+    """The token, counted from the first of these pages, in each slot: [H, P * slots] i64."""
+    count, heads = encoded.blocks.shape[:2]
+    if fmt.positions is None:
+        return torch.arange(count * fmt.tokens, device=encoded.blocks.device).expand(heads, -1)
+    plane = DenseBlocks(encoded.blocks).plane(torch.int32, fmt.positions, (fmt.slots, 1))
+    return plane.transpose(0, 1).flatten(1).long()
 
 
 def _exact_planes(slots: int, head_dim: int) -> Planes:

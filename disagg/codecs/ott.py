@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.contract import Encoded, Prompt, require, seed_of
-from disagg.codecs.exact import exact_format, slots_format
+from disagg.codecs.exact import exact_format, raw_blocks, slots_format
 from disagg.codecs.quantized import (
     Planes,
     QuantizedCodec,
@@ -17,7 +17,7 @@ from disagg.codecs.quantized import (
 )
 from disagg.kernels import ops
 from disagg.kernels.formats import FREE
-from disagg.kernels.reference.kept import raw_of, view_kept
+from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Segmentation, Target
 from disagg.page import (
     RAW_TOKENS,
@@ -156,7 +156,7 @@ class Ott(QuantizedCodec):
         raw = exact_format(_raw_of_dtype(k))
         kept = view_kept(side, blocks, slots_format(layout), raw)
         won = ops.keep_outliers(kept, k, v, self.outliers, first)
-        return won, side, raw_of(kept, raw)
+        return won, side, raw_blocks(kept.k, kept.v)
 
     def _kept_before(
         self, k: Tensor, before: Encoded | None

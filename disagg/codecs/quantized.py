@@ -19,7 +19,7 @@ from torch import Tensor
 
 from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, Prompt, require, seed_of
-from disagg.codecs.seals import segment_layout
+from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
@@ -92,7 +92,7 @@ class QuantizedCodec(Codec):
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        page = group.flush_page if encoded.flush and group.flush_page else group.page
+        page = flush_layout(group) if encoded.flush else group.page
         fmt = self.format_of(page, segment_layout(group, page), group.head_dim)
         segments = None
         if encoded.segments is not None:

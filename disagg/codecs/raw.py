@@ -13,6 +13,7 @@ from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.tables import PageTable
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.ops import store_blocks
+from disagg.kernels.reference.pages import exact_tokens
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
 from disagg.page import RAW_TOKENS, Layout, make_raw_layout
@@ -79,7 +80,5 @@ class Raw(Codec):
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        stored = getattr(torch, group.raw.plane("k").dtype)
-        blocks = encoded.blocks.view(stored).unflatten(-1, (2, RAW_TOKENS, group.head_dim))
-        k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3).to(dtype)
-        return k, v
+        k, v = exact_tokens(encoded.blocks, exact_format(group.raw))
+        return k.to(dtype), v.to(dtype)

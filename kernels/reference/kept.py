@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import FREE, POOL, RETIRED, ExactFormat, SlotsFormat
-from disagg.kernels.reference.pages import DenseBlocks
+from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 
 
 @dataclass
@@ -36,21 +36,12 @@ class KeptSlots:
 def view_kept(side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat) -> KeptSlots:
     """Views of a side record [H, side bytes] u8; copies of raw pages [K, H, raw bytes] u8."""
     planes, shape = DenseBlocks(side), (1, fmt.slots)
-    tokens = blocks.view(getattr(torch, raw.dtype)).unflatten(-1, (2, raw.tokens, raw.head_dim))
-    k, v = tokens.permute(2, 1, 0, 3, 4).flatten(2, 3)
     return KeptSlots(
         planes.plane(torch.int32, fmt.positions, shape).squeeze(-2),
         planes.plane(torch.float32, fmt.scores, shape).squeeze(-2),
         planes.plane(torch.uint8, fmt.states, shape).squeeze(-2),
-        k,
-        v,
+        *exact_tokens(blocks, raw),
     )
-
-
-def raw_of(kept: KeptSlots, raw: ExactFormat) -> Tensor:
-    """The raw pages [K, H, raw bytes] u8 that hold the slots' k and v."""
-    both = torch.stack([kept.k, kept.v]).unflatten(2, (-1, raw.tokens))  # [2, H, K, 16, D]
-    return both.permute(2, 1, 0, 3, 4).flatten(2).contiguous().view(torch.uint8)
 
 
 def keep_outliers(kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:

@@ -169,6 +169,13 @@ def gather_raw(
     return k, v
 
 
+def exact_tokens(blocks: Tensor, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
+    """The tokens in the slots of blocks [P, H, block_bytes] u8: k, v [H, P * slots, D]."""
+    planes, dtype, shape = DenseBlocks(blocks), getattr(torch, fmt.dtype), (fmt.slots, fmt.head_dim)
+    k, v = (planes.plane(dtype, x, shape).transpose(0, 1).flatten(1, 2) for x in (fmt.k, fmt.v))
+    return k, v
+
+
 def store_blocks(target: Target, blocks: Tensor) -> None:
     """Copy blocks [P, H, block_bytes] u8 to where they belong."""
     if blocks.numel():
