@@ -205,8 +205,7 @@ def encode_warps(side: Side) -> int:
 def _rotate(x: Tensor, turn: Rotation, segments: Tensor, cut: Segmentation) -> Tensor:
     """T_L of x [H, n, D] fp32, by the T_S of each segment."""
     matrices = DenseBlocks(segments).plane(torch.float16, turn.matrix, (turn.block, turn.block))
-    limit = quantize.LARGEST
-    parts = torch.nan_to_num(x.float(), nan=0.0).clamp(-limit, limit).split(cut.tokens, 1)
+    parts = quantize.finite(x).split(cut.tokens, 1)
     if cut.frozen is None:
         for part, matrix in zip(parts, matrices, strict=True):
             matrix.copy_(rotation(part, turn.block))

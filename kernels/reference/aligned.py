@@ -24,6 +24,7 @@ from disagg.kernels.reference.quantize import to_fp16
 from disagg.kernels.reference.softmax import (
     columns_of,
     masked_softmax,
+    partial_of,
     rows_of,
     seen_tokens,
     visible_pages,
@@ -100,8 +101,7 @@ def _attend(
         v = read_planes(blocks, fmt, "v", level).flatten(2, 3).to(q.dtype)  # [B, H, PT, D]
         o = o + v.transpose(2, 3) @ share
     m = q.shape[1]
-    lse = rows_of(lse.unsqueeze(2), m).squeeze(3)
-    return rows_of(o, m), lse, mean_bits(k_drop, None, m), mean_bits(v_drop, p > 0, m)
+    return *partial_of(o, lse, m), mean_bits(k_drop, None, m), mean_bits(v_drop, p > 0, m)
 
 
 def encode(k: Tensor, v: Tensor, fmt: AlignedFormat) -> Tensor:

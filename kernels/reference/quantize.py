@@ -125,12 +125,8 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes of x [..., rows, columns] fp32, and their scale [..., 1, 1] fp32."""
     scale = x.abs().amax((-1, -2), keepdim=True) / LARGEST_FLOAT8
     scale = scale.clamp_min(SMALLEST_FLOAT8_SCALE)
-    return float8_codes(x, scale), scale
-
-
-def float8_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 of x / scale, saturated at +-448."""
-    return (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    codes = (x / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    return codes, scale
 
 
 def choose_outliers(x: Tensor, mean: Tensor, sparse: Sparse) -> Tensor:
