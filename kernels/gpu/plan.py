@@ -11,7 +11,7 @@ recorded steps take tables of other lengths, in a buffer for as many as `most_un
 Triton.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,58 +131,11 @@ def check_tables(*tables: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How the pages of a format are cut into units.
-
-    tokens:   of a tile; counted: its tokens follow from where it is, so a window hides whole tiles
-    programs: that a GPU runs at once for each KV head
-    """
-
-    tokens: int
-    counted: bool
-    programs: int
-
-    def most_units(self, batch: int, tokens: int, segments: int = 0) -> int:
-        """Units that so many sequences of at most so many tokens can have."""
-        tiles = -(-tokens // self.tokens)
-        return batch * max(1, segments) + min(self.programs, batch * tiles // MIN_TILES)
-
-    def units(
-        self, lo: Ints, hi: Ints, owner: Ints | None = None, segments: Ints | None = None
-    ) -> tuple[Ints, Ints]:
-        """Sequence, first and end tile and segment of each unit [U, 4], and where those of each
-        sequence begin [B + 1]; int32.
-
-        lo, hi:   [B] - the tokens that any query of each sequence sees
-        owner:    [B, P], segments: [B, S] - as `View` has them
-        """
-        first = lo // self.tokens if self.counted else np.zeros_like(lo)
-        end = np.where(hi > lo, -(-hi // self.tokens), first)
-        batch = np.arange(len(lo))
-        ids = np.zeros_like(batch)
-        if owner is not None and segments is not None:
-            spans = [_runs(owner[b], first[b], end[b]) for b in batch]
-            batch = np.repeat(batch, [len(starts) for starts, _ in spans])
-            first, end = (np.concatenate(x) for x in zip(*spans, strict=True))
-            ids = segments[batch, owner[batch, np.minimum(first, owner.shape[1] - 1)]]
-        tiles = np.maximum(end - first, 0)
-        longest = max(-(-int(tiles.sum()) // self.programs), MIN_TILES)
-        count = -(-tiles // longest)
-        run = np.repeat(np.arange(len(tiles)), count)
-        index = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-        size = -(-tiles // np.maximum(count, 1))
-        start = first[run] + index * size[run]
-        stop = np.minimum(start + size[run], end[run])
-        table = np.zeros((max(1, len(run)), 4), dtype=np.int32)
-        table[: len(run)] = np.stack([batch[run], start, stop, ids[run]], 1)
-        starts = np.zeros(len(lo) + 1, dtype=np.int32)
-        starts[1:] = np.cumsum(np.bincount(batch[run], minlength=len(lo)))
-        return table, starts
-
-
-@dataclass(frozen=True)
 class Tile:
-    """What one iteration takes of each KV head: tokens and bytes; counted: as above."""
+    """What one iteration takes of each KV head: tokens and bytes.
+
+    counted: its tokens follow from where it is, so a window hides whole tiles
+    """
 
     tokens: int
     nbytes: int
@@ -198,7 +151,7 @@ def tile_of(fmt: LoopFormat | AlignedFormat) -> Tile:
 
 @dataclass(frozen=True)
 class Span:
-    """What B sequences show of one view.
+    """What B sequences show of one view, to be cut for so many programs of a GPU for each KV head.
 
     lo, hi: [B] - the tokens, or slots, that any query of each sequence sees; most: hi at most
     owner:  [B, P], segments: [B, S] - as `View` has them
@@ -211,41 +164,58 @@ class Span:
     owner: Ints | None = None
     segments: Ints | None = None
 
+    def most_units(self, programs: int) -> int:
+        """Units of as many sequences at most, that show no more."""
+        batch, tiles = len(self.lo), -(-self.most // self.tile.tokens)
+        segments = 0 if self.segments is None else self.segments.shape[1]
+        return batch * max(1, segments) + min(programs, batch * tiles // MIN_TILES)
+
+    def units(self, programs: int) -> Ints:
+        """Sequence, first and end tile and segment of each unit: [U, 4] int32."""
+        first = self.lo // self.tile.tokens if self.tile.counted else np.zeros_like(self.lo)
+        end = np.where(self.hi > self.lo, -(-self.hi // self.tile.tokens), first)
+        batch = np.arange(len(self.lo))
+        ids = np.zeros_like(batch)
+        owner, segments = self.owner, self.segments
+        if owner is not None and segments is not None:
+            spans = [_runs(owner[b], first[b], end[b]) for b in batch]
+            batch = np.repeat(batch, [len(starts) for starts, _ in spans])
+            first, end = (np.concatenate(x) for x in zip(*spans, strict=True))
+            ids = segments[batch, owner[batch, np.minimum(first, owner.shape[1] - 1)]]
+        tiles = np.maximum(end - first, 0)
+        longest = max(-(-int(tiles.sum()) // programs), MIN_TILES)
+        count = -(-tiles // longest)
+        run = np.repeat(np.arange(len(tiles)), count)
+        index = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        size = -(-tiles // np.maximum(count, 1))
+        start = first[run] + index * size[run]
+        stop = np.minimum(start + size[run], end[run])
+        return np.stack([batch[run], start, stop, ids[run]], 1).astype(np.int32)
+
 
 def units_of_spans(spans: Sequence[Span], heads: int, device: torch.device) -> tuple[Ints, Ints]:
     """The tables of `Units` over all views, int32."""
-    parts = []
-    for i, (span, tiling) in enumerate(_tilings(spans, heads, device)):
-        table, starts = tiling.units(span.lo, span.hi, span.owner, span.segments)
-        parts.append(np.insert(table[: starts[-1]], 0, i, 1))
-    units = np.concatenate(parts)
+    programs, batch = _programs(spans, heads, device), len(spans[0].lo)
+    units = np.concatenate([np.insert(x.units(programs), 0, i, 1) for i, x in enumerate(spans)])
     units = units[np.argsort(units[:, 1], kind="stable")]
-    starts = np.zeros(len(spans[0].lo) + 1, dtype=np.int32)
-    starts[1:] = np.cumsum(np.bincount(units[:, 1], minlength=len(spans[0].lo)))
+    starts = np.zeros(batch + 1, dtype=np.int32)
+    starts[1:] = np.cumsum(np.bincount(units[:, 1], minlength=batch))
     return (units if len(units) else np.zeros((1, 5), dtype=np.int32)), starts
 
 
 def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
     """Units of as many sequences at most, that show no more of each view."""
-    return sum(
-        tiling.most_units(
-            len(span.lo), span.most, 0 if span.segments is None else span.segments.shape[1]
-        )
-        for span, tiling in _tilings(spans, heads, device)
-    )
+    programs = _programs(spans, heads, device)
+    return sum(span.most_units(programs) for span in spans)
 
 
-def _tilings(
-    spans: Sequence[Span], heads: int, device: torch.device
-) -> Iterator[tuple[Span, Tiling]]:
-    """How a device cuts each view, for so many KV heads; programs are resident 8 times by registers
-    and as often as there is memory for the pages of the first view."""
+def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
+    """What a device runs at once for each KV head: resident 8 times by registers, and as often as
+    there is memory for the pages of the first view."""
     nbytes = spans[0].tile.nbytes
     buffered = (_stages(nbytes, True) - 1) * nbytes
     resident = max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
-    programs = max(1, resident * count_processors(device) // heads)
-    for span in spans:
-        yield span, Tiling(span.tile.tokens, span.tile.counted, programs)
+    return max(1, resident * count_processors(device) // heads)
 
 
 def units_of(views: Sequence[View], device: torch.device) -> Units:
