@@ -15,9 +15,10 @@ from torch import Tensor
 from disagg.bench.inputs import Knobs, generate
 from disagg.codecs import get_codec
 from disagg.kernels.formats import Scale, Side
-from disagg.kernels.reference.aligned import FEWER_AT, exponents, k_drops, v_drops
+from disagg.kernels.reference.aligned import exponents, k_drops, v_drops
 from disagg.kernels.reference.quantize import expand, quantize_side
 from tests.codecs.orderings import SPECS, Errors, Source, compare, made, prefilled, stored
+from tests.codecs.test_alignedkv import levels, truncated
 from tests.synthetic import relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -174,35 +175,24 @@ def shares(approximate: Tensor, exact: Tensor) -> list[float]:
     return [float(x) for x in counts]
 
 
-def cut(x: Tensor, missing: Tensor) -> Tensor:
-    """fp16 x without its last bits, 100...0 in their place."""
-    words = x.view(torch.int16).int() & 0xFFFF
-    half = torch.where(missing > 0, 1 << (missing - 1).clamp_min(0), 0)
-    return (words >> missing << missing | half).short().view(torch.float16)
-
-
-def missing_bits(drop: Tensor) -> Tensor:
-    return 4 * (drop >= FEWER_AT[0]).int() + 4 * (drop >= FEWER_AT[1]).int()
-
-
 def test_alignedkv_reads_11_to_14_bits_and_its_errors_are_spread_as_in_table_1() -> None:
     layer = generate(0, Knobs(n=1024, group=1, num_queries=8, sink=CONTENT))
     columns = layer.q.float().transpose(1, 2)[None] / 128**0.5
     top_k, top_v = (exponents(x.abs().amax(1))[None, :, :, None] for x in (layer.k, layer.v))
-    k_missing = missing_bits(k_drops(columns, top_k))[0].transpose(1, 2)
-    q, k, three = layer.q.float(), layer.k.unsqueeze(2), torch.tensor(3)
-    keys = (k, cut(k, k_missing.unsqueeze(1)), cut(k, three))  # [H, n, 1 or queries, D]
+    k_bits = levels(k_drops(columns, top_k))[0].transpose(1, 2)
+    q, k, thirteen = layer.q.float(), layer.k.unsqueeze(2), torch.tensor(13)
+    keys = (k, truncated(k, k_bits.unsqueeze(1)), truncated(k, thirteen))  # [H, n, 1 or queries, D]
     qk = [(x.float() * q.unsqueeze(1)).sum(3) for x in keys]
-    assert 11 <= 16 - float(k_missing.float().mean()) <= 14
+    assert 11 <= float(k_bits.float().mean()) <= 14
     p = (qk[0] / 128**0.5).softmax(1)
-    high = cut(layer.v, torch.tensor(8)).float()
-    v_missing = missing_bits(v_drops(p[None], high[None], top_v))[0]
-    assert 11 <= 16 - float(v_missing.float().mean()) <= 14
+    high = truncated(layer.v, torch.tensor(8)).float()
+    v_bits = levels(v_drops(p[None], high[None], top_v))[0]
+    assert 11 <= float(v_bits.float().mean()) <= 14
     v = layer.v.unsqueeze(2)
-    values = (v, cut(v, v_missing.unsqueeze(3)), cut(v, three))  # [H, n, 1 or queries, D]
+    values = (v, truncated(v, v_bits.unsqueeze(3)), truncated(v, thirteen))
     sv = [(x.float() * p.unsqueeze(3)).sum(1) for x in values]
-    for exact, aligned, truncated in (qk, sv):
-        found, thirteen_bits = shares(aligned, exact), shares(truncated, exact)
+    for exact, aligned, cut in (qk, sv):
+        found, thirteen_bits = shares(aligned, exact), shares(cut, exact)
         assert found[0] > 0.5
         assert found[0] + found[1] > 0.85
         assert found[0] > 2 * thirteen_bits[0]
