@@ -65,12 +65,6 @@ def test_what_is_asked_reaches_the_router(ask, app, router):
     assert SamplingParams(**params)
 
 
-@pytest.mark.parametrize("prompt", [["abc"], [[97, 98, 99]]], ids=["text", "ids"])
-def test_a_list_of_one_prompt_is_a_prompt(prompt, app, router):
-    assert post(app, prompt=prompt).status_code == 200
-    assert router.asked[0][0] == (97, 98, 99)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_with_the_context_and_says_so(stream, app, router):
     options = {"stream": stream, "stream_options": {"include_usage": True}}
