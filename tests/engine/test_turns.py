@@ -82,17 +82,12 @@ class Load:
                 left[name] -= count
 
 
-def mixed_load() -> Load:
+def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one():
     """8 long prompts, and 40 of 4 to 1,500 tokens that come while those are computed."""
     pick, load = random.Random(1), Load()
     long = [(0.1 * i, 1500) for i in range(8)]
     load.serve(long + [(pick.uniform(0, 3), pick.randint(4, 1500)) for _ in range(40)])
     assert len(load.lengths) == 48
-    return load
-
-
-def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_longer_one():
-    load = mixed_load()
     ahead = dict.fromkeys(load.lengths, 0)  # work that was more urgent when they met
     met: set[tuple[int, int]] = set()
     steps: Counter[int] = Counter()
@@ -109,16 +104,6 @@ def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_lo
                 assert done.total() == BUDGET
     for name in load.lengths:  # its submission waited for the chunk that was being computed
         assert steps[name] <= math.ceil(ahead[name] / BUDGET)
-
-
-def test_a_short_prompt_computes_in_the_step_after_it_came():
-    load = Load()
-    for name in range(1, 9):
-        load.submit(name, 1500)
-    load.step()
-    load.submit(9, 4)
-    load.step()
-    assert load.steps[-1][1] == {9: 4, 1: BUDGET - 4}
 
 
 def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longer():
