@@ -1,7 +1,8 @@
-"""Shared by all tests: what runs beside what, one torch thread, and Triton without a GPU."""
+"""Shared by all tests: what runs beside what, one torch thread, Triton without a GPU, a model."""
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 if shutil.which("nvidia-smi") is None:
@@ -57,3 +58,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random llama with a tokenizer of bytes, saved."""
+    from tests.model.tiny import save_tiny  # transformers: not every run needs it
+
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)
+
+
+@pytest.fixture(scope="session")
+def runner(tiny: Path) -> Any:
+    """That model, loaded once."""
+    from disagg.model.runner import Runner
+
+    return Runner.load(str(tiny))
