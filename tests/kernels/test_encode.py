@@ -1,6 +1,7 @@
 """The Triton encoders against the torch reference: the same bytes, written where they belong."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from tests.kernels.cases import (
     make_format,
     quant_format,
     random_kv,
-    relative_error,
 )
+from tests.synthetic import relative_error
 
 EXACT = ("kivi", "pertoken", "pertoken-2bit", "kcvt", "int8", "fp8", "decoquant", "ott")
 MORE = {
@@ -33,6 +34,13 @@ MORE = {
     "symmetric-column": {"zero": False, "bits": 2},
     "narrow": {"head_dim": 48, "bits": 2, "group": 16},
     "narrow-fp8": FORMATS["fp8"] | {"head_dim": 48},
+}
+GROUPS = {
+    "2bit-g64": {},
+    "4bit-g32": {"bits": 4, "group": 32},
+    "D128-g64": {"head_dim": 128},
+    "D80-g64-g40": {"bits": 4, "head_dim": 80, "v_group": 40},
+    "D96-g32": {"head_dim": 96, "group": 32},
 }
 
 
@@ -51,12 +59,13 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.float16) for name in (*EXACT, *MORE)]
-    + [(name, torch.bfloat16) for name in ("kcvt", "fp8")],
+    [(name, torch.float16) for name in (*EXACT, *MORE, *GROUPS)]
+    + [(name, torch.bfloat16) for name in ("kcvt", "fp8")]
+    + [(name, torch.float32) for name in GROUPS],
 )
 def test_codes_and_scales_are_those_of_the_reference(name, dtype):
-    fmt = make_format(**(MORE | FORMATS)[name])
-    k, v = (x[0].to(dtype) for x in random_kv([128], 2, fmt.head_dim, T))
+    fmt = make_format(**(MORE | GROUPS | FORMATS)[name])
+    k, v = (x[0].to(dtype) for x in random_kv([128], 3, fmt.head_dim, T))
     found, expected = encode_both(fmt, k, v, 4, 64)
     assert torch.equal(found[0], expected[0])
     assert found[1] is None or torch.equal(found[1], expected[1])
@@ -125,10 +134,6 @@ def test_every_float8_is_rounded_as_torch_rounds_it():
     assert torch.equal(found[0], expected[0])
 
 
-def test_outliers_of_a_range_that_the_segment_shares_are_left_to_the_reference():
-    assert not make_format(slots=4, k_shared=True, head_dim=80, group=80, bits=4).is_encodable
-
-
 @pytest.mark.parametrize("ends", [True, False])
 def test_outliers_are_those_of_the_reference(ends):
     fmt = make_format(slots=2, head_dim=80, group=80, bits=4)
@@ -192,10 +197,13 @@ def fit(missing: Tensor, fmt: PageFormat) -> tuple[Tensor, Tensor]:
     return torch.stack([a for a, _ in factors]), torch.stack([b for _, b in factors])
 
 
-@pytest.mark.parametrize("run", [encode, ops.encode])
-@pytest.mark.parametrize("name", ["int8", "fp8", "kcvt", "gear"])
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [*product(("int8", "fp8", "kcvt", "gear"), (encode, ops.encode)), ("planes", ops.encode)],
+)
 def test_pages_are_written_where_they_belong_and_nowhere_else(name, run):
-    fmt, cut = make_format(**FORMATS[name]), Segmentation(128, 7)
+    fmt = aligned_format(64) if name == "planes" else make_format(**FORMATS[name])
+    cut = Segmentation(128, 7)
     k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 2, fmt.head_dim, T))
     blocks, segments = run(k, v, fmt, cut)
     target = arena_for(blocks)
@@ -213,17 +221,6 @@ def arena_for(blocks: Tensor) -> Target:
     pages = (torch.tensor([4, 1, 2]) * stride + 1).int().to(DEVICE)
     arena = torch.full((6 * stride * 128,), 0xA5, dtype=torch.uint8, device=DEVICE)
     return Target(arena, pages, BASE)
-
-
-def test_bit_planes_go_to_their_pages_too():
-    fmt = aligned_format(64)
-    k, v = (x[0].half().to(DEVICE) for x in random_kv([192], 2, 64, T))
-    blocks, _ = ops.encode(k, v, fmt)
-    target = arena_for(blocks)
-    expected = target.arena.clone()
-    ops.encode(k, v, fmt, target=target)
-    store_blocks(replace(target, arena=expected), blocks)
-    assert torch.equal(target.arena, expected)
 
 
 def test_what_would_be_written_elsewhere_is_refused():
@@ -250,13 +247,15 @@ def test_a_frozen_rotation_is_kept():
     assert torch.equal(found[1].cpu(), segments)
 
 
-def test_formats_whose_sides_have_different_ranks_are_left_to_the_reference():
+def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
+    """Sides of different ranks, and outliers of a range that the segment shares."""
     fmt = make_format(rank=2)
     odd = replace(fmt, v=replace(fmt.v, low_rank=replace(fmt.v.low_rank, rank=1)))
     assert fmt.is_encodable
     assert make_format(**FORMATS["fp8"]).is_encodable
     assert not odd.is_encodable
     assert not replace(fmt, k=replace(fmt.k, low_rank=None)).is_encodable
+    assert not make_format(slots=4, k_shared=True, head_dim=80, group=80, bits=4).is_encodable
 
 
 @pytest.mark.parametrize("run", [encode, reference.encode])
@@ -270,18 +269,6 @@ def test_a_head_has_the_bytes_that_it_has_without_the_others(name, run):
     assert torch.equal(some, blocks[:, :1])
     assert torch.equal(shared, segments[:, :1])
     assert HEAD_STRIDE > 128  # or seeds of heads and segments would meet
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("bits", "head_dim", "k_group", "v_group"),
-    [(2, 64, 64, 64), (4, 64, 32, 32), (2, 128, 64, 64), (4, 80, 64, 40), (2, 96, 32, 32)],
-)
-def test_groups_of_any_size_are_those_of_the_reference(bits, head_dim, k_group, v_group, dtype):
-    fmt = quant_format(bits, head_dim, k_group, v_group)
-    k, v = (x[0].to(dtype) for x in random_kv([128], 3, head_dim, T))
-    found, expected = encode_both(fmt, k, v)
-    assert torch.equal(found[0], expected[0])
 
 
 def test_views_encode_as_copies_do():
