@@ -93,12 +93,6 @@ def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     assert not {"attend_kernel", "append_kernel"} & set(found["kivi, longer"]["compiled"])
 
 
-def test_a_step_of_a_layer_of_kivi_is_three_launches(found):
-    own = {"append_kernel", "attend_kernel", "merge_kernel"}
-    launched = [name for name in found["kivi"]["launched"] if name in own]
-    assert launched == 2 * ["append_kernel", "attend_kernel", "merge_kernel"]
-
-
 @pytest.mark.slow
 def test_every_launch_of_every_codec_binds_and_compiles(tmp_path):
     wrong = {name: one["error"] for name, one in launch(MANY, tmp_path).items() if one["error"]}
