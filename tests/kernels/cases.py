@@ -125,6 +125,22 @@ def banded_format(bits: int, head_dim: int) -> PageFormat:
     )
 
 
+SIZES = {
+    "b2-D16-g16": quant_format(2, 16, 64, 16),
+    "b2-D64-g32": quant_format(2, 64, 32, 32),
+    "b2-D80-g16": quant_format(2, 80, 64, 16),
+    "b2-D128-g32": quant_format(2, 128, 32, 32),
+    "b2-D128-g64": quant_format(2, 128, 64, 64),
+    "b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128),
+    "b4-D80-g80": quant_format(4, 80, 32, 80),
+    "b4-D96-g32": quant_format(4, 96, 32, 32),
+    "b4-D128-g64": quant_format(4, 128, 64, 64),
+    "b4-D256-g64": quant_format(4, 256, 64, 64),
+    "b4-D512-g64": quant_format(4, 512, 64, 64),
+}
+BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256)]  # bits, head dim
+
+
 def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
     """[H, segment_bytes] u8 with an order of its own, and the signs that all segments have."""
     found = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
@@ -283,5 +299,21 @@ def exact_attention(case: Case, scale: float) -> tuple[Tensor, Tensor]:
     return torch.einsum("bmhn,bhnd->bmhd", p, v), scores.logsumexp(-1)
 
 
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).norm() / exact.norm())
+def assert_alike(
+    found: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor, Tensor],
+    tolerance: float,
+    near: float = 1e-5,
+    rtol: float = 1e-6,
+) -> None:
+    """An answer and its lse are the wanted ones; who sees nothing has 0 and minus infinity.
+
+    tolerance: of the whole answer, relative
+    near, rtol: of each lse, absolute and relative
+    """
+    (o, lse), (exact, exact_lse) = found, wanted
+    seen = exact_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen)
+    assert torch.allclose(lse[seen].double(), exact_lse[seen].double(), rtol=rtol, atol=near)
+    assert (o.double() - exact).norm() <= tolerance * exact.norm()
+    assert not o[~seen].any()

@@ -20,8 +20,8 @@ from tests.kernels.cases import (
     quant_format,
     random_kv,
     raw_format,
-    relative_error,
 )
+from tests.synthetic import relative_error
 
 HEADS = 2
 DROPPED = ExactFormat("float16", 80, 4 * 64 * 80, 0, 2 * 64 * 80, slots=64, tokens=64)

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.append import append
 from disagg.kernels.gpu.encode import encode
-from disagg.kernels.gpu.plan import is_supported
-from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import store_blocks
 from disagg.kernels.sealing import NewRows, Sealing, SealRows, Segmentation, Target
@@ -16,13 +13,12 @@ from tests.kernels.cases import (
     DEVICE,
     SEGMENT_BASE,
     banded_format,
-    exact_attention,
     make_case,
     random_kv,
     random_segment,
     raw_format,
-    relative_error,
 )
+from tests.kernels.test_attention import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 
@@ -32,16 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpre
     [(2, 64, 3, 1), (3, 64, 8, 1), (2, 128, 4, 1), (3, 128, 5, 2), (2, 256, 1, 1)],
 )
 def test_bands_are_attended_as_what_they_stand_for(bits, head_dim, width, m):
-    fmt = banded_format(bits, head_dim)
-    assert is_supported(fmt)
-    case = make_case(fmt, [200, 70, 0], 1, width, m=m, run=2)
-    q, view = case.on(DEVICE)
-    o, lse = (x.cpu() for x in merge(gpu.attend(q, [view], 0.2)))
-    exact, exact_lse = exact_attention(case, 0.2)
-    seen = exact_lse > -torch.inf
-    assert torch.allclose(lse[seen].double(), exact_lse[seen], rtol=1e-3, atol=2e-3)
-    assert relative_error(o, exact) <= 1e-3
-    assert not o[~seen].any()
+    check(make_case(banded_format(bits, head_dim), [200, 70, 0], 1, width, m=m, run=2))
 
 
 @pytest.mark.parametrize(("bits", "head_dim", "heads"), [(2, 64, 2), (3, 128, 1)])

@@ -10,8 +10,8 @@ from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.gpu import reduce
 from disagg.kernels.view import Softmax
-from tests.kernels.cases import DEVICE, relative_error
-from tests.synthetic import realistic
+from tests.kernels.cases import DEVICE
+from tests.synthetic import realistic, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 PAGES = {  # how far the pages of the kernels are from those of the reference, relative

@@ -16,8 +16,8 @@ from tests.kernels.cases import (
     make_format,
     quant_format,
     raw_format,
-    relative_error,
 )
+from tests.synthetic import relative_error
 
 FMT = quant_format(4, 64, 32, 32)
 

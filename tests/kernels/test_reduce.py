@@ -16,8 +16,8 @@ from tests.kernels.cases import (
     make_case,
     quant_format,
     raw_format,
-    relative_error,
 )
+from tests.synthetic import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log(0)
 

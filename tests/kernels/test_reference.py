@@ -19,41 +19,26 @@ from disagg.kernels.sealing import Segmentation, Target
 from tests.kernels.cases import (
     BASE,
     FORMATS,
+    SIZES,
     Case,
+    assert_alike,
     exact_attention,
     make_case,
     make_format,
     quant_format,
     random_kv,
     raw_format,
-    relative_error,
 )
-
-SIZES = {
-    "b2-D64-g32": quant_format(2, 64, 32, 32),
-    "b2-D128-g64": quant_format(2, 128, 64, 64),
-    "b2-D80-g16": quant_format(2, 80, 64, 16),
-    "b4-D80-g80": quant_format(4, 80, 32, 80),
-    "b4-D96-g32": quant_format(4, 96, 32, 32),
-    "b4-D128-g64": quant_format(4, 128, 64, 64),
-    "b4-D256-g64": quant_format(4, 256, 64, 64),
-    "b2-D128-T128": quant_format(2, 128, 128, 128, tokens=128),
-}
+from tests.synthetic import relative_error
 
 
-def attend(case: Case, scale: float = 0.2):
-    return (exact if isinstance(case.view.fmt, ExactFormat) else codes).attend(
-        case.q, case.view, scale
-    )
+def attend(case: Case):
+    room = exact if isinstance(case.view.fmt, ExactFormat) else codes
+    return room.attend(case.q, case.view, 0.2)
 
 
-def check(case: Case, tolerance: float = 1e-5) -> None:
-    o, lse = attend(case)
-    wanted, wanted_lse = exact_attention(case, 0.2)
-    assert relative_error(o, wanted) <= tolerance
-    seen = wanted_lse > -torch.inf
-    assert torch.equal(lse > -torch.inf, seen)
-    assert torch.allclose(lse[seen].double(), wanted_lse[seen], rtol=1e-6, atol=1e-5)
+def check(case: Case) -> None:
+    assert_alike(attend(case), exact_attention(case, 0.2), 1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "valid" not in FORMATS[name]])

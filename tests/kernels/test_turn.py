@@ -9,29 +9,22 @@ from disagg.kernels.reference.quantize import quantize, quantize_fitted
 from disagg.kernels.reference.turn import turn, turn_back
 from disagg.kernels.sealing import Segmentation
 from tests.kernels.cases import (
+    BANDED,
     banded_format,
-    exact_attention,
     make_case,
     random_kv,
     random_segment,
-    relative_error,
 )
+from tests.kernels.test_reference import check
 
-SIZES = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256)]
 
-
-@pytest.mark.parametrize(("bits", "head_dim"), SIZES)
+@pytest.mark.parametrize(("bits", "head_dim"), BANDED)
 @pytest.mark.parametrize("m", [1, 2])
 def test_bands_are_attended_as_what_they_decode_to(bits, head_dim, m):
-    case = make_case(banded_format(bits, head_dim), [390, 70, 0], 2, 3, m=m, run=3)
-    o, lse = codes.attend(case.q, case.view, 0.2)
-    wanted, wanted_lse = exact_attention(case, 0.2)
-    assert relative_error(o, wanted) <= 1e-5
-    seen = wanted_lse > -torch.inf
-    assert torch.allclose(lse[seen].double(), wanted_lse[seen], rtol=1e-6, atol=1e-5)
+    check(make_case(banded_format(bits, head_dim), [390, 70, 0], 2, 3, m=m, run=3))
 
 
-@pytest.mark.parametrize(("bits", "head_dim"), SIZES)
+@pytest.mark.parametrize(("bits", "head_dim"), BANDED)
 def test_planes_fill_a_block_and_no_two_bands_share_a_byte(bits, head_dim):
     fmt = banded_format(bits, head_dim)
     assert fmt.written_bytes == fmt.block_bytes
