@@ -1,6 +1,7 @@
 """The whole path in one process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +10,10 @@ from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
-from disagg.model.runner import Runner
 from disagg.transfer.records import Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
-from tests.model.tiny import CONTEXT, random_prompt, save_tiny
+from tests.model.tiny import CONTEXT, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 LENGTHS = (1, 64, 130, 300)
@@ -21,20 +21,10 @@ PLAN = "0:ott:skip_layers=0;1-:gear:bits=2,backbone=kivi"
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64))
-
-
-@pytest.fixture(scope="module")
-def llm(path: str) -> Iterator[LLM]:
-    llm = LLM(path, KIVI, config=EngineConfig(arena_bytes=16 << 20))
+def llm(tiny: Path) -> Iterator[LLM]:
+    llm = LLM(str(tiny), KIVI, config=EngineConfig(arena_bytes=16 << 20))
     yield llm
     assert_empty(llm)
-
-
-@pytest.fixture(scope="module")
-def runner(path: str) -> Runner:
-    return Runner.load(path)
 
 
 def assert_empty(llm: LLM) -> None:
@@ -45,9 +35,9 @@ def assert_empty(llm: LLM) -> None:
     assert not any(llm._receiver.gauges().values())
 
 
-def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, path):
+def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, tiny):
     prompts = [random_prompt(n) for n in LENGTHS]
-    reference = ReferenceModel(path)
+    reference = ReferenceModel(str(tiny))
     expected = [reference.generate(prompt, 20).tokens for prompt in prompts]
     answers = llm.generate(prompts, SamplingParams(max_tokens=20), codec="raw")
     assert [answer.tokens for answer in answers] == expected
@@ -85,14 +75,13 @@ def test_a_single_token_is_answered_without_a_commit(llm):
     assert_empty(llm)
 
 
-def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(path):
+def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(tiny):
     prompts = [random_prompt(n) for n in (100, 120, 90, 110, 130)]
     params = SamplingParams(max_tokens=60, temperature=0.7, seed=5)
-    roomy = LLM(path, "raw", config=EngineConfig(arena_bytes=16 << 20))
+    roomy = LLM(str(tiny), "raw", config=EngineConfig(arena_bytes=16 << 20))
     expected = [roomy.generate([prompt], params)[0].tokens for prompt in prompts]
-    tight = LLM(
-        path, "raw", config=EngineConfig(arena_bytes=2 << 20, watermark=0.0, max_batch_tokens=64)
-    )
+    config = EngineConfig(arena_bytes=2 << 20, watermark=0.0, max_batch_tokens=64)
+    tight = LLM(str(tiny), "raw", config=config)
     assert [answer.tokens for answer in tight.generate(prompts, params)] == expected
     assert_empty(tight)
 

@@ -15,15 +15,15 @@ from disagg.workers.dispatch import Role
 from disagg.workers.worker import Worker
 from tests.engine.serving import make_engine, serve
 from tests.model.test_graphs import EagerRecorder
-from tests.model.tiny import random_prompt, save_tiny
+from tests.model.tiny import random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=16"
 ROWS = 5
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
-    return Runner.load(str(save_tiny("llama", tmp_path, head_dim=64)))
+def runner(tiny: Path) -> Runner:
+    return Runner.load(str(tiny))
 
 
 @pytest.mark.parametrize("codec", [KIVI, "int8"])

@@ -16,7 +16,7 @@ from disagg.model.runner import Runner
 from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_of
 from tests.engine.forced import allowed, forced_logits
 from tests.engine.serving import StandIn, make_engine, serve
-from tests.model.tiny import random_prompt, save_tiny
+from tests.model.tiny import random_prompt
 from tests.synthetic import relative_error
 
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
@@ -52,13 +52,8 @@ class RefusingRecorder:
 
 
 @pytest.fixture
-def runner(path: Path) -> Runner:
-    return Runner.load(str(path))
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), head_dim=64)
+def runner(tiny: Path) -> Runner:
+    return Runner.load(str(tiny))
 
 
 def logits_of(runner: Runner, codecs: dict[str, str], tokens: int = 12) -> dict[str, Tensor]:
@@ -172,16 +167,10 @@ def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
     assert set(keys([70, 75, 72], "kivi")) & set(keys([70, 75, 72, 71], "kivi"))  # both four rows
 
 
-@pytest.mark.parametrize(
-    ("count", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (17, 24), (24, 24)]
-)
-def test_buckets_are_close_above_what_they_hold(count, bucket):
-    assert bucket_of(count) == bucket
-
-
-@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (3, 4), (33, 64), (64, 64)])
-def test_tables_are_as_wide_as_a_power_of_two(count, width):
-    assert width_of(count) == width
+def test_buckets_are_close_above_what_they_hold_and_tables_as_wide_as_a_power_of_two():
+    counts = (1, 2, 3, 4, 5, 9, 17, 24)
+    assert [*map(bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
+    assert [*map(width_of, (1, 2, 3, 33, 64))] == [1, 2, 4, 64, 64]
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
@@ -213,8 +202,8 @@ def test_a_cpu_records_nothing(runner):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8"])
-def test_a_graph_gives_what_eager_kernels_give(path, codec):
-    runner = Runner.load(str(path), device="cuda")
+def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
+    runner = Runner.load(str(tiny), device="cuda")
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
     assert runner._graphs is not None

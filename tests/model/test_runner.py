@@ -17,27 +17,22 @@ from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_tiny
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
-
-
-def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(path, tmp_path):
-    copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    original = fingerprint_model(path)
+def test_a_fingerprint_is_of_config_and_weights_and_not_of_the_place(tiny, tmp_path):
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    original = fingerprint_model(tiny)
     assert Runner.load(str(copy)).fingerprint == original
     weights = load_file(copy / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     assert fingerprint_model(copy) != original
-    shutil.copy(path / "model.safetensors", copy)
+    shutil.copy(tiny / "model.safetensors", copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     assert fingerprint_model(copy) != original
 
 
-def test_a_model_without_all_of_its_weights_is_refused(path, tmp_path):
-    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+def test_a_model_without_all_of_its_weights_is_refused(tiny, tmp_path):
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
@@ -45,8 +40,8 @@ def test_a_model_without_all_of_its_weights_is_refused(path, tmp_path):
         Runner.load(str(copy))
 
 
-def test_weights_that_are_cut_short_are_refused(path, tmp_path):
-    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match="cannot load LlamaForCausalLM"):
@@ -60,8 +55,8 @@ def test_windows_that_the_model_does_not_share_are_refused(tmp_path):
         check_attention(runner._model, whole)
 
 
-def test_models_run_in_16_bits_too(path):
-    runner = Runner.load(str(path), "float16")
+def test_models_run_in_16_bits_too(tiny):
+    runner = Runner.load(str(tiny), "float16")
     assert runner.shape.dtype == "float16"
     engine = make_engine(runner, max_batch_tokens=40)
     (answer,) = serve(engine, [random_prompt(70)], "raw", 8)
@@ -70,8 +65,8 @@ def test_models_run_in_16_bits_too(path):
     assert group.raw.plane("k").dtype == "float16"
 
 
-def test_only_wanted_rows_have_logits(path):
-    runner = Runner.load(str(path))
+def test_only_wanted_rows_have_logits(tiny):
+    runner = Runner.load(str(tiny))
     batch = Batch(
         tokens=[1, 2, 3, 4],
         positions=[0, 1, 2, 3],
@@ -84,12 +79,12 @@ def test_only_wanted_rows_have_logits(path):
     assert logits.dtype == torch.float32
 
 
-def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(path, monkeypatch):
-    asked = replace(describe_model(str(path)), dtype="bfloat16")  # as on a GPU
+def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(tiny, monkeypatch):
+    asked = replace(describe_model(str(tiny)), dtype="bfloat16")  # as on a GPU
     monkeypatch.setattr("disagg.model.runner.describe_model", lambda *_: asked)
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr("disagg.model.runner.has_bfloat16", lambda has=has: has)
-        runner = Runner.load(str(path))
+        runner = Runner.load(str(tiny))
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
         assert next(runner._model.parameters()).dtype == dtype
-    assert Runner.load(str(path), dtype="bfloat16").info.dtype == "bfloat16"  # asked for by name
+    assert Runner.load(str(tiny), dtype="bfloat16").info.dtype == "bfloat16"  # asked for by name
