@@ -13,12 +13,11 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from disagg.bench.result import result_of, tell
+from disagg.bench.result import Row, result_of, tell, write
 from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -29,36 +28,11 @@ TIE = 1e-4  # logits
 SHORTEST, LONGEST = 5, 1500  # tokens of a prompt
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How one way of serving compares with the reference.
+def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -> Row:
+    """Compare `prompts` continuations of a model, both ways.
 
-    compared: tokens up to the first difference of each prompt, that one included
+    smallest_margin: the closest call among the reference's tokens
     """
-
-    prompts: int
-    tokens: int
-    compared: int
-    mismatches: int
-    ties: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """The whole result; `smallest_margin` is the closest call among the reference's tokens."""
-
-    model: str
-    codec: str
-    lengths: tuple[int, ...]
-    max_tokens: int
-    smallest_margin: float
-    one_by_one: Comparison
-    ragged: Comparison
-
-
-def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -> Exactness:
-    """Compare `prompts` continuations of a model, both ways."""
     codec = "raw:dtype=model"
     inputs = make_prompts(ref, text, prompts)
     reference = ReferenceModel(ref)
@@ -72,15 +46,15 @@ def measure(ref: str | None, text: Path | None, prompts: int, max_tokens: int) -
     middle = time.perf_counter()
     together = serve(engine, inputs, codec, max_tokens, ignore_eos=True)
     ended = time.perf_counter()
-    return Exactness(
-        model=describe_model(ref).architecture,
-        codec=codec,
-        lengths=tuple(len(prompt) for prompt in inputs),
-        max_tokens=max_tokens,
-        smallest_margin=min(min(x.margins) for x in expected),
-        one_by_one=compare(alone, expected, middle - started),
-        ragged=compare(together, expected, ended - middle),
-    )
+    return {
+        "model": describe_model(ref).architecture,
+        "codec": codec,
+        "lengths": [len(prompt) for prompt in inputs],
+        "max_tokens": max_tokens,
+        "smallest_margin": min(min(x.margins) for x in expected),
+        "one_by_one": compare(alone, expected, middle - started),
+        "ragged": compare(together, expected, ended - middle),
+    }
 
 
 def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[int]]:
@@ -95,10 +69,11 @@ def make_prompts(ref: str | None, text: Path | None, count: int) -> list[list[in
     return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
-def compare(
-    answers: Sequence[Sequence[int]], expected: Sequence[Reference], seconds: float
-) -> Comparison:
-    """Count the first difference of each answer: a mismatch, or a tie of the reference."""
+def compare(answers: Sequence[Sequence[int]], expected: Sequence[Reference], seconds: float) -> Row:
+    """Count the first difference of each answer: a mismatch, or a tie of the reference.
+
+    compared: tokens up to the first difference of each prompt, that one included
+    """
     compared = mismatches = ties = 0
     for answer, truth in zip(answers, expected, strict=True):
         assert len(answer) == len(truth.tokens)
@@ -108,8 +83,14 @@ def compare(
                 mismatches += margin >= TIE
                 ties += margin < TIE
                 break
-    total = sum(map(len, answers))
-    return Comparison(len(answers), total, compared, mismatches, ties, round(seconds, 2))
+    return {
+        "prompts": len(answers),
+        "tokens": sum(map(len, answers)),
+        "compared": compared,
+        "mismatches": mismatches,
+        "ties": ties,
+        "seconds": round(seconds, 2),
+    }
 
 
 def main() -> None:
@@ -127,13 +108,14 @@ def main() -> None:
     result = measure(arguments.model, arguments.text, arguments.prompts, arguments.tokens)
     record = result_of([result], "greedy, fp32, against generate")
     if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(record, arguments.out)
     if arguments.json:
         print(json.dumps(record))
         return
-    print(f"{result.model}, {result.codec}, prompts of {result.lengths} tokens")
-    for name, part in (("one by one", result.one_by_one), ("one ragged batch", result.ragged)):
-        print(f"{name}: {part.mismatches} mismatches, {part.ties} ties in {part.compared} tokens")
+    print("{model}, {codec}, prompts of {lengths} tokens".format(**result))
+    for name in ("one_by_one", "ragged"):
+        found = "{mismatches} mismatches, {ties} ties in {compared} tokens".format(**result[name])
+        print(f"{name}: {found}")
 
 
 if __name__ == "__main__":
