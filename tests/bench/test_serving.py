@@ -12,6 +12,7 @@ from disagg.bench import serving
 from disagg.bench.serving import ServeOptions, Visit, Visited, departures, draw_serving, summarize
 from disagg.cli.app import run
 from disagg.errors import ConfigError
+from disagg.model.describe import DEFAULT_MODEL
 from disagg.model.tokenizer import Tokenizer
 
 ANSWER = ["It", " was", " so"]
@@ -57,14 +58,8 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def default_folder() -> str:
-    from disagg.model.describe import locate_model
-
-    return str(locate_model(None))
-
-
 def ask(url: str, *more: str) -> list[str]:
-    flags = ["--base-url", url, "--tokenizer", default_folder(), "--num-prompts", "5"]
+    flags = ["--base-url", url, "--tokenizer", str(DEFAULT_MODEL), "--num-prompts", "5"]
     return ["bench", "serve", *flags, "--random-input-len", "20", *more]
 
 
@@ -123,7 +118,7 @@ def test_where_nobody_answers_it_says_so(capsys):
     ],
 )
 def test_what_cannot_be_asked_is_refused(flags, word, capsys):
-    given = ["--model", "m", "--tokenizer", default_folder(), *flags]
+    given = ["--model", "m", "--tokenizer", str(DEFAULT_MODEL), *flags]
     assert run(["bench", "serve", *given]) == 2
     assert word in capsys.readouterr().err
 
