@@ -219,11 +219,6 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
     assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))
 
 
-def test_encoding_is_deterministic(codec: Codec) -> None:
-    k, v = realistic(3, 400, 128)
-    assert stored(compress(codec, k, v)) == stored(compress(codec, k.clone(), v.clone()))
-
-
 def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec: Codec) -> None:
     """A plane that nobody reads, or two that overlap, would go unnoticed elsewhere."""
     group = codec.layer_group((3,), 2, 64, "float16")
