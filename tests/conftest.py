@@ -1,7 +1,10 @@
-"""Shared by all tests: what runs beside what, one torch thread, Triton without a GPU, a model."""
+"""Shared by all tests: what runs beside what, coroutines, one torch thread, Triton, a model."""
 
+import asyncio
+import inspect
 import os
 import shutil
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("ray") and scope_of(item.nodeid) != "serial":
             raise pytest.UsageError(f"{item.nodeid} needs Ray; name its file in SERIAL")
     items.sort(key=lambda item: (scope := scope_of(item.nodeid)) != "serial" and scope not in LONG)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs on a loop of its own, inside what it is given to enter."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            for name, value in given.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    given[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(run())
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)

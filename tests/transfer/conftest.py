@@ -1,7 +1,5 @@
 """What several tests of the transfer room begin with."""
 
-import asyncio
-import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -9,16 +7,6 @@ import pytest
 from tests.papers import make_papers
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import Prompt, make_prompt
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on a loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture

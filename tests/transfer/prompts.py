@@ -154,3 +154,12 @@ def make_related(
             for item in unit.items(plan.groups[unit.group]):
                 fill(prompt, item, item)
     return prompt
+
+
+def shared_bytes(checklist: Checklist, shared: int) -> int:
+    """Bytes of the records that lie wholly in so many first tokens."""
+    plan = checklist.plan
+    units = [unit for units in units_of(plan, checklist.tokens) for unit in units]
+    known = [unit for unit in units if unit.end <= shared]
+    items = [item for unit in known for item in unit.items(plan.groups[unit.group])]
+    return sum(map(checklist.nbytes, items))

@@ -26,19 +26,8 @@ from tests.transfer.prompts import (
     make_pool,
     make_prompt,
     make_related,
+    shared_bytes,
 )
-
-
-def shared_bytes(prompt: Prompt, shared: int) -> int:
-    """Bytes of the records that lie wholly in the shared part."""
-    units = [unit for units in units_of(prompt.plan, prompt.tokens) for unit in units]
-    return sum(
-        prompt.checklist.nbytes(item)
-        for unit in units
-        if unit.end <= shared
-        for item in unit.items(prompt.plan.groups[unit.group])
-    )
-
 
 # -- what is shared
 
@@ -46,7 +35,7 @@ def shared_bytes(prompt: Prompt, shared: int) -> int:
 @pytest.mark.parametrize(("tokens", "shared"), [(1200, 1000), (2300, 2110), (190, 130)])
 def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, shared):
     first, second = make_related(tokens + 37, 1, shared), make_related(tokens, 2, shared)
-    known, desk = shared_bytes(second, shared), Desk(1 << 21)
+    known, desk = shared_bytes(second.checklist, shared), Desk(1 << 21)
     assert desk.give(first, "one") == first.checklist.total_bytes
     assert desk.give(second, "two") == second.checklist.total_bytes - known
     assert known > 0
@@ -94,7 +83,7 @@ def test_what_another_computed_a_little_differently_is_not_sent_again():
     first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110, noise=5)
     desk = Desk(1 << 21)
     desk.give(first, "one")
-    known = shared_bytes(second, 2110)
+    known = shared_bytes(second.checklist, 2110)
     assert desk.give(second, "two") == second.checklist.total_bytes - known
     one = dict(zip(first.checklist.items, first.commit().digests, strict=True))
     two = dict(zip(second.checklist.items, desk.engine["two"].commit.digests, strict=True))
@@ -225,7 +214,7 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
     assert desk.ledger.counts["damaged"] == 1
     assert not desk.scrub()
     sent = desk.give(prompt, "two")
-    assert 0 < prompt.checklist.total_bytes - sent < shared_bytes(prompt, 700)
+    assert 0 < prompt.checklist.total_bytes - sent < shared_bytes(prompt.checklist, 700)
     assert prompt.equals(desk.pool.arena, desk.engine["two"].groups)
 
 

@@ -1,10 +1,13 @@
 """One torch thread, and the packaged model three times: an engine has a model of its own."""
 
+from contextlib import AbstractAsyncContextManager
+
 import pytest
 import torch
 
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
+from tests.workers.pairs import House, paired
 
 torch.set_num_threads(1)
 
@@ -18,6 +21,12 @@ STORY = (
 @pytest.fixture(scope="session")
 def runners() -> list[Runner]:
     return [Runner.load() for _ in range(3)]
+
+
+@pytest.fixture
+def home(runners: list[Runner]) -> AbstractAsyncContextManager[House]:
+    """Two workers and their router, for a test that is a coroutine."""
+    return paired(runners)
 
 
 @pytest.fixture(scope="session")

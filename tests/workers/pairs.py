@@ -1,11 +1,14 @@
 """Two plain workers in this process, real gRPC on the loopback, and a router on the test's loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from disagg.config import Config, RouterConfig
+from disagg.engine.sequence import SamplingParams
+from disagg.llm import LLM
 from disagg.model.runner import Runner
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Role
@@ -16,6 +19,7 @@ from disagg.workers.worker import Worker
 from tests.workers.fakes import until
 
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
+KIVI = "kivi:bits=2,group=64,residual=64"
 TOKEN = "a shared secret"
 IDLE = {"arena_bytes", "cached_pages", "cached_bytes"}  # not zero when nothing goes on
 
@@ -45,24 +49,37 @@ class House:
         self.add("p", Role.PREFILL, runners[0])
         self.add("d", Role.DECODE, runners[1])
 
-    def kill(self, name: str) -> None:
+    async def kill(self, name: str) -> None:
         """End a worker at once, in the middle of whatever it does."""
         worker = self.workers.pop(name)
-        worker.stop(0.0)
-        worker.wait()
+        await asyncio.to_thread(worker.stop, 0.0)
+        await until(lambda: worker.wait(0.0))
         self.router.died(name)
 
     async def complete(
-        self, prompt: tuple[int, ...], codec: str, **params: int | float | bool
+        self,
+        prompt: Prompt,
+        codec: str,
+        said: list[int] | None = None,
+        **params: int | float | bool,
     ) -> tuple[list[int], Output]:
-        """Tokens and end of one answer."""
-        tokens: list[int] = []
+        """Tokens and end of one answer. said: where tokens are as soon as they come"""
+        tokens: list[int] = [] if said is None else said
         outputs = self.router.generate(prompt, GREEDY | params, codec)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.token is not None:
                     tokens.append(output.token)
         return tokens, output
+
+    async def begin(
+        self, prompt: Prompt, codec: str, heard: int = 2, max_tokens: int = 2000
+    ) -> asyncio.Task[tuple[list[int], Output]]:
+        """An answer of which so many tokens have come: the second is of its decode worker."""
+        said: list[int] = []
+        asking = asyncio.create_task(self.complete(prompt, codec, said, max_tokens=max_tokens))
+        await until(lambda: len(said) >= heard)
+        return asking
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
         """What each worker holds."""
@@ -105,3 +122,31 @@ async def house(
             worker.stop(0.0)
         for worker in found.workers.values():
             await until(lambda worker=worker: worker.wait(0.0))  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def paired(
+    runners: list[Runner], config: Config | None = None, min_tokens: int | None = 0, **router: float
+) -> AsyncIterator[House]:
+    """A prefill worker "p" and a decode worker "d"; at the end nobody holds anything."""
+    async with house(config, min_tokens, **router) as found:
+        found.pair(runners)
+        yield found
+        await found.empty()
+
+
+async def on_loop(worker: Worker, call: Coroutine[Any, Any, Any]) -> Any:
+    """What a call gives on the loop of a worker."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, worker._loop))
+
+
+async def leave(asking: asyncio.Task) -> None:
+    """The client of an answer goes away."""
+    asking.cancel()
+    await asyncio.wait([asking])
+
+
+def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:
+    """What one process says that shares nothing."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return list(LLM(codec=codec).generate([prompt], params)[0].tokens)

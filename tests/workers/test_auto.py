@@ -1,16 +1,14 @@
 """Requests that leave their codec to the service: at the rules, and between real workers."""
 
-import asyncio
 from dataclasses import replace
 
 from disagg.config import Config
 from disagg.errors import TransferError
-from disagg.model.runner import Runner
 from disagg.transfer.messages import Role, TokenEvent, Work
 from disagg.workers.actions import Reserve, Start
 from disagg.workers.dispatch import Started
 from tests.workers.fakes import Rules
-from tests.workers.pairs import Prompt, house
+from tests.workers.pairs import paired
 from tests.workers.test_dispatch import GRANT, job, only
 
 CODECS = ["fp8", "raw:dtype=fp16", "kivi:bits=4,group=64,residual=64"]
@@ -45,20 +43,13 @@ def test_local_work_is_late_on_no_link() -> None:
     assert (start.work, start.job.codec) == (Work.LOCAL, "raw")
 
 
-def test_the_most_accurate_is_taken_once_errors_are_known(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house(Config(codec="auto", codecs=CODECS)) as home:
-            home.pair(runners)
-            prompt, found = (story * 2)[:300], []
-            for begin, codec in enumerate(["auto", "auto", ""]):
-                _, end = await home.complete(prompt[begin:], codec)
-                found.append(end.kv)
-            assert [kv["codec"] for kv in found] == ["fp8", "raw:dtype=fp16", "fp8"]
-            assert [kv.get("choice") for kv in found] == ["unmeasured", "accurate", None]
-            assert set(found[0]["attention_error"]) == set(CODECS)
-            assert found[0]["link_bytes_per_s"] > 0
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):
+    async with paired(runners, Config(codec="auto", codecs=CODECS)) as home:
+        prompt, found = (story * 2)[:300], []
+        for begin, codec in enumerate(["auto", "auto", ""]):
+            _, end = await home.complete(prompt[begin:], codec)
+            found.append(end.kv)
+        assert [kv["codec"] for kv in found] == ["fp8", "raw:dtype=fp16", "fp8"]
+        assert [kv.get("choice") for kv in found] == ["unmeasured", "accurate", None]
+        assert set(found[0]["attention_error"]) == set(CODECS)
+        assert found[0]["link_bytes_per_s"] > 0

@@ -7,10 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from disagg.config import Config
-from disagg.model.runner import Runner
-from tests.workers.pairs import GREEDY, House, Prompt, house
-
-KIVI = "kivi:bits=2,group=64,residual=64"
+from tests.workers.pairs import GREEDY, KIVI, House, Prompt, house, paired
 
 
 async def ask(home: House, prompt: Prompt, tokens: int, leaves_at: int | None) -> list[int]:
@@ -41,25 +38,16 @@ async def crowd(
 
 
 @pytest.mark.parametrize("min_tokens", [0, None], ids=["handed-off", "whole"])
-def test_what_clients_that_leave_had_is_free(
-    runners: list[Runner], story: Prompt, min_tokens: int | None
-) -> None:
-    async def scene() -> None:
-        async with house(Config(codec=KIVI), min_tokens=min_tokens) as home:
-            home.pair(runners)
-            await crowd(home, [story[x : x + 70] for x in range(16)], 24, seed=5)
-
-    asyncio.run(scene())
+async def test_what_clients_that_leave_had_is_free(runners, story, min_tokens):
+    async with paired(runners, Config(codec=KIVI), min_tokens) as home:
+        await crowd(home, [story[x : x + 70] for x in range(16)], 24, seed=5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_crowds_of_150_long_prompts_come_and_go(runners: list[Runner], story: Prompt) -> None:
-    async def scene() -> None:
-        async with house(Config(codec=KIVI), limit_s=900) as home:
-            home.pair(runners)
-            long = (story * 20)[:1200]
-            for seed in range(4):
-                await crowd(home, [long[x : x + 1000] for x in range(150)], 4, seed, within_s=1)
-
-    asyncio.run(scene())
+async def test_four_crowds_of_150_long_prompts_come_and_go(runners, story):
+    async with house(Config(codec=KIVI), limit_s=900) as home:
+        home.pair(runners)
+        long = (story * 20)[:1200]
+        for seed in range(4):
+            await crowd(home, [long[x : x + 1000] for x in range(150)], 4, seed, within_s=1)

@@ -64,38 +64,32 @@ def test_an_abort_forgets_its_attempt_and_no_later_one() -> None:
     assert events.kept == 0
 
 
-def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken() -> None:
-    async def scene() -> None:
-        loads = iter([Load(1), Load(2), Load(3)])
-        events = Events(lambda: next(loads))
-        stream = events.subscribe({})
-        assert await anext(stream) == Step((), Load(1))
-        assert events.followed
-        events.say([token(0)])
-        assert await anext(stream) == Step((token(0),), Load(2))
-        events.say([])
-        assert await anext(stream) == Step((), Load(3))
-        await stream.aclose()  # type: ignore[attr-defined]
-        assert not events.followed
-
-    asyncio.run(scene())
+async def test_what_is_said_reaches_an_open_stream_with_what_could_be_taken() -> None:
+    loads = iter([Load(1), Load(2), Load(3)])
+    events = Events(lambda: next(loads))
+    stream = events.subscribe({})
+    assert await anext(stream) == Step((), Load(1))
+    assert events.followed
+    events.say([token(0)])
+    assert await anext(stream) == Step((token(0),), Load(2))
+    events.say([])
+    assert await anext(stream) == Step((), Load(3))
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert not events.followed
 
 
-def test_a_worker_follows_the_first_router_until_it_is_gone() -> None:
-    async def scene() -> None:
-        events = Events()
-        first = events.subscribe({}, "one")
-        await anext(first)
-        with pytest.raises(ConfigError, match="follows router one, not two"):
-            await anext(events.subscribe({}, "two"))
-        again = events.subscribe({}, "one")
-        await anext(again)
-        await first.aclose()  # type: ignore[attr-defined]
-        assert events.followed
-        await again.aclose()  # type: ignore[attr-defined]
-        second = events.subscribe({}, "two")
-        await anext(second)
-        assert events.router == "two"
-        await second.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(scene())
+async def test_a_worker_follows_the_first_router_until_it_is_gone() -> None:
+    events = Events()
+    first = events.subscribe({}, "one")
+    await anext(first)
+    with pytest.raises(ConfigError, match="follows router one, not two"):
+        await anext(events.subscribe({}, "two"))
+    again = events.subscribe({}, "one")
+    await anext(again)
+    await first.aclose()  # type: ignore[attr-defined]
+    assert events.followed
+    await again.aclose()  # type: ignore[attr-defined]
+    second = events.subscribe({}, "two")
+    await anext(second)
+    assert events.router == "two"
+    await second.aclose()  # type: ignore[attr-defined]

@@ -1,9 +1,6 @@
 """Sequences that go on at another decode worker: no token lost or repeated, nothing left behind."""
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 
@@ -18,22 +15,9 @@ from disagg.transfer.messages import Role
 from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
 from tests.workers.fakes import until
-from tests.workers.pairs import GREEDY, House, Prompt, house
+from tests.workers.pairs import KIVI, leave, paired
 
-KIVI = "kivi:bits=2,group=64,residual=64"
-LONG = {"max_tokens": 150}
-
-
-async def listen(home: House, prompt: Prompt, codec: str, heard: asyncio.Event) -> list[int]:
-    """A long answer; `heard` is set in the middle of it."""
-    tokens: list[int] = []
-    async with aclosing(home.router.generate(prompt, GREEDY | LONG, codec)) as outputs:
-        async for output in outputs:
-            if output.token is not None:
-                tokens.append(output.token)
-            if len(tokens) == 20:
-                heard.set()
-    return tokens
+LONG, HEARD = 150, 20  # tokens of an answer that moves, and of them before it does
 
 
 @pytest.mark.parametrize(
@@ -45,15 +29,9 @@ async def listen(home: House, prompt: Prompt, codec: str, heard: asyncio.Event) 
         ("raw", 200, True),
     ],
 )
-def test_a_worker_that_leaves_takes_no_token_along(
-    codec: str,
-    tokens: int,
-    windowed: bool,
-    runners: list[Runner],
-    story: Prompt,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_that_leaves_takes_no_token_along(
+    codec, tokens, windowed, runners, story, monkeypatch, tmp_path
+):
     """Sealed pages leave early; those of a window, of which some are dropped meanwhile, do not.
 
     The answer of the longest prompt fills a segment, of which only a prompt would have a record.
@@ -69,80 +47,55 @@ def test_a_worker_that_leaves_takes_no_token_along(
         early.append({item.kind for item in self._offered})
 
     monkeypatch.setattr(Departure, "begin", begins)
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            expected, _ = await home.complete(story, codec, **LONG)
-            heard = asyncio.Event()
-            asking = asyncio.create_task(listen(home, story, codec, heard))
-            await heard.wait()
+    with witnessed() as (left, came):
+        async with paired(runners) as home:
+            expected, _ = await home.complete(story, codec, max_tokens=LONG)
+            asking = await home.begin(story, codec, HEARD, LONG)
             home.add("d2", Role.DECODE, runners[2])
             leaving = home.workers.pop("d")
             leaving.stop(30.0)
             await until(lambda: leaving.wait(0.0))
             home.router.died("d")
-            assert await asking == expected
+            assert (await asking)[0] == expected
             assert leaving.decode.counts["moved"] == 1
             assert home.router.dispatch.retries == home.router.dispatch.unequal_tokens == 0
             await home.empty()
             assert not leaving.engine.pool.referenced_pages
-
-    with witnessed() as (left, came):
-        asyncio.run(scene())
     assert left == came
     assert came.total() == 1
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
-def test_what_cannot_move_is_computed_again_elsewhere(
-    breaks: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_move_is_computed_again_elsewhere(
+    breaks, home, runners, story, monkeypatch
+):
     """GEAR seals other pages while it decodes than it makes of a prompt."""
     codec = "gear" if breaks == "the codec" else KIVI
 
     async def run(self: sender.Sender) -> None:
         raise TransferError("the cable is cut")
 
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            expected, _ = await home.complete(story, codec, **LONG)
-            heard = asyncio.Event()
-            asking = asyncio.create_task(listen(home, story, codec, heard))
-            await heard.wait()
-            home.add("d2", Role.DECODE, runners[2])
-            if breaks == "the link":
-                monkeypatch.setattr(sender.Sender, "run", run)
-            source = home.workers["d"]
-            source.assume(Role.PREFILL)
-            await until(lambda: home.router.dispatch.retries > 0)
-            monkeypatch.undo()
-            assert await asking == expected
-            assert not source.decode.counts
-            assert home.router.peers["d"].started.role is Role.PREFILL
-            await home.empty()
-
-    asyncio.run(scene())
+    expected, _ = await home.complete(story, codec, max_tokens=LONG)
+    asking = await home.begin(story, codec, HEARD, LONG)
+    home.add("d2", Role.DECODE, runners[2])
+    if breaks == "the link":
+        monkeypatch.setattr(sender.Sender, "run", run)
+    source = home.workers["d"]
+    source.assume(Role.PREFILL)
+    await until(lambda: home.router.dispatch.retries > 0)
+    monkeypatch.undo()
+    assert (await asking)[0] == expected
+    assert not source.decode.counts
+    assert home.router.peers["d"].started.role is Role.PREFILL
 
 
-def test_an_answer_that_is_left_while_it_moves_frees_both_workers(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            heard = asyncio.Event()
-            asking = asyncio.create_task(listen(home, story, KIVI, heard))
-            await heard.wait()
-            home.add("d2", Role.DECODE, runners[2])
-            source = home.workers["d"]
-            source.assume(Role.NONE)
-            await until(lambda: bool(source.decode._moves))
-            asking.cancel()
-            await asyncio.wait([asking])
-            await home.empty()
-            assert not source.decode._moves
-
-    asyncio.run(scene())
+async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, runners, story):
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    home.add("d2", Role.DECODE, runners[2])
+    source = home.workers["d"]
+    source.assume(Role.NONE)
+    await until(lambda: bool(source.decode._moves))
+    await leave(asking)
+    await home.empty()
+    assert not source.decode._moves

@@ -1,118 +1,50 @@
 """Two real prompts with a common beginning, through two workers."""
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from disagg.config import Config, TransferConfig
-from disagg.engine.sequence import SamplingParams
-from disagg.llm import LLM
-from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, RAW_TOKENS, Kind
-from disagg.transfer.records import Checklist, units_of
+from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox, Sender
 from disagg.wire import Item
 from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
-from tests.workers.pairs import GREEDY, Prompt, house
+from tests.transfer.prompts import shared_bytes
+from tests.workers.pairs import KIVI, alone, on_loop, paired
 
-KIVI = "kivi:bits=2,group=64,residual=64"
 SHARED = 1000
-
-
-def prompts(story: Prompt) -> tuple[Prompt, Prompt]:
-    beginning = (story * 6)[:SHARED]
-    assert len(beginning) == SHARED
-    return beginning + story[40:130], beginning + story[7:190]
 
 
 @pytest.mark.parametrize(
     "codec",
     [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32", "banded", f"{KIVI},sink=64"],
 )
-def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(
-    codec: str, runners: list[Runner], story: Prompt
-) -> None:
-    first, second = prompts(story)
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            _, one = await home.complete(first, codec)
-            tokens, two = await home.complete(second, codec)
-            plan = home.workers["d"].engine.plan(codec)
-            checklist = Checklist(plan, len(second))
-            shared = sum(
-                checklist.nbytes(item)
-                for units in units_of(plan, len(second))
-                for unit in units
-                if unit.end <= SHARED
-                for item in unit.items(plan.groups[unit.group])
-            )
-            assert one.kv["cached_bytes"] == 0
-            assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
-            assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
-            await home.empty()
-            assert home.seen["d"]["cached_pages"] > 0  # later a scrub may own some
-            assert tokens == alone(second, codec)
-
-    asyncio.run(scene())
+async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(codec, home, story):
+    beginning = (story * 6)[:SHARED]
+    first, second = beginning + story[40:130], beginning + story[7:190]
+    _, one = await home.complete(first, codec)
+    tokens, two = await home.complete(second, codec)
+    checklist = Checklist(home.workers["d"].engine.plan(codec), len(second))
+    shared = shared_bytes(checklist, SHARED)
+    assert one.kv["cached_bytes"] == 0
+    assert two.kv["cached_bytes"] == shared > checklist.total_bytes / 3
+    assert two.kv["wire_bytes"] < 1.05 * (checklist.total_bytes - shared) + 20_000
+    await home.empty()
+    assert home.seen["d"]["cached_pages"] > 0  # later a scrub may own some
+    assert tokens == alone(second, codec)
 
 
-def alone(prompt: Prompt, codec: str) -> list[int]:
-    """What one process says that shares nothing."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    return list(LLM(codec=codec).generate([prompt], params)[0].tokens)
-
-
-def test_a_prompt_that_comes_again_sends_its_tail_and_gets_the_same_answer(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            answers = [await home.complete(story, KIVI) for _ in range(3)]
-            assert answers[0][0] == answers[1][0] == answers[2][0]
-            assert answers[1][1].kv["cached_bytes"] == answers[2][1].kv["cached_bytes"] > 0
-            await home.empty()
-
-    asyncio.run(scene())
-
-
-def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(
-    runners: list[Runner], story: Prompt
-) -> None:
+async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(home, story):
     """The router hears of the damage, and the next attempt replays what the client has."""
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            expected, _ = await home.complete(story, KIVI, max_tokens=60)
-            decode = home.workers["d"]
-            tokens: list[int] = []
-            params = GREEDY | {"max_tokens": 60}
-            async with aclosing(home.router.generate(story, params, KIVI)) as outputs:
-                async for output in outputs:
-                    tokens += [] if output.token is None else [output.token]
-                    if len(tokens) == 5:
-                        await on_loop(decode, alter_and_scrub)
-            assert decode.receiver.reservations.counts["damaged"] == 1
-            assert home.router.dispatch.retries == 1
-            assert tokens == expected
-            await home.empty()
-
-    asyncio.run(scene())
-
-
-async def on_loop(worker: Worker, call: Callable[[Worker], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await call(worker)
-
-    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), worker._loop))
+    expected, _ = await home.complete(story, KIVI, max_tokens=150)
+    asking, decode = await home.begin(story, KIVI, heard=5, max_tokens=150), home.workers["d"]
+    await on_loop(decode, alter_and_scrub(decode))
+    assert (await asking)[0] == expected
+    assert decode.receiver.reservations.counts["damaged"] == 1
+    assert home.router.dispatch.retries == 1
 
 
 async def alter_and_scrub(worker: Worker) -> None:
@@ -126,39 +58,28 @@ async def alter_and_scrub(worker: Worker) -> None:
     await worker.receiver.scrub(1 << 30)
 
 
-def test_sharing_can_be_turned_off(runners: list[Runner], story: Prompt) -> None:
-    async def scene() -> None:
-        config = Config(transfer=TransferConfig(dedup=False))
-        async with house(config) as home:
-            home.pair(runners)
-            for _ in range(2):
-                _, last = await home.complete(story, KIVI)
-                assert last.kv["cached_bytes"] == 0
-            assert (await home.gauges())["d"]["cached_pages"] == 0
-
-    asyncio.run(scene())
+async def test_sharing_can_be_turned_off(runners, story):
+    async with paired(runners, Config(transfer=TransferConfig(dedup=False))) as home:
+        for _ in range(2):
+            _, last = await home.complete(story, KIVI)
+            assert last.kv["cached_bytes"] == 0
+        assert (await home.gauges())["d"]["cached_pages"] == 0
 
 
-def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            _, one = await home.complete(story, KIVI)
-            _, two = await home.complete(story, KIVI)
-            known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
-            assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
-            status = await home.router.status()
-            prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
-            assert prefill["computed_tokens"] == 2 * len(story) - known
-            assert prefill["cached_tokens"] == known
-            shared = decode["shared_tokens"]
-            assert 0 < shared < len(story)
-            assert decode["received_tokens"] == 2 * len(story) - shared
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_a_prompt_that_comes_again_is_computed_once_and_both_sides_count_it(home, story):
+    (first, one), (second, two) = [await home.complete(story, KIVI) for _ in range(2)]
+    assert first == second
+    known = (len(story) - 1) // RAW_TOKENS * RAW_TOKENS
+    assert (one.kv["cached_tokens"], two.kv["cached_tokens"]) == (0, known)
+    status = await home.router.status()
+    prefill, decode = (status[name].info["counts"] for name in ("p", "d"))
+    assert prefill["computed_tokens"] == 2 * len(story) - known
+    assert prefill["cached_tokens"] == known
+    shared = decode["shared_tokens"]
+    assert 0 < shared < len(story)
+    assert decode["received_tokens"] == 2 * len(story) - shared
+    third, three = await home.complete(story, KIVI)
+    assert (third, three.kv["cached_bytes"]) == (second, two.kv["cached_bytes"])
 
 
 @pytest.fixture
@@ -185,9 +106,7 @@ def attached_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("attached_first")
 @pytest.mark.parametrize("codec", ["gear:bits=4", "banded", f"{KIVI},sink=64"])
-def test_what_the_other_side_has_is_not_encoded(
-    codec: str, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkeypatch):
     """Of the prompt that comes again no page is written, and the answer is the same."""
     left_out: list[int] = []
     commit = Offering.commit
@@ -198,43 +117,29 @@ def test_what_the_other_side_has_is_not_encoded(
         return stats
 
     monkeypatch.setattr(Offering, "commit", note)
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            first, second = [await home.complete(story, codec) for _ in range(2)]
-            assert first[0] == second[0]
-            plan = home.workers["d"].engine.plan(codec)
-            pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
-            assert left_out == [0, pages]
-            await home.empty()
-
-    asyncio.run(scene())
+    first, second = [await home.complete(story, codec) for _ in range(2)]
+    assert first[0] == second[0]
+    plan = home.workers["d"].engine.plan(codec)
+    pages = sum(x.kind is Kind.PAGE for x in Checklist(plan, len(story)).items)
+    assert left_out == [0, pages]
 
 
 @pytest.mark.usefixtures("attached_first")
-def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
+    home, story, monkeypatch
+):
     """The receiver finds it damaged between saying that it has it and the commit."""
+    expected, _ = await home.complete(story, KIVI)
+    finish, missed = Sender.finish, list[Item]()
 
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            expected, _ = await home.complete(story, KIVI)
-            finish, missed = Sender.finish, list[Item]()
+    def miss(self: Sender, *arguments: Any) -> None:
+        if not missed:
+            missed.append(min(self.outbox._source._left_out))
+            self.outbox.missing(missed)
+        finish(self, *arguments)
 
-            def miss(self: Sender, *arguments: Any) -> None:
-                if not missed:
-                    missed.append(min(self.outbox._source._left_out))  # type: ignore[attr-defined]
-                    self.outbox.missing(missed)
-                finish(self, *arguments)
-
-            monkeypatch.setattr(Sender, "finish", miss)
-            tokens, _ = await home.complete(story, KIVI)
-            assert missed
-            assert tokens == expected
-            assert home.router.dispatch.retries == 1
-            await home.empty()
-
-    asyncio.run(scene())
+    monkeypatch.setattr(Sender, "finish", miss)
+    tokens, _ = await home.complete(story, KIVI)
+    assert missed
+    assert tokens == expected
+    assert home.router.dispatch.retries == 1

@@ -18,14 +18,11 @@ from disagg.codecs import layer as layers
 from disagg.codecs.kivi import Kivi
 from disagg.config import Config, TransferConfig
 from disagg.engine.arena import DeviceArena
-from disagg.engine.sequence import SamplingParams
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
-from disagg.llm import LLM
-from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import Pool
 from disagg.transfer.messages import Role
@@ -34,132 +31,85 @@ from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import Item, digest
 from disagg.workers.decode import DecodeSide
 from disagg.workers.offering import Offering
-from disagg.workers.router import Output
 from tests.workers.fakes import until
-from tests.workers.pairs import Prompt, house
+from tests.workers.pairs import KIVI, alone, house, paired
 
 LAYERS = 6
-KIVI = "kivi:bits=2,group=64,residual=64"
 
 
 @pytest.mark.parametrize("codec", [KIVI, "raw", "0-1:kivi:bits=4;2-:kivi:bits=2,residual=32"])
-def test_a_prompt_goes_through_and_leaves_nothing(
-    codec: str, runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            tokens, last = await home.complete(story, codec)
-            assert len(tokens) == 12
-            assert last.finish_reason == "length"
-            kv = last.kv
-            assert kv["tokens"] == len(story)
-            assert kv["fp16_bytes"] == 2 * kv["fp8_bytes"] == len(story) * 6 * 2 * 2 * 64 * 2
-            plan = home.workers["d"].engine.plan(codec)
-            assert kv["payload_bytes"] == Checklist(plan, len(story)).total_bytes
-            assert kv["payload_bytes"] < kv["wire_bytes"] < 1.05 * kv["payload_bytes"]
-            assert min(kv["encode_ms"], kv["wire_ms"], kv["verify_ms"], kv["admit_ms"]) > 0
-            assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_a_prompt_goes_through_as_in_one_process_and_leaves_nothing(codec, home, story):
+    tokens, last = await home.complete(story, codec, max_tokens=32)
+    assert tokens == alone(story, codec, 32)
+    assert last.finish_reason == "length"
+    kv = last.kv
+    assert kv["tokens"] == len(story)
+    assert kv["fp16_bytes"] == 2 * kv["fp8_bytes"] == len(story) * 6 * 2 * 2 * 64 * 2
+    plan = home.workers["d"].engine.plan(codec)
+    assert kv["payload_bytes"] == Checklist(plan, len(story)).total_bytes
+    assert kv["payload_bytes"] < kv["wire_bytes"] < 1.05 * kv["payload_bytes"]
+    assert min(kv["encode_ms"], kv["wire_ms"], kv["verify_ms"], kv["admit_ms"]) > 0
+    assert (kv["resident_bytes"], kv["attaches"]) == (plan.nbytes(len(story)), 1)
 
 
-def test_the_service_says_what_one_process_says(runners: list[Runner], story: Prompt) -> None:
-    async def scene() -> list[int]:
-        async with house() as home:
-            home.pair(runners)
-            tokens, _ = await home.complete(story, KIVI, max_tokens=32)
-            return tokens
-
-    tokens = asyncio.run(scene())
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
-    assert list(LLM(codec=KIVI).generate([story], params)[0].tokens) == tokens
-
-
-def test_many_prompts_at_once_get_the_answers_they_get_alone(
-    runners: list[Runner], story: Prompt
-) -> None:
+async def test_many_prompts_at_once_get_the_answers_they_get_alone(home, story):
     prompts = [story[:n] for n in (3, 64, 129, 200)]
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            together = await asyncio.gather(*(home.complete(prompt, KIVI) for prompt in prompts))
-            alone = [await home.complete(prompt, KIVI) for prompt in prompts]
-            assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
-            await home.empty()
-
-    asyncio.run(scene())
+    together = await asyncio.gather(*(home.complete(prompt, KIVI) for prompt in prompts))
+    alone = [await home.complete(prompt, KIVI) for prompt in prompts]
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
 
 
-def test_one_worker_of_both_roles_serves_requests_whole(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.add("w", Role.BOTH, runners[0])
-            tokens, last = await home.complete(story, KIVI)
-            assert (len(tokens), last.kv["tokens"], last.kv["wire_bytes"]) == (12, len(story), 0)
-            await home.empty()
-            home.add("d", Role.DECODE, runners[1])
-            await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
-            home.workers["w"].role = Role.PREFILL  # and so the router is told
-            home.router.dispatch.members["w"].started = home.workers["w"].started
-            assert (await home.complete(story, KIVI))[0] == tokens
-            await home.empty()
+async def test_one_worker_of_both_roles_hands_nothing_over_and_computes_nothing_twice(
+    runners, story
+):
+    async with house() as home:
+        home.add("w", Role.BOTH, runners[0])
+        (tokens, one), (again, two) = [await home.complete(story, KIVI) for _ in range(2)]
+        assert tokens == again
+        assert (len(tokens), one.kv["tokens"], one.kv["cached_tokens"]) == (12, len(story), 0)
+        assert one.kv["wire_bytes"] == two.kv["wire_bytes"] == 0
+        assert two.kv["cached_tokens"] > len(story) - 17
+        await home.empty()
+        home.add("d", Role.DECODE, runners[1])
+        await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
+        home.workers["w"].role = Role.PREFILL  # and so the router is told
+        home.router.dispatch.members["w"].started = home.workers["w"].started
+        assert (await home.complete(story, KIVI))[0] == tokens
+        await home.empty()
 
-    asyncio.run(scene())
 
-
-def test_an_answer_of_one_token_ships_nothing(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_of_one_token_ships_nothing(home, runners, story, monkeypatch):
     """Asked for, it never reaches a decode worker; ended by its text, it leaves one at once."""
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            (first,), last = await home.complete(story, KIVI, max_tokens=1)
-            assert (last.finish_reason, last.kv["wire_bytes"]) == ("length", 0)
-            monkeypatch.setattr(runners[0], "info", replace(runners[0].info, eos_ids=(first,)))
-            tokens, last = await home.complete(story, KIVI, ignore_eos=False)
-            assert (tokens, last.finish_reason) == ([first], "stop")
-            await home.empty()
-            assert home.workers["d"].engine.pool.gauges()["cached_pages"] == 0  # nothing committed
-
-    asyncio.run(scene())
+    (first,), last = await home.complete(story, KIVI, max_tokens=1)
+    assert (last.finish_reason, last.kv["wire_bytes"]) == ("length", 0)
+    monkeypatch.setattr(runners[0], "info", replace(runners[0].info, eos_ids=(first,)))
+    tokens, last = await home.complete(story, KIVI, ignore_eos=False)
+    assert (tokens, last.finish_reason) == ([first], "stop")
+    await home.empty()
+    assert home.workers["d"].engine.pool.gauges()["cached_pages"] == 0  # nothing committed
 
 
-def test_a_worker_says_what_its_links_can_do(runners: list[Runner], story: Prompt) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            prefill, decode = home.workers["p"], home.workers["d"]
-            address = home.router.peers["d"].started.address
-            (line,) = await asyncio.to_thread(prefill.meet, [address])
-            assert line.startswith(f"link to {address}: ")
-            await home.complete(story, KIVI)
-            info = (await prefill.status()).info
-            (link,) = info["links"]
-            assert (link["peer"], link["transport"]) == (address, "gRPC over TCP")
-            assert min(link["round_trip_ms"], link["gbytes_per_s"]) > 0
-            assert info["failures"] == {}
-            assert (await decode.status()).info["links"] == []
-
-    asyncio.run(scene())
+async def test_a_worker_says_what_its_links_can_do(home, story):
+    prefill, decode = home.workers["p"], home.workers["d"]
+    address = home.router.peers["d"].started.address
+    (line,) = await asyncio.to_thread(prefill.meet, [address])
+    assert line.startswith(f"link to {address}: ")
+    await home.complete(story, KIVI)
+    info = (await prefill.status()).info
+    (link,) = info["links"]
+    assert (link["peer"], link["transport"]) == (address, "gRPC over TCP")
+    assert min(link["round_trip_ms"], link["gbytes_per_s"]) > 0
+    assert info["failures"] == {}
+    assert (await decode.status()).info["links"] == []
 
 
-def test_frames_may_go_over_a_socket_of_their_own(runners: list[Runner], story: Prompt) -> None:
-    async def scene(channel: str) -> list[int]:
+async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
+    said = []
+    for channel in ("direct", "grpc"):
         config = Config(transfer=replace(TransferConfig(), channel=channel))
-        async with house(config) as home:
-            home.pair(runners)
-            tokens, _ = await home.complete(story, KIVI)
-            await home.empty()
-            return tokens
-
-    assert asyncio.run(scene("direct")) == asyncio.run(scene("grpc"))
+        async with paired(runners, config) as home:
+            said.append((await home.complete(story, KIVI))[0])
+    assert said[0] == said[1]
 
 
 def test_what_was_loaded_is_not_looked_at_again() -> None:
@@ -178,32 +128,24 @@ assert len(gc.get_objects()) < 50_000
 """
 
 
-def test_pages_of_a_device_go_by_way_of_the_host(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypatch):
     """A CPU stands for the device: its arena is only reached by copies."""
 
     def on_device(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool, Tensor]:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return Pool(DeviceArena(tensor), slab_bytes), tensor
 
-    async def scene() -> tuple[list[int], Output]:
-        async with house() as home:
-            home.pair(runners)
-            found = await home.complete(story, KIVI)
-            await home.empty()
-            return found
-
-    plain = asyncio.run(scene())
-    monkeypatch.setattr("disagg.engine.engine.make_pool", on_device)
-    staged = asyncio.run(scene())
-    assert staged[0] == plain[0]
-    assert staged[1].kv["wire_bytes"] == pytest.approx(plain[1].kv["wire_bytes"], rel=0.01)
+    found = []
+    for _ in range(2):
+        async with paired(runners) as home:
+            found.append(await home.complete(story, KIVI))
+        monkeypatch.setattr("disagg.engine.engine.make_pool", on_device)
+    (plain, last), (staged, end) = found
+    assert staged == plain
+    assert end.kv["wire_bytes"] == pytest.approx(last.kv["wire_bytes"], rel=0.01)
 
 
-def test_the_first_frame_leaves_before_the_last_layer_starts(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_first_frame_leaves_before_the_last_layer_starts(home, story, monkeypatch):
     """The engine may not go on to the last layer until bytes have arrived at the other worker."""
     arrived, waited = threading.Event(), list[bool]()
     offer, store = Offering.offer, Reservations.store
@@ -219,19 +161,11 @@ def test_the_first_frame_leaves_before_the_last_layer_starts(
 
     monkeypatch.setattr(Offering, "offer", offered)
     monkeypatch.setattr(Reservations, "store", stored)
-
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            await home.complete(story, KIVI)
-
-    asyncio.run(scene())
+    await home.complete(story, KIVI)
     assert waited == [True]
 
 
-def test_without_overlap_nothing_leaves_before_all_is_computed(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_overlap_nothing_leaves_before_all_is_computed(runners, story, monkeypatch):
     order: list[str] = []
     offer, store = Offering.offer, Reservations.store
 
@@ -245,22 +179,15 @@ def test_without_overlap_nothing_leaves_before_all_is_computed(
 
     monkeypatch.setattr(Offering, "offer", offered)
     monkeypatch.setattr(Reservations, "store", stored)
-
-    async def scene() -> None:
-        config = Config(transfer=replace(TransferConfig(), overlap=False))
-        async with house(config) as home:
-            home.pair(runners)
-            tokens, _ = await home.complete(story, KIVI)
-            assert len(tokens) == 12
-
-    asyncio.run(scene())
+    config = Config(transfer=replace(TransferConfig(), overlap=False))
+    async with paired(runners, config) as home:
+        tokens, _ = await home.complete(story, KIVI)
+    assert len(tokens) == 12
     assert order.index("write") == order.count("offer")
 
 
 @pytest.mark.parametrize("one_call", [False, True])
-def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
-    one_call: bool, runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, story, monkeypatch):
     """The digest of every layer page of KIVI: as encoded, as committed, as stored, as attended.
 
     one_call: by one call of the C library for each layer, from what that call is told
@@ -293,24 +220,17 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
             attended.add(digest(ctypes.string_at(start + page * ARENA_UNIT, nbytes)))
         return run(self, rank, *args)
 
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            engine = home.workers["d"].engine
+    engine = home.workers["d"].engine
 
-            def admitting(self: DecodeSide, admission: Admission) -> None:
-                checklist = Checklist(engine.plan(KIVI), admission.commit.tokens)
-                source = ArenaSource(engine.pool.arena, checklist, admission.groups)
-                for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
-                    if item.kind is Kind.PAGE:
-                        wired[item] = seen
-                        (data,) = source.read([item])
-                        stored[item] = digest(data)
-                admit(self, admission)
-
-            rules = home.workers["d"].receiver.reservations
-            rules._on_admit = partial(admitting, home.workers["d"].decode)
-            await home.complete(story, KIVI, max_tokens=2)
+    def admitting(self: DecodeSide, admission: Admission) -> None:
+        checklist = Checklist(engine.plan(KIVI), admission.commit.tokens)
+        source = ArenaSource(engine.pool.arena, checklist, admission.groups)
+        for item, seen in zip(checklist.items, admission.commit.digests, strict=True):
+            if item.kind is Kind.PAGE:
+                wired[item] = seen
+                (data,) = source.read([item])
+                stored[item] = digest(data)
+        admit(self, admission)
 
     monkeypatch.setattr(ops, "encode", encoding)
     if one_call:
@@ -318,7 +238,9 @@ def test_encoder_wire_pool_and_kernel_have_the_same_bytes(
     else:
         monkeypatch.setattr(Kivi, "views", attending)
         monkeypatch.setattr(layers, "prepare", lambda *_: None)
-    asyncio.run(scene())
+    rules = home.workers["d"].receiver.reservations
+    rules._on_admit = partial(admitting, home.workers["d"].decode)
+    await home.complete(story, KIVI, max_tokens=2)
     assert len(stored) == LAYERS * ((len(story) - 64) // 64)
     assert wired == stored
     assert set(stored.values()) == encoded == attended

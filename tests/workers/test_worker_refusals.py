@@ -15,12 +15,9 @@ from disagg.errors import (
     RequestError,
     ReservationError,
 )
-from disagg.model.runner import Runner
 from disagg.plan import Plan
 from disagg.transfer.messages import Job, Submit, Work
-from tests.workers.pairs import Prompt, house
-
-KIVI = "kivi:bits=2,group=64,residual=64"
+from tests.workers.pairs import KIVI, paired
 
 
 @pytest.mark.parametrize(
@@ -34,133 +31,85 @@ KIVI = "kivi:bits=2,group=64,residual=64"
     ],
     ids=["name", "value", "plan", "digit", "half-a-character"],
 )
-def test_a_codec_that_cannot_be_is_refused_by_name(
-    codec: str, error: type[DisaggError], runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            with pytest.raises(error):
-                await home.complete(story, codec)
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_a_codec_that_cannot_be_is_refused_by_name(codec, error, home, story):
+    with pytest.raises(error):
+        await home.complete(story, codec)
 
 
-def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(
-    runners: list[Runner], story: Prompt, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene() -> None:
-        async with house(deadline_s=1e6) as home:
-            home.pair(runners)
-            engine = home.workers["p"].engine
-            plans = engine.plan
+async def test_a_bug_in_a_prefill_worker_ends_the_request_at_once(runners, story, caplog):
+    async with paired(runners, deadline_s=1e6) as home:
+        engine = home.workers["p"].engine
+        plans = engine.plan
 
-            def plan(spec: str) -> Plan:
-                if spec == "raw":
-                    raise ValueError(f"nobody foresaw {spec}")
-                return plans(spec)
+        def plan(spec: str) -> Plan:
+            if spec == "raw":
+                raise ValueError(f"nobody foresaw {spec}")
+            return plans(spec)
 
-            engine.plan = plan  # type: ignore[assignment]
-            with pytest.raises(DisaggError, match="ValueError: nobody foresaw raw"):
-                await home.complete(story, "raw")
-            assert home.workers["p"].prefill.failures["internal"] >= 1
-
-    asyncio.run(scene())
+        engine.plan = plan
+        with pytest.raises(DisaggError, match="ValueError: nobody foresaw raw"):
+            await home.complete(story, "raw")
+        assert home.workers["p"].prefill.failures["internal"] >= 1
     assert any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "error"),
+    ("prompt", "params", "error", "words"),
     [
-        ((1,) * 5000, {}, PromptTooLongError),
-        ((10**6,), {}, RequestError),
-        ((1, 2), {"top_p": 0.0}, RequestError),
-        ((1, 2), {"beams": 4}, RequestError),
+        ((1,) * 5000, {}, PromptTooLongError, ""),
+        ((10**6,), {}, RequestError, ""),
+        ((1, 2), {"top_p": 0.0}, RequestError, ""),
+        ((1, 2), {"beams": 4}, RequestError, ""),
+        ((1, 2), {"top_k": 2**64}, RequestError, "top_k"),
+        ((1, 2), {"max_tokens": 2**64}, RequestError, "max_tokens"),
+        ((1, 2), {"seed": 2**64}, RequestError, "seed"),
     ],
-    ids=["too-long", "no-such-token", "no-such-value", "no-such-sampling"],
+    ids=["too-long", "no-such-token", "no-such-value", "no-such-sampling", "top-k", "max", "seed"],
 )
-def test_a_request_that_cannot_be_is_refused_by_name(
-    prompt: Prompt, params: dict[str, float], error: type[DisaggError], runners: list[Runner]
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            with pytest.raises(error):
-                await home.complete(prompt, KIVI, **params)
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_a_request_that_cannot_be_is_refused_by_name(prompt, params, error, words, home):
+    with pytest.raises(error, match=words):
+        await home.complete(prompt, KIVI, **params)
 
 
-def test_a_prompt_that_no_pool_can_hold_is_refused(runners: list[Runner], story: Prompt) -> None:
-    async def scene() -> None:
-        async with house(Config(engine=replace(EngineConfig(), arena_bytes=1 << 20))) as home:
-            home.pair(runners)
-            with pytest.raises(PromptTooLongError):
-                await home.complete(story * 8, "raw")
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_a_prompt_that_no_pool_can_hold_is_refused(runners, story):
+    config = Config(engine=replace(EngineConfig(), arena_bytes=1 << 20))
+    async with paired(runners, config) as home:
+        with pytest.raises(PromptTooLongError):
+            await home.complete(story * 8, "raw")
 
 
-def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(
-    runners: list[Runner], story: Prompt
-) -> None:
-    async def scene() -> None:
-        small = replace(EngineConfig(), arena_bytes=2 << 20, watermark=0.0)
-        async with house(Config(engine=small)) as home:
-            home.pair(runners)
-            tokens, last = await home.complete(story, "raw", max_tokens=2000)
-            assert last.finish_reason == "length"
-            assert 12 < len(tokens) < 2000
-            assert home.router.dispatch.retries == 0
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(runners, story):
+    small = replace(EngineConfig(), arena_bytes=2 << 20, watermark=0.0)
+    async with paired(runners, Config(engine=small)) as home:
+        tokens, last = await home.complete(story, "raw", max_tokens=2000)
+        assert last.finish_reason == "length"
+        assert 12 < len(tokens) < 2000
+        assert home.router.dispatch.retries == 0
 
 
-def test_prompts_wait_for_room_at_the_decode_worker(runners: list[Runner], story: Prompt) -> None:
+async def test_prompts_wait_for_room_at_the_decode_worker(runners, story):
     """Four prompts for a decode worker that holds one or two at a time: all are answered."""
-
-    async def scene() -> None:
-        small = replace(EngineConfig(), arena_bytes=4 << 20, watermark=0.0)
-        async with house(Config(engine=small)) as home:
-            home.pair(runners)
-            answers = await asyncio.gather(*(home.complete(story * 3, KIVI) for _ in range(4)))
-            assert len({tuple(tokens) for tokens, _ in answers}) == 1
-            await home.empty()
-
-    asyncio.run(scene())
+    small = replace(EngineConfig(), arena_bytes=4 << 20, watermark=0.0)
+    async with paired(runners, Config(engine=small)) as home:
+        answers = await asyncio.gather(*(home.complete(story * 3, KIVI) for _ in range(4)))
+        assert len({tuple(tokens) for tokens, _ in answers}) == 1
 
 
-def test_another_model_is_refused_by_its_fingerprint(
-    runners: list[Runner], story: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            monkeypatch.setattr(runners[1], "fingerprint", "another")
-            home.pair(runners)
-            with pytest.raises(LayoutError, match="model"):
-                await home.complete(story, KIVI)
-            await home.empty()
-
-    asyncio.run(scene())
+async def test_another_model_is_refused_by_its_fingerprint(runners, story, monkeypatch):
+    monkeypatch.setattr(runners[1], "fingerprint", "another")
+    async with paired(runners) as home:
+        with pytest.raises(LayoutError, match="model"):
+            await home.complete(story, KIVI)
 
 
-def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(runners: list[Runner]) -> None:
-    async def scene() -> None:
-        async with house() as home:
-            home.pair(runners)
-            prefill, decode = home.workers["p"], home.workers["d"]
-            job = Job("r", 1, (1, 2))
-            with pytest.raises(PeerLostError, match="decode"):
-                await decode.submit(Submit(job, Work.PREFILL, decode.epoch))
-            with pytest.raises(PeerLostError, match="prefill"):
-                await prefill.reserve(job, prefill.epoch)
-            with pytest.raises(ReservationError, match="epoch"):
-                await prefill.submit(Submit(job, Work.PREFILL, prefill.epoch - 1))
-            with pytest.raises(ReservationError, match="epoch"):
-                await decode.reserve(job, decode.epoch + 1)
-
-    asyncio.run(scene())
+async def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(home):
+    prefill, decode = home.workers["p"], home.workers["d"]
+    job = Job("r", 1, (1, 2))
+    with pytest.raises(PeerLostError, match="decode"):
+        await decode.submit(Submit(job, Work.PREFILL, decode.epoch))
+    with pytest.raises(PeerLostError, match="prefill"):
+        await prefill.reserve(job, prefill.epoch)
+    with pytest.raises(ReservationError, match="epoch"):
+        await prefill.submit(Submit(job, Work.PREFILL, prefill.epoch - 1))
+    with pytest.raises(ReservationError, match="epoch"):
+        await decode.reserve(job, decode.epoch + 1)
