@@ -77,18 +77,6 @@ async def test_a_layer_is_there_before_the_next_is_offered(prompt):
         await running
 
 
-async def test_what_the_receiver_has_is_not_sent(prompt):
-    """What it found by content keys is as good as ours, whatever the digests."""
-
-    found = prompt.checklist.items[:9]
-    async with open_peer() as (peer, channel):
-        peer.have[7] = dict.fromkeys(found, 1)
-        stats = await hand_over(peer.sender(prompt, channel), prompt)
-        sent = {item for frame in peer.frames for item in frame.items()}
-        assert sent == set(prompt.checklist.items) - {*found}
-        assert stats.cached_bytes == sum(map(prompt.checklist.nbytes, found))
-
-
 async def test_what_a_commit_misses_is_sent_again(prompt):
     lost = prompt.checklist.items[3]
     async with open_peer() as (peer, channel):
@@ -103,6 +91,8 @@ async def test_what_a_commit_misses_is_sent_again(prompt):
         stats = await hand_over(peer.sender(prompt, channel), prompt)
         assert peer.have[7] == prompt.digests()
         assert (len(peer.commits), stats.attaches) == (2, 1)
+        again = prompt.checklist.nbytes(lost)
+        assert stats.payload_bytes == prompt.checklist.total_bytes + again
 
 
 async def test_a_lost_acknowledgement_is_asked_for_again(prompt):
