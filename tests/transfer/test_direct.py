@@ -17,7 +17,7 @@ from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectServer, dial
 from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
-from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket, pack, unpack
+from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket, pack, unpack
 from tests.transfer.desk import bend
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
@@ -66,6 +66,7 @@ class Door(DirectServer):
 async def open_door(
     peer: Peer | None = None, security: Security | None = None
 ) -> AsyncIterator[tuple[DirectServer, int, list[Shelf]]]:
+    """A door, its port and who came in; at the end everybody is out."""
     server = Door(peer or Peer(), security)
     port = server.listen(HOST)
     serving = asyncio.create_task(server.run())
@@ -93,14 +94,17 @@ async def open_direct(
             port=port,
             key=server.make_key(),
         )
-        yield peer, channel, shelves
-        await channel.close()
+        try:
+            yield peer, channel, shelves
+        finally:
+            await channel.close()
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
 async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
-    own = Security("a secret", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
-    async with open_direct(own if tls else None) as (peer, channel, shelves):
+    names = "ca", "peer", "peer.key"
+    security = Security("a secret", *map(papers.get, names), mutual=True) if tls else None
+    async with open_direct(security) as (peer, channel, shelves):
         senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
         for sender in senders:
             offer_all(sender, prompt)
@@ -193,11 +197,11 @@ async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(m
             each.close()
 
 
-def test_nobody_at_the_port_is_a_lost_peer():
+async def test_nobody_at_the_port_is_a_lost_peer():
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(PeerLostError, match="no direct connection"):
-        asyncio.run(dial(f"{HOST}:1", port, KEY))
+        await dial(f"{HOST}:1", port, KEY)
 
 
 async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeypatch):
@@ -220,31 +224,20 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
 # -- what may come
 
 
-def whole_frame(prompt: Prompt) -> bytes:
-    return b"".join(pack(prompt.frames(Ticket(7, 7, 1))[0]))
-
-
-def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
+async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
     """Bent frames behind a valid hello: stored whole, or the connection ends; the door stays."""
-    source, honest = random.Random(3), whole_frame(prompt)
+    source, first = random.Random(3), prompt.frames(Ticket(7, 7, 1))[0]
+    honest = b"".join(pack(first))
+    whole = dict(zip(first.items(), first.digests, strict=True))
     commit = b"".join(pack(CommitFrame(Ticket(1, 2, 3), Commit(1, "p", (), 1))))
-
-    async def scene():
-        async with open_door() as (server, port, shelves):
-            for round_ in range(120):
-                data = commit if round_ == 0 else bend(source, honest)
-                server._keys[KEY] = float("inf")
-                _, writer = await asyncio.open_connection(HOST, port)
-                writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))
-                writer.write(data)
-                writer.write_eof()
-                await until(lambda n=round_: len(shelves) == n + 1 and shelves[-1].closed)
-                writer.close()
-                for items in shelves[-1].peer.have.values():
-                    assert items == digests_of_frame(honest)
-
-    def digests_of_frame(data: bytes) -> dict[Item, int]:
-        frame = unpack(data)
-        return dict(zip(frame.items(), frame.digests, strict=True))
-
-    asyncio.run(scene())
+    async with open_door() as (server, port, shelves):
+        for round_ in range(120):
+            data = commit if round_ == 0 else bend(source, honest)
+            server._keys[KEY] = float("inf")
+            _, writer = await asyncio.open_connection(HOST, port)
+            writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))
+            writer.write(data)
+            writer.write_eof()
+            await until(lambda n=round_: len(shelves) == n + 1 and shelves[-1].closed)
+            writer.close()
+            assert all(items == whole for items in shelves[-1].peer.have.values())

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from multiprocessing.connection import Connection
 
 import pytest
@@ -154,15 +155,12 @@ async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_lea
 
 
 class Proxy:
-    """In front of a port: what goes through it is cut once `budget` bytes came from the client."""
+    """In front of a port: a connection is cut once, when `budget` bytes came from the client."""
 
-    def __init__(self, port: int, budget: int | None = None):
-        self.port = 0
-        self.budget = budget
-        self.struck = 0
+    def __init__(self, port: int, budget: float = inf):
+        self.port, self.budget, self.struck = 0, budget, 0
         self._target = port
         self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "Proxy":
         await self.open()
@@ -170,8 +168,6 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         await self.cut()
-        for task in self._tasks:
-            task.cancel()
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._serve, HOST, self.port)
@@ -183,39 +179,25 @@ class Proxy:
             writer.close()
         await self._server.wait_closed()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(HOST, self._target)
-        self._writers += [writer, there_writer]
-        for task in (
-            asyncio.ensure_future(self._pump(reader, there_writer, writer, True)),
-            asyncio.ensure_future(self._pump(there_reader, writer, there_writer, False)),
-        ):
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def _serve(self, here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        there, onward = await asyncio.open_connection(HOST, self._target)
+        self._writers += [back, onward]
+        ways = self._pump(here, onward, True), self._pump(there, back, False)
+        await asyncio.wait(map(asyncio.create_task, ways), return_when=asyncio.FIRST_COMPLETED)
+        back.close()
+        onward.close()
 
     async def _pump(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        back: asyncio.StreamWriter,
-        counted: bool,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool
     ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(4096):
-                if counted and self._strikes(len(data)):
-                    break
+                self.budget -= len(data) if counted else 0
+                if self.budget < 0:
+                    self.budget, self.struck = inf, self.struck + 1
+                    return
                 writer.write(data)
                 await writer.drain()
-        writer.close()
-        back.close()
-
-    def _strikes(self, nbytes: int) -> bool:
-        """Once, when the budget is used up."""
-        if self.budget is None or self.budget >= nbytes:
-            self.budget = None if self.budget is None else self.budget - nbytes
-            return False
-        self.budget, self.struck = None, self.struck + 1
-        return True
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])

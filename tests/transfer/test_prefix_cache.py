@@ -7,7 +7,6 @@ import pytest
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.page import ARENA_UNIT, Kind
-from disagg.plan import Plan
 from disagg.pool import HostArena, Pool
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
@@ -20,9 +19,9 @@ from tests.transfer.prompts import (
     BY_PROMPT,
     EPOCH,
     MODEL,
+    OTHER_PLAN,
     PLAN,
     Prompt,
-    make_group,
     make_pool,
     make_prompt,
     make_related,
@@ -126,9 +125,8 @@ def test_side_records_and_tails_are_never_shared():
 
 
 def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
-    other = Plan((make_group((0, 1, 2), 2, False, False),), (0, 0, 0))
-    desk = Desk(plan_of={"": PLAN, "other": other}.__getitem__)
-    first, second = make_related(500, 1, 400), make_related(500, 1, 400, other)
+    desk = Desk(plan_of={"": PLAN, "other": OTHER_PLAN}.__getitem__)
+    first, second = make_related(500, 1, 400), make_related(500, 1, 400, OTHER_PLAN)
     desk.give(first, "one")
     assert desk.give(second, "two", codec="other") == second.checklist.total_bytes
     desk.reserve(second, rid="three", codec="other")

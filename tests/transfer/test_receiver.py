@@ -160,12 +160,6 @@ def pages(prompt: Prompt, ticket: Ticket) -> list[bytes]:
     return [message(frame) for frame in prompt.frames(ticket)]
 
 
-async def turn() -> None:
-    """Let everything that can go on do so."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 # -- frames of one channel
 
 

@@ -220,24 +220,16 @@ async def test_a_shared_token_opens_the_plane():
         assert link.transport == "gRPC over TCP"
 
 
-def test_tls_carries_the_plane_and_mutual_tls_with_a_token_too(papers):
-    async def scene(server: Security, client: Security) -> None:
+async def test_tls_carries_the_plane_and_mutual_tls_with_a_token_too(papers):
+    one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
+    both = Security("s", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
+    for server, client in ((one_way, Security(ca=papers["ca"])), (both, both)):
         async with open_service(server, client) as (_, link):
             assert await ask(link, "One", b"y") == b"y"
             assert link.transport == "gRPC over TLS"
 
-    one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
-    asyncio.run(scene(one_way, Security(ca=papers["ca"])))
-    both = Security("s", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
-    asyncio.run(scene(both, both))
 
-
-def test_strangers_are_lost_peers(papers):
-    async def scene(server: Security, client: Security | None) -> None:
-        async with open_service(server, client) as (_, link):
-            with pytest.raises(PeerLostError):
-                await ask(link, "One", b"y")
-
+async def test_strangers_are_lost_peers(papers):
     one_way = Security(certificate=papers["peer"], key=papers["peer.key"])
     mutual = Security(None, papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
     for server, client in (
@@ -245,12 +237,14 @@ def test_strangers_are_lost_peers(papers):
         (one_way, Security(ca=papers["foreign"])),  # trusts another authority
         (mutual, Security(ca=papers["ca"])),  # has no certificate
     ):
-        asyncio.run(scene(server, client))
+        async with open_service(server, client) as (_, link):
+            with pytest.raises(PeerLostError):
+                await ask(link, "One", b"y")
 
 
-def test_a_server_with_tls_needs_a_certificate_and_a_key(papers):
+async def test_a_server_with_tls_needs_a_certificate_and_a_key(papers):
     with pytest.raises(ConfigError, match="certificate"):
-        asyncio.run(start_server([], "127.0.0.1", Security(ca=papers["ca"])))
+        await start_server([], "127.0.0.1", Security(ca=papers["ca"]))
 
 
 async def test_servers_take_the_ports_of_a_range_and_say_when_none_is_left():
