@@ -11,11 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "ssh", "rsync", "ss", "ps", "curl")
 SBIN = "/usr/sbin:/sbin"
@@ -119,60 +118,56 @@ class Host:
         self._holder.stdout.close()  # type: ignore[union-attr]
 
 
+@dataclass
 class Hosts:
-    """Some hosts on one network, by name; use it as a context."""
+    """Some hosts on one network, by name; `keys`: a folder with the key of their user."""
 
-    def __init__(self, addresses: dict[str, str], kept: Iterable[Path]):
-        self._addresses, self._kept = addresses, list(kept)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
-            stack.callback(shutil.rmtree, folder)
-            self.keys = folder / "keys"
-            self.keys.mkdir()
-            for name in ("user", "host"):
-                make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.keys}/{name}"]
-                subprocess.run(make, check=True)
-            self._switch = subprocess.Popen(
-                ["unshare", "--net", "sh", "-c", "echo; exec cat > /dev/null"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            stack.enter_context(self._switch)
-            assert self._switch.stdout is not None
-            self._switch.stdout.readline()
-            self._in(self._switch.pid, "ip", "link", "add", "bridge", "type", "bridge")
-            self._in(self._switch.pid, "ip", "link", "set", "bridge", "up")
-            self._hosts: dict[str, Host] = {}
-            for name, address in self._addresses.items():
-                host = Host(name, address, folder / name, self.keys, self._kept)
-                stack.callback(host.close)
-                self._plug(host)
-                self._hosts[name] = host
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    keys: Path
+    by_name: dict[str, Host]
 
     def __getitem__(self, name: str) -> Host:
-        return self._hosts[name]
+        return self.by_name[name]
 
-    def _plug(self, host: Host) -> None:
-        """A cable from the host to the switch."""
-        ends = ["eth0", "netns", str(host.holder)], [host.name, "netns", str(self._switch.pid)]
-        link = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
-        subprocess.run(link, check=True)
-        self._in(self._switch.pid, "ip", "link", "set", host.name, "master", "bridge", "up")
-        self._in(host.holder, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-        self._in(host.holder, "ip", "link", "set", "eth0", "up")
 
-    @staticmethod
-    def _in(pid: int, *command: str) -> None:
-        subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True)
+@contextmanager
+def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
+    """Hosts of these names and addresses; `kept`: what of this machine's /tmp they have too."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))
+        stack.callback(shutil.rmtree, folder)
+        keys = folder / "keys"
+        keys.mkdir()
+        for name in ("user", "host"):
+            make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{keys}/{name}"]
+            subprocess.run(make, check=True)
+        switch = stack.enter_context(
+            subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", "echo; exec cat > /dev/null"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        assert switch.stdout is not None
+        switch.stdout.readline()
+        inside(switch.pid, "ip", "link", "add", "bridge", "type", "bridge")
+        inside(switch.pid, "ip", "link", "set", "bridge", "up")
+        hosts = Hosts(keys, {})
+        for name, address in addresses.items():
+            hosts.by_name[name] = host = Host(name, address, folder / name, keys, list(kept))
+            stack.callback(host.close)
+            plug(host, switch.pid)
+        yield hosts
+
+
+def plug(host: Host, switch: int) -> None:
+    """A cable from the host to the switch."""
+    ends = ["eth0", "netns", str(host.holder)], [host.name, "netns", str(switch)]
+    link = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
+    subprocess.run(link, check=True)
+    inside(switch, "ip", "link", "set", host.name, "master", "bridge", "up")
+    inside(host.holder, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+    inside(host.holder, "ip", "link", "set", "eth0", "up")
+
+
+def inside(pid: int, *command: str) -> None:
+    """Run a command in the network of a process."""
+    subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True)

@@ -32,47 +32,32 @@ COMMANDS = (
     "worker_start_ray_commands",
 )
 
+
+def closed(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object that has these properties and no other."""
+    whole = {"type": "object", "required": list(required), "properties": properties}
+    return whole | {"additionalProperties": False}
+
+
 # The part of the definition of a RayCluster that is used here (ray.io/v1, KubeRay 1.5.1); what is
 # in a pod is checked by the schema of Kubernetes.
-PARAMS = {"type": "object", "additionalProperties": {"type": "string"}}
-GROUP = {"rayStartParams": PARAMS, "template": {"type": "object"}}
+STRING = {"type": "string"}
+PARAMS = {"type": "object", "additionalProperties": STRING}
+GROUP: dict[str, Any] = {"rayStartParams": PARAMS, "template": {"type": "object"}}
 COUNTS = {name: {"type": "integer"} for name in ("replicas", "minReplicas", "maxReplicas")}
-RAY_CLUSTER: dict[str, Any] = {
-    "type": "object",
-    "required": ["headGroupSpec"],
-    "additionalProperties": False,
-    "properties": {
-        "rayVersion": {"type": "string"},
-        "authOptions": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"mode": {"enum": ["disabled", "token"]}},
-        },
-        "headGroupSpec": {
-            "type": "object",
-            "required": list(GROUP),
-            "additionalProperties": False,
-            "properties": GROUP,
-        },
-        "workerGroupSpecs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["groupName", "minReplicas", "maxReplicas", *GROUP],
-                "additionalProperties": False,
-                "properties": {"groupName": {"type": "string"}} | COUNTS | GROUP,
-            },
-        },
-    },
-}
-
-
-RAY_SERVICE = {
-    "type": "object",
-    "required": ["serveConfigV2", "rayClusterConfig"],
-    "additionalProperties": False,
-    "properties": {"serveConfigV2": {"type": "string"}, "rayClusterConfig": RAY_CLUSTER},
-}
+POOL = closed(
+    "groupName", "minReplicas", "maxReplicas", *GROUP, groupName=STRING, **COUNTS, **GROUP
+)
+RAY_CLUSTER = closed(
+    "headGroupSpec",
+    rayVersion=STRING,
+    authOptions=closed(mode={"enum": ["disabled", "token"]}),
+    headGroupSpec=closed(*GROUP, **GROUP),
+    workerGroupSpecs={"type": "array", "items": POOL},
+)
+RAY_SERVICE = closed(
+    "serveConfigV2", "rayClusterConfig", serveConfigV2=STRING, rayClusterConfig=RAY_CLUSTER
+)
 
 
 def ray_up(name: str) -> dict[str, Any]:
@@ -162,11 +147,8 @@ def test_the_application_on_kubernetes_is_one_and_knows_its_settings(
         serve_app.build_app({})
 
 
-def test_kubernetes_accepts_the_network_policy() -> None:
+def test_kubernetes_accepts_the_network_policy_and_the_pods_of_every_group() -> None:
     kubernetes_validate.validate(kubernetes()["NetworkPolicy"], KUBERNETES, strict=True)
-
-
-def test_kubernetes_accepts_the_pods_of_every_group() -> None:
     for group in groups():
         pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
         kubernetes_validate.validate(pods, KUBERNETES, strict=True)

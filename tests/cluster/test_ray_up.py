@@ -9,13 +9,14 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Host, Hosts, missing
+from tests.cli.conftest import wait_for
+from tests.cluster.hosts import Host, Hosts, joined, missing
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,7 +36,7 @@ def hosts() -> Iterator[Hosts]:
     """Three machines as their owner would prepare them, and a laptop with a checkout."""
     assert not missing(), f"this test needs {', '.join(missing())}"
     kept = [REPO, Path(sys.prefix), Path(sys.base_prefix)]
-    with Hosts(ADDRESSES | {"laptop": LAPTOP}, kept) as hosts:
+    with joined(ADDRESSES | {"laptop": LAPTOP}, kept) as hosts:
         for name in ADDRESSES:
             install(hosts[name])
         laptop = hosts["laptop"].home
@@ -199,10 +200,3 @@ def shuffled_story(seed: int) -> str:
     words = (REPO / "docs" / "story.txt").read_text().split() * 2
     random.Random(seed).shuffle(words)
     return " ".join(words)[:PROMPT_CHARACTERS]
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"not within {seconds:g} s"
-        time.sleep(0.5)
