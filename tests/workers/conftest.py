@@ -1,15 +1,12 @@
-"""One torch thread, and the packaged model three times: an engine has a model of its own."""
+"""The packaged model three times: an engine has a model of its own."""
 
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-import torch
 
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from tests.workers.pairs import House, paired
-
-torch.set_num_threads(1)
 
 STORY = (
     "The old house by the river had stood empty for years. Nobody in the village remembered who "

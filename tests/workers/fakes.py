@@ -1,7 +1,8 @@
-"""Workers without a model and without sockets: they answer a prompt with numbers."""
+"""Workers without a model and without sockets, that answer a prompt with numbers; and clients."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -20,7 +21,7 @@ from disagg.transfer.messages import (
 from disagg.workers.actions import Action
 from disagg.workers.dispatch import Dispatch, Started
 from disagg.workers.events import Events
-from disagg.workers.router import Peer
+from disagg.workers.router import Output, Peer
 
 STATS = {"codec": "raw", "wire_bytes": 7}
 
@@ -190,8 +191,19 @@ class FakeWorker:
             raise PeerLostError(f"{self.started.name} is gone")
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something to become true; 30 s at most."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def collect(
+    outputs: AsyncGenerator[Output], said: list[int] | None = None
+) -> tuple[list[int], Output]:
+    """Tokens and end of an answer. said: where tokens are as soon as they come"""
+    tokens = [] if said is None else said
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.token is not None:
+                tokens.append(output.token)
+    return tokens, output
+
+
+async def leave(asking: asyncio.Task) -> None:
+    """The client of an answer goes away."""
+    asking.cancel()
+    await asyncio.wait([asking])

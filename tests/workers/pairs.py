@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from disagg.transfer.rpc import connect
 from disagg.transfer.security import Security
 from disagg.workers.router import Output, Peer, Router
 from disagg.workers.worker import Worker
-from tests.workers.fakes import until
+from tests.transfer.peer import until
+from tests.workers.fakes import collect
 
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -57,28 +58,19 @@ class House:
         self.router.died(name)
 
     async def complete(
-        self,
-        prompt: Prompt,
-        codec: str,
-        said: list[int] | None = None,
-        **params: int | float | bool,
+        self, prompt: Prompt, codec: str, **params: int | float | bool
     ) -> tuple[list[int], Output]:
-        """Tokens and end of one answer. said: where tokens are as soon as they come"""
-        tokens: list[int] = [] if said is None else said
-        outputs = self.router.generate(prompt, GREEDY | params, codec)
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.token is not None:
-                    tokens.append(output.token)
-        return tokens, output
+        """Tokens and end of one answer."""
+        return await collect(self.router.generate(prompt, GREEDY | params, codec))
 
     async def begin(
         self, prompt: Prompt, codec: str, heard: int = 2, max_tokens: int = 2000
     ) -> asyncio.Task[tuple[list[int], Output]]:
         """An answer of which so many tokens have come: the second is of its decode worker."""
         said: list[int] = []
-        asking = asyncio.create_task(self.complete(prompt, codec, said, max_tokens=max_tokens))
-        await until(lambda: len(said) >= heard)
+        outputs = self.router.generate(prompt, GREEDY | {"max_tokens": max_tokens}, codec)
+        asking = asyncio.create_task(collect(outputs, said))
+        await until(lambda: len(said) >= heard or asking.done())
         return asking
 
     async def gauges(self) -> dict[str, Mapping[str, float]]:
@@ -138,12 +130,6 @@ async def paired(
 async def on_loop(worker: Worker, call: Coroutine[Any, Any, Any]) -> Any:
     """What a call gives on the loop of a worker."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, worker._loop))
-
-
-async def leave(asking: asyncio.Task) -> None:
-    """The client of an answer goes away."""
-    asking.cancel()
-    await asyncio.wait([asking])
 
 
 def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:

@@ -55,6 +55,13 @@ def started(*names: str, **config: float) -> Rules:
     return dispatch
 
 
+def begin(dispatch: Rules, worker: str, rid: str = "r", now: float = 0.0) -> None:
+    """It gets its room, and this worker says its first token."""
+    attempt = dispatch.entries[rid].job.attempt
+    dispatch.granted(rid, attempt, GRANT)
+    dispatch.token(worker, rid, attempt, 0, 7, now)
+
+
 def pairs(dispatch: Rules, *rids: str) -> list[tuple[str | None, str | None]]:
     return [(dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids]
 
@@ -120,8 +127,7 @@ def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
 def decoding(dispatch: Rules, length: int = 100) -> None:
     """Request "r" decodes at d: token 7 is known."""
     dispatch.submit(job(length=length), 0.0)
-    dispatch.granted("r", 1, GRANT)
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    begin(dispatch, "d")
 
 
 def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Action]:
@@ -252,11 +258,9 @@ def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> No
         dispatch.submit(job(rid, tokens), 0.0)
     waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
     assert waiting == ["c"]  # a and b are before it; d is before all, long was alone
-    dispatch.granted("d", 1, GRANT)
-    dispatch.token("p", "d", 1, 0, 7, 0.1)  # computed
+    begin(dispatch, "p", "d")  # computed
     assert dispatch.entries["c"].phase is Phase.QUEUED
-    dispatch.granted("a", 1, GRANT)
-    dispatch.token("p", "a", 1, 0, 7, 0.1)
+    begin(dispatch, "p", "a")
     assert dispatch.entries["c"].phase is Phase.RESERVE
 
 
@@ -279,8 +283,7 @@ def computed(dispatch: Rules, rid: str) -> None:
     entry = dispatch.entries[rid]
     assert entry.prefill
     assert entry.decode
-    dispatch.granted(rid, entry.job.attempt, GRANT)
-    dispatch.token(entry.prefill, rid, entry.job.attempt, 0, 7, 0.1)
+    begin(dispatch, entry.prefill, rid, 0.1)
     dispatch.finished(entry.decode, rid, entry.job.attempt, 1, "stop", 0.2)
 
 
@@ -322,8 +325,7 @@ def test_pages_of_a_prompt_are_worth_some_sequences_and_no_more() -> None:
     dispatch = house("p", "d", "d2")
     for number in range(6):
         dispatch.submit(question(f"{number}", number, shared=6400), 0.0)
-        dispatch.granted(f"{number}", 1, GRANT)
-        dispatch.token("p", f"{number}", 1, 0, 7, 0.1)
+        begin(dispatch, "p", f"{number}")
     assert [where for _, where in pairs(dispatch, *map(str, range(6)))] == ["d"] * 4 + ["d2"] * 2
     assert dispatch.routed["decode", "has_less_to_do"] == 1
 
@@ -398,10 +400,8 @@ def test_waiting_makes_up_for_work() -> None:
     for second in range(1, 9):
         for rid in list(dispatch.entries):
             if dispatch.entries[rid].phase is Phase.RESERVE:
-                dispatch.granted(rid, 1, GRANT)
-                dispatch.token("p", rid, 1, 0, 7, float(second))
+                begin(dispatch, "p", rid, float(second))
                 if rid == "long":
-                    assert second < 9
                     return
         for name in "xyz":
             dispatch.submit(job(f"{name}{second}", 10), float(second))
@@ -620,16 +620,13 @@ def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
 def test_deaths_of_a_worker_that_computed_others_too_cost_nothing() -> None:
     dispatch = started("p", "d")
     dispatch.submit(job("other"), 0.0)
-    dispatch.granted("other", 1, GRANT)
     for rid in ("r", "other"):
-        dispatch.token("d", rid, 1, 0, 7, 0.0)
+        begin(dispatch, "d", rid)
     for i in range(2, 20):
         dispatch.worker_down(f"d{i - 1}" if i > 2 else "d", float(i))
         join(dispatch, f"d{i}", float(i))
         for rid in ("r", "other"):
-            attempt = dispatch.entries[rid].job.attempt
-            dispatch.granted(rid, attempt, GRANT)
-            dispatch.token(f"d{i}", rid, attempt, 0, 7, float(i))
+            begin(dispatch, f"d{i}", rid, float(i))
     assert [x.deaths for x in dispatch.entries.values()] == [0, 0]
 
 
@@ -640,12 +637,10 @@ def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_thir
         dispatch.worker_down(f"d{i}" if i > 1 else "d", 0.0)
         join(dispatch, f"d{i + 1}", 0.0)
         if i == 1:
-            dispatch.granted("r", 2, GRANT)
-            dispatch.token("d2", "r", 2, 0, 7, 0.0)
+            begin(dispatch, "d2")
     assert pairs(dispatch, "r") == [("p", "d3")]
     assert dispatch.submit(job("other"), 0.0) == []  # nothing beside it
-    dispatch.granted("r", 3, GRANT)
-    dispatch.token("d3", "r", 3, 0, 7, 0.0)
+    begin(dispatch, "d3")
     assert dispatch.tick(1.0) == []
     actions = dispatch.worker_down("d3", 1.0)
     assert isinstance(actions[1], Deliver)

@@ -1,6 +1,5 @@
 """The router's rules without sockets: workers and clients come, fail and go in any order."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -136,8 +135,10 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=NAMES, lost=st.booleans())
     def answer_a_reservation(self, data: st.DataObject, lost: bool) -> None:
-        place = data.draw(st.integers(0, len(self.asked) - 1))
-        asked = self.asked.pop(place)
+        self.reply(self.asked[data.draw(st.integers(0, len(self.asked) - 1))], lost)
+
+    def reply(self, asked: Reserve, lost: bool = False) -> None:
+        self.asked.remove(asked)
         worker, job = self.workers.get(asked.worker), asked.job
         error: DisaggError | None = PeerLostError("gone") if worker is None or lost else None
         if worker is not None and not worker.load.slots:
@@ -245,15 +246,7 @@ class Interleavings(RuleBasedStateMachine):
         self.now += 1.0
         self.act(self.dispatch.tick(self.now))
 
-    def ready(method: Callable[["Interleavings"], None]) -> Callable[["Interleavings"], None]:
-        def checked(self: "Interleavings") -> None:
-            if hasattr(self, "workers"):
-                method(self)
-
-        return checked
-
     @invariant()
-    @ready
     def tokens_are_delivered_in_order_and_once(self) -> None:
         for rid, tokens in self.delivered.items():
             assert tokens == [answer(rid, i) for i in range(len(tokens))]
@@ -262,14 +255,12 @@ class Interleavings(RuleBasedStateMachine):
         assert self.dispatch.unequal_tokens == 0
 
     @invariant()
-    @ready
     def nothing_is_left_of_what_ended(self) -> None:
         for worker in self.workers.values():
             assert not (set(worker.jobs) | set(worker.held)) & set(self.ended)
         assert set(self.dispatch.entries) == set(self.lengths) - set(self.ended)
 
     @invariant()
-    @ready
     def who_runs_alone_has_nobody_beside_it(self) -> None:
         entries = [x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED]
         for entry in (x for x in entries if x.alone):
@@ -295,17 +286,7 @@ class Interleavings(RuleBasedStateMachine):
             for start in list(self.moves):
                 self.move(start)
             for asked in list(self.asked):
-                self.asked.remove(asked)
-                event = asked.job.rid, asked.job.attempt
-                if asked.worker not in self.workers:
-                    gone = PeerLostError("gone")
-                    self.act(self.dispatch.refused(asked.worker, *event, gone, self.now))
-                elif self.workers[asked.worker].load.slots:
-                    self.workers[asked.worker].held[asked.job.rid] = asked.job.attempt
-                    self.act(self.dispatch.granted(*event, Grant(1, 1, 9.0)))
-                else:
-                    full = CapacityError("full")
-                    self.act(self.dispatch.refused(asked.worker, *event, full, self.now))
+                self.reply(asked)
         self.patch.undo()
         assert not self.dispatch.entries
 

@@ -14,8 +14,9 @@ from disagg.transfer import sender
 from disagg.transfer.messages import Role
 from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
-from tests.workers.fakes import until
-from tests.workers.pairs import KIVI, leave, paired
+from tests.transfer.peer import until
+from tests.workers.fakes import leave
+from tests.workers.pairs import KIVI, paired
 
 LONG, HEARD = 150, 20  # tokens of an answer that moves, and of them before it does
 

@@ -18,23 +18,14 @@ from disagg.errors import (
 )
 from disagg.transfer.messages import Job, Role
 from disagg.workers.router import TICK_S, Output, Router
-from tests.workers.fakes import STATS, FakeWorker, Network, answer, until
-from tests.workers.pairs import leave
+from tests.transfer.peer import until
+from tests.workers.fakes import STATS, FakeWorker, Network, answer, collect, leave
 
 PROMPT = (1, 2, 3)
 
 
 def ask(router: Router, count: int = 5) -> AsyncGenerator[Output]:
     return router.generate(PROMPT, {"max_tokens": count}, "raw")
-
-
-async def collect(outputs: AsyncGenerator[Output]) -> tuple[list[int], Output]:
-    tokens = []
-    async with aclosing(outputs):
-        async for output in outputs:
-            if output.token is not None:
-                tokens.append(output.token)
-    return tokens, output
 
 
 @asynccontextmanager

@@ -3,14 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 from disagg.config import ClusterConfig, Config, TransferConfig
-from disagg.engine.engine import Engine
 from disagg.errors import ConfigError, CorruptFrameError, DisaggError
 from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role
@@ -18,8 +15,9 @@ from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
 from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
-from tests.workers.fakes import until
-from tests.workers.pairs import KIVI, House, house, leave, on_loop, paired
+from tests.transfer.peer import until
+from tests.workers.fakes import leave
+from tests.workers.pairs import KIVI, House, house, on_loop, paired
 
 
 async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story, monkeypatch):
@@ -70,8 +68,7 @@ async def test_a_draining_worker_finishes_what_it_has(home, story):
 
 
 async def test_a_worker_without_a_router_leaves(runners):
-    config = Config(cluster=replace(ClusterConfig(), orphan_s=0.05))
-    async with house(config) as home:
+    async with house(Config(cluster=ClusterConfig(orphan_s=0.05))) as home:
         worker = home.add("d", Role.DECODE, runners[1])
         await until(lambda: worker._events.followed)
         await home.router.close()
@@ -85,8 +82,7 @@ def cut_off(home: House) -> None:
 
 
 async def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(runners, story):
-    config = Config(transfer=replace(TransferConfig(), lease_s=0.05))
-    async with paired(runners, config) as home:
+    async with paired(runners, Config(transfer=TransferConfig(lease_s=0.05))) as home:
         asking = await home.begin(story, KIVI)
         cut_off(home)
         decode = home.workers["d"]
@@ -96,14 +92,13 @@ async def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(runn
 
 
 async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
-    broken = RuntimeError("the engine broke")
 
-    def step(self: Engine) -> None:
-        raise broken
+    def step() -> None:
+        raise RuntimeError("the engine broke")
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     async with paired(runners, deadline_s=0.5) as home:
-        monkeypatch.setattr(home.workers["p"].engine, "step", partial(step, None))
+        monkeypatch.setattr(home.workers["p"].engine, "step", step)
         with pytest.raises(DisaggError):
             await home.complete(story, KIVI)
         worker = home.workers.pop("p")
