@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4400,
-    "cli": 1870,
-    "codecs": 3170,
-    "engine": 1940,
-    "eval": 610,
+    "bench": 4340,
+    "cli": 1830,
+    "codecs": 3150,
+    "engine": 1900,
+    "eval": 600,
     "files": 2010,  # disagg/*.py
-    "kernels": 6260,
+    "kernels": 6210,
     "model": 1740,
-    "report": 210,
-    "server": 1920,
-    "transfer": 3700,
-    "workers": 2970,
-    "tests": 24900,
-    "training": 620,
+    "report": 200,
+    "server": 1890,
+    "transfer": 3530,
+    "workers": 2940,
+    "tests": 23700,
+    "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21200  # of all these rooms together
+PACKAGE_BUDGET = 20900  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -146,8 +146,7 @@ class DecodeSide:
         stopped: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._stopped[name] = stopped
         try:
-            leaving = Departure(self.way, submit, self._jobs[name].codec)
-            async with leaving.sending() as departure:
+            async with Departure(self.way, submit).sending() as departure:
                 self.way.engine.submit(Move(name, submit.job.tokens, departure))
                 emitted = await departure.unless_over(stopped)
                 stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})

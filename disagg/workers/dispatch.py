@@ -17,7 +17,7 @@ that moves stays the same attempt: what both workers say of it is delivered once
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heapify, heappop
@@ -71,6 +71,11 @@ class Started:
         """Of a prompt, on the line through those two; 0 for a codec that is not listed."""
         (short, few), (long, many) = self.sizes.get(codec, {0: 0, 1: 0}).items()
         return few + (many - few) * (tokens - short) / (long - short)
+
+
+def serves(roles: Collection[Role]) -> bool:
+    """Whether workers of these roles can answer a prompt."""
+    return any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -208,8 +213,6 @@ class Dispatch:
 
     def submit(self, job: Job, now: float, at: tuple[str, str] = ("", "")) -> list[Action]:
         """A new request; it starts at once if there is room. at: as in `Entry`."""
-        if job.rid in self.entries:
-            raise RequestError(f"request {job.rid!r} exists already")
         deadline = now + self._config.deadline_s
         keys = keys_of(job.prompt), keys_of(job.prompt, job.codec or "default")
         self.entries[job.rid] = Entry(job, now, deadline, at=at, exact=keys[0], pages=keys[1])
@@ -279,9 +282,9 @@ class Dispatch:
         if entry is None:  # where it is more than figures, what told it to stop was lost
             more = token is not None or event.error or event.finish_reason
             return self._tell(worker, rid, event.attempt, now) if more else []
-        if event.error is not None and worker not in {*entry.workers} & self.members.keys():
-            return []  # it was given up when that worker died
         if event.error is not None:
+            if worker not in entry.workers or worker not in self.members:
+                return []  # it was given up when that worker died
             return self._refuse(entry, worker, event.error, now)
         known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
         if token is not None and index < known:
@@ -313,8 +316,7 @@ class Dispatch:
     def ready(self, now: float) -> bool:
         """Whether a request that came now could hope for an answer."""
         roles = [x.started.role for x in self.members.values() if now >= x.open_until]
-        both = any(x.prefills for x in roles) and any(x.decodes for x in roles)
-        return both and now - self._stuck_since <= self._config.silence_s
+        return serves(roles) and now - self._stuck_since <= self._config.silence_s
 
     def _place(self, now: float) -> list[Action]:
         """Start what can start, the most urgent first."""

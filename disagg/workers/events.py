@@ -10,20 +10,11 @@ A worker follows one router at a time: another one is refused until the first is
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from disagg.errors import ConfigError
 from disagg.transfer.messages import Load, Step, TokenEvent
 
 HEARTBEAT_S = 1.0  # a step without events, so that silence means something
-
-
-@dataclass
-class Record:
-    """What was said about one attempt of a request."""
-
-    attempt: int
-    events: list[TokenEvent] = field(default_factory=list)
 
 
 class Events:
@@ -32,7 +23,7 @@ class Events:
     def __init__(self, load: Callable[[], Load] = Load):
         self.router = ""  # who follows, or followed last
         self._load = load
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, list[TokenEvent]] = {}  # of one attempt of each request
         self._inbox: asyncio.Queue[list[TokenEvent]] | None = None  # of who follows now
 
     @property
@@ -60,10 +51,10 @@ class Events:
         """
         events = list(events)
         for event in events:
-            record = self._records.get(event.rid)
-            if record is None or record.attempt < event.attempt:
-                record = self._records[event.rid] = Record(event.attempt)
-            record.events.append(event)
+            record = self._records.setdefault(event.rid, [])
+            if record and record[0].attempt < event.attempt:
+                record.clear()
+            record.append(event)
             if event.stats and not event.finish_reason:
                 del self._records[event.rid]
         if self._inbox is not None:
@@ -83,7 +74,7 @@ class Events:
             yield self._step(
                 event
                 for rid, record in self._records.items()
-                for event in record.events
+                for event in record
                 if event.token is None or event.finish_reason or event.index >= have.get(rid, 0)
             )
             while self._inbox is inbox:
@@ -101,7 +92,7 @@ class Events:
     def forget(self, rid: str, attempt: int) -> None:
         """An attempt was given up: nothing about it needs to be kept."""
         record = self._records.get(rid)
-        if record is not None and record.attempt <= attempt:
+        if record and record[0].attempt <= attempt:
             del self._records[rid]
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 
@@ -27,7 +27,7 @@ from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
-from disagg.workers.dispatch import Started
+from disagg.workers.dispatch import Started, serves
 from disagg.workers.session import Session
 
 LOCAL, AUTO = "local", "auto"
@@ -188,7 +188,7 @@ class Cluster:
         self._actors = [self._load(role, name) for role, name in self._names()]
         loading = {actor.call: actor for actor in self._actors}
         started: list[Started] = []
-        while loading and not serves(x.role for x in started):
+        while loading and not serves([x.role for x in started]):
             (ready,), _ = ray.wait(list(loading))
             started.append(self._enter(loading.pop(ready)))
         self.links = self._introduce()
@@ -227,7 +227,9 @@ class Cluster:
         if not all(knock(*door) for door in self._doors):
             self._start_anew(on_down)
             return
-        for actor in self._wait():
+        calls = [actor.call for actor in self._actors]
+        done = ray.wait(calls, timeout=CHECK_S)[0] if calls else []
+        for actor in [x for x in self._actors if x.call in done]:
             try:
                 if actor.started is None:
                     on_up(self._enter(actor))
@@ -350,12 +352,6 @@ class Cluster:
             counts, name = json.dumps(self._wanted), self._config.cluster.name
             internal_kv._internal_kv_put(COUNTS, counts, namespace=name)
 
-    def _wait(self) -> list[Actor]:
-        """Those whose call is over, one way or the other, within CHECK_S."""
-        calls = [actor.call for actor in self._actors]
-        done = set(ray.wait(calls, timeout=CHECK_S)[0] if calls else ())
-        return [actor for actor in self._actors if actor.call in done]
-
     def _stop(self) -> None:
         """Those of a cluster that serve us end by themselves, if they can; others' stay."""
         serving = [actor for actor in self._actors if actor.started and not self._private]
@@ -433,12 +429,6 @@ class Cluster:
         except RayError:
             return []  # who is dead or slow is found out by the hand-offs
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
-
-
-def serves(roles: Iterable[Role]) -> bool:
-    """Whether workers of these roles can answer a prompt."""
-    there = set(roles)
-    return any(role.prefills for role in there) and any(role.decodes for role in there)
 
 
 def equal_share(units: int, config: Config) -> float:

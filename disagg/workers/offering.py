@@ -41,8 +41,8 @@ class Offering:
     overlap: pages leave while later layers compute
     """
 
-    def __init__(self, way: Exit, submit: Submit, codec: str, overlap: bool = True):
-        job, plan = submit.job, way.engine.plan(codec)
+    def __init__(self, way: Exit, submit: Submit, overlap: bool = True):
+        job, plan = submit.job, way.engine.plan(submit.job.codec)
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
         channel = way.peers.get(submit.decode_address)

@@ -105,8 +105,7 @@ class PrefillSide:
         computed: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
         self._computed[request.rid] = computed
         try:
-            leaving = Offering(self.way, submit, job.codec, self.overlap)
-            async with leaving.sending() as offering:
+            async with Offering(self.way, submit, self.overlap).sending() as offering:
                 self.way.engine.submit(Prefill(request, offering))
                 await self._tell(job, offering, await offering.unless_over(computed))
         finally:

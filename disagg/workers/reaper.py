@@ -47,7 +47,8 @@ def clean_up(secret: bytes, folder: str) -> None:
             quiet_since = time.monotonic()
         if time.monotonic() > patience:
             for pid in seen:
-                kill(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
@@ -96,12 +97,6 @@ def birth(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in "ZX" else started
-
-
-def kill(pid: int) -> None:
-    """SIGKILL, if it is still there."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

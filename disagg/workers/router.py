@@ -51,19 +51,17 @@ class Output:
 class Peer:
     """A worker as a router sees it. `client`: a `WorkerClient`, or the worker itself.
 
-    heard: when it last said something · up: it takes part
-    fallen: it was silent for too long, and has something of ours
+    heard: when it last said something · fallen: it was silent for too long, and has what is ours
     unheard: what it could not be told to forget, by rid · trouble: why it cannot be followed
     """
 
     started: Started
     client: WorkerHandler
     heard: float = 0.0
-    up: bool = False
     fallen: bool = False
     unheard: dict[str, Forget] = field(default_factory=dict)
     trouble: str = ""
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
     @property
     def name(self) -> str:
@@ -168,16 +166,14 @@ class Router:
     def died(self, name: str) -> None:
         """A worker is known to be dead and never comes back."""
         if peer := self.peers.pop(name, None):
-            assert peer.task is not None
             peer.task.cancel()
-            self._act(self.dispatch.worker_down(name, self._clock()))
+            self._leave(peer)
 
     def summary(self) -> dict[str, int]:
         """Requests, those that wait for a worker, what became of others, and bytes handed over."""
-        entries, rules = self.dispatch.entries.values(), self.dispatch
-        queued = sum(entry.phase is Phase.QUEUED for entry in entries)
-        told = {"requests": len(entries), "queued": queued}
-        return told | {"moved": rules.moves, "retried": rules.retries} | dict(self._bytes)
+        told = {"requests": self.running, "queued": self.waiting}
+        told |= {"moved": self.dispatch.moves, "retried": self.dispatch.retries}
+        return told | dict(self._bytes)
 
     async def status(self) -> dict[str, WorkerStatus | DisaggError]:
         """What every worker says of itself, or why it does not answer."""
@@ -243,8 +239,7 @@ class Router:
     def _hear(self, peer: Peer, step: Step) -> None:
         """What a worker did. The first that it says makes it take part."""
         peer.heard = now = self._clock()
-        if not peer.up:
-            peer.up = True
+        if peer.name not in self.dispatch.members:
             self._act(self.dispatch.worker_up(peer.started, now))
         peer.started = replace(peer.started, role=step.load.role or peer.started.role)
         unheard, peer.unheard = peer.unheard, {}
@@ -264,7 +259,6 @@ class Router:
 
     def _leave(self, peer: Peer) -> None:
         """A worker does not take part: its work goes to others."""
-        peer.up = False
         self._act(self.dispatch.worker_down(peer.name, self._clock()))
 
     async def _tick(self) -> None:
@@ -284,9 +278,9 @@ class Router:
 
     def _silent(self, peer: Peer) -> None:
         """A worker said nothing for too long: what it says from now on counts after a fence."""
-        assert peer.task is not None
         peer.task.cancel()
-        peer.fallen, peer.heard = peer.fallen or peer.up, self._clock()
+        peer.fallen |= peer.name in self.dispatch.members
+        peer.heard = self._clock()
         self._leave(peer)
         peer.task = asyncio.create_task(self._follow(peer))
 

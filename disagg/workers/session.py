@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 REAPER = Path(__file__).parent / "reaper.py"
@@ -39,8 +38,6 @@ class Session:
     def __init__(self) -> None:
         self.token = secrets.token_hex(24)
         self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir="/tmp"))
-        self._before: dict[str, str | None] = {}
-        self._reaper: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         self._reaper = subprocess.Popen(
@@ -57,19 +54,11 @@ class Session:
         os.environ.update(wanted)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Returns when nothing is left."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        assert self._reaper is not None
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.close()
-        self._reaper.wait(REAP_S)
+        self._reaper.communicate(timeout=REAP_S)  # ends its input

@@ -165,15 +165,15 @@ class Worker:
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
-        job = self._accept(submit.job, submit.epoch, submit.router)
+        submit = replace(submit, job=self._accept(submit.job, submit.epoch, submit.router))
         if submit.work is Work.MOVE:
             return self.decode.move(submit)
         local = submit.work is Work.LOCAL
         if not (self.role.prefills or (local and self.role.decodes)):
             raise PeerLostError(f"{self.name} ({self.role}) takes no prompts now")
         if local:
-            return self.decode.start(job)
-        return await self.prefill.start(replace(submit, job=job))
+            return self.decode.start(submit.job)
+        return await self.prefill.start(submit)
 
     async def events(self, have: Mapping[str, int], router: str) -> AsyncGenerator[Step]:
         """What happens here; everything of another router that was here before is dropped."""

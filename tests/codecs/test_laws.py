@@ -12,7 +12,7 @@ from disagg.codecs.contract import Queries, sum_squares
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
-from disagg.page import ARENA_UNIT, FinalAt
+from disagg.page import FinalAt
 from disagg.state import allocate_group
 from disagg.transfer.records import ids_by_kind
 from tests.synthetic import exact_attention, realistic, relative_error
@@ -230,7 +230,7 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
     cache = compress(codec, *realistic(2, 700, 64))
     group, arena = cache.group, cache._arena.bytes
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
-    whole, first = cache.attend(q), cache._state.page_ids()[0] * ARENA_UNIT
+    whole, first = cache.attend(q), group.address(group.page, cache._state.page_ids()[0], 0)
     for plane in group.page.planes:
         if plane.name in ("k_top", "v_top"):  # of AlignedKV: how much is read, not what
             continue

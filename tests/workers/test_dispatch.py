@@ -677,8 +677,3 @@ def test_a_stream_that_gets_tokens_never_ends_by_its_deadline() -> None:
         assert dispatch.token("d", "r", 1, i, i, now) == [Deliver("r", i)]
         assert dispatch.tick(now + 59.0) == []
     assert isinstance(dispatch.tick(60.0 * 49 + 100.0)[-1], Deliver)
-
-
-def test_a_name_in_use_is_refused() -> None:
-    with pytest.raises(RequestError, match="exists"):
-        started().submit(job(), 0.0)
