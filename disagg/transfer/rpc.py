@@ -104,6 +104,11 @@ class Link:
             return await run(request, timeout=timeout_s, metadata=self.metadata)
         except grpc.aio.AioRpcError as failure:
             raise error_of(failure, self.address) from failure
+        except (asyncio.CancelledError, grpc.aio.UsageError) as ended:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise PeerLostError(f"the link to {self.address} was closed") from ended
 
     async def close(self) -> None:
         """End every call on it."""

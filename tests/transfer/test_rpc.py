@@ -49,6 +49,8 @@ class Service:
             raise CapacityError("no rööm")
         if data == b"bug":
             raise KeyError("oops")
+        if data == b"slow":
+            await asyncio.Event().wait()
         return data
 
     async def many(self, data: bytes) -> AsyncGenerator[bytes, None]:
@@ -280,3 +282,23 @@ def two_free_ports() -> list[int]:
             socket.create_server(("127.0.0.1", port + 1)).close()
             return [port, port + 1]
     raise AssertionError("no ports are free")
+
+
+async def test_who_asks_on_a_link_that_is_closed_loses_the_peer_and_is_not_cancelled():
+    """A status of all workers must not end with the link of one that leaves meanwhile."""
+    async with open_service() as (service, link):
+        asked = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
+        await until(lambda: service.seen)
+        await link.close()
+        for call in asked, link.call("/a.B/One", b"x", 10.0):
+            with pytest.raises(PeerLostError, match="closed"):
+                await call
+
+
+async def test_who_asks_and_is_cancelled_stays_cancelled():
+    async with open_service() as (service, link):
+        asked = asyncio.create_task(link.call("/a.B/One", b"slow", 10.0))
+        await until(lambda: service.seen)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
