@@ -350,15 +350,14 @@ class Worker:
     async def _attend(self) -> None:
         """Is a router listening? Without one for a lease nobody waits; in the end, nobody owns."""
         lease_s, orphan_s = self.config.transfer.lease_s, self.config.cluster.orphan_s
-        left, busy = self._loop.time(), False
+        left = self._loop.time()
         while True:
             await asyncio.sleep(LOOK_S)
             if self._events.followed:
-                left, busy = self._loop.time(), True
+                left = self._loop.time()
                 continue
             alone_s = self._loop.time() - left
-            if busy and alone_s >= lease_s:
-                busy = False
+            if alone_s >= lease_s:
                 gone = PeerLostError("no router listened for longer than a lease")
                 attempts = await self._drop_all(str(gone))
                 self._events.say(TokenEvent(*attempt, 0, error=gone) for attempt in attempts)

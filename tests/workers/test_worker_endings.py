@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from disagg.config import ClusterConfig, Config, TransferConfig
-from disagg.errors import ConfigError, CorruptFrameError, DisaggError
+from disagg.errors import ConfigError, CorruptFrameError, DisaggError, PeerLostError
 from disagg.transfer import sender
-from disagg.transfer.messages import Job, Role
+from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
 from disagg.workers.offering import Offering
 from disagg.workers.worker import Worker
 from tests.transfer.peer import until
 from tests.workers.fakes import leave
-from tests.workers.pairs import KIVI, House, house, on_loop, paired
+from tests.workers.pairs import GREEDY, KIVI, House, house, on_loop, paired
 
 
 async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story, monkeypatch):
@@ -89,6 +89,24 @@ async def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(runn
         await until(lambda: not decode.decode.attempts)
         await until(lambda: not decode.engine.pool.referenced_pages)
         await leave(asking)
+
+
+async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners, story):
+    """A hand-off may be complete a moment after the router fell silent; nobody would hear it."""
+    async with house(Config(transfer=TransferConfig(lease_s=0.05))) as home:
+        worker, sampling = home.add("d", Role.DECODE, runners[1]), GREEDY | {"max_tokens": 2000}
+        await until(lambda: worker._events.followed)
+        cut_off(home)
+        await until(lambda: not worker._events.followed)
+        for attempt in (1, 2):
+            job = Job("r", attempt, story, sampling=sampling)
+            submit = Submit(job, Work.LOCAL, worker.epoch, router=home.router.id)
+            assert await outcome(worker, worker.submit(submit)) == ""
+            await until(lambda: not worker.decode.attempts)
+            steps = worker.events({}, home.router.id)
+            heard = (await on_loop(worker, anext(steps))).events
+            assert isinstance(heard[-1].error, PeerLostError)
+            await outcome(worker, steps.aclose())
 
 
 async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
