@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 200,
     "server": 1890,
     "transfer": 3530,
-    "workers": 2940,
+    "workers": 2945,
     "tests": 23700,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20900  # of all these rooms together
+PACKAGE_BUDGET = 20905  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -7,7 +7,7 @@ takes as long as a few steps, and compiles nothing.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Replay
@@ -20,13 +20,21 @@ STEPS = 4  # beyond the one that seals
 log = logging.getLogger(__name__)
 
 
-def warm_up(engine: Engine, specs: Sequence[str], rows: int, context: int) -> None:
+def warm_up(
+    engine: Engine,
+    specs: Sequence[str],
+    rows: int,
+    context: int,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> None:
     """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
 
     context: tokens at most, answers included; raises what a request that failed here ended with
+    tell:    is told what goes on, in words: the first time it takes minutes
     """
     for number, spec in enumerate(specs, 1):
         began = time.monotonic()
+        tell(f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs")
         for tokens in _lengths(engine.plan(spec), context):
             for row in range(rows):
                 params = SamplingParams(max_tokens=STEPS + 2 * (rows - row), ignore_eos=True)

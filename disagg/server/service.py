@@ -93,7 +93,7 @@ class Service:
             count = f"{cluster.prefill} prefill and {cluster.decode} decode worker"
             count = f"{cluster.prefill} worker for both" if cluster.colocated else count
             self._say(f"loading {self.name} on {count}, then measuring their links")
-            for started in workers.start():
+            for started in workers.start(self._say):
                 self._up(started)
                 self.links.append(f"{started.name}: room for {started.room:,} tokens")
             self.links += workers.links

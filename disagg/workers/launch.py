@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 
@@ -29,6 +29,7 @@ from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
 from disagg.workers.dispatch import Started, serves
 from disagg.workers.session import Session
+from disagg.workers.shares import equal_share, gpu_share, torch_threads
 
 LOCAL, AUTO = "local", "auto"
 KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
@@ -39,6 +40,7 @@ KNOCK_S = 1.0
 RETRY_S = 5.0
 DRAIN_S = 60.0  # for what a worker has to move, or to end, where it leaves
 MEET_S = 10.0
+TELL_S = 3.0  # between two looks at what workers do that load
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
 
@@ -91,6 +93,11 @@ class Shell:
     def meet(self, addresses: list[str]) -> list[str]:
         """Measure the links to decode workers; what each can do, in words."""
         return self._worker.meet(addresses)
+
+    @ray.method(concurrency_group="watch")
+    def doing(self) -> str:
+        """What takes long before it serves, in words; nothing where it only loads."""
+        return self._worker.doing if hasattr(self, "_worker") else ""
 
     @ray.method(concurrency_group="watch")
     def assume(self, role: Role) -> None:
@@ -180,17 +187,22 @@ class Cluster:
             raise PeerLostError(f"Ray does not start or answer: {error}") from error
         self.security = protected(self._config.security, self._authority, here)
 
-    def start(self) -> list[Started]:
+    def start(self, tell: Callable[[str], None] = lambda doing: None) -> list[Started]:
         """One of each role, loaded side by side with all others, which `watch` tells of.
 
+        tell: is told what takes them long, in words
         ModelError and others as the workers had them.
         """
         self._actors = [self._load(role, name) for role, name in self._names()]
         loading = {actor.call: actor for actor in self._actors}
         started: list[Started] = []
+        told = ""
         while loading and not serves([x.role for x in started]):
-            (ready,), _ = ray.wait(list(loading))
-            started.append(self._enter(loading.pop(ready)))
+            ready, _ = ray.wait(list(loading), timeout=TELL_S)
+            if ready:
+                started.append(self._enter(loading.pop(ready[0])))
+            elif (doing := self._doing(*loading.values())) not in ("", told):
+                tell(told := doing)
         self.links = self._introduce()
         return started
 
@@ -419,6 +431,14 @@ class Cluster:
         actor.call = actor.handle.watch.remote()
         return started
 
+    def _doing(self, *loading: Actor) -> str:
+        """What the first of those that load does, if it can say so."""
+        try:
+            found = ray.get([actor.handle.doing.remote() for actor in loading], timeout=TELL_S)
+        except RayError:
+            return ""  # its process still starts, or has ended: the call says how
+        return next(filter(None, found), "")
+
     def _introduce(self) -> list[str]:
         """Let prefill workers measure their links to decode workers: "prefill-0: link to ..."."""
         there = [(actor, actor.started) for actor in self._actors if actor.started]
@@ -429,33 +449,6 @@ class Cluster:
         except RayError:
             return []  # who is dead or slow is found out by the hand-offs
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
-
-
-def equal_share(units: int, config: Config) -> float:
-    """Of each worker: one, or an equal part of one so that all find a place; none of none."""
-    workers = sum(config.cluster.roles.values())
-    return 1 / -(-workers // units) if units else 0.0
-
-
-def gpu_share(gpus: int, config: Config) -> float:
-    """GPUs of each worker: as set, else an equal share."""
-    if config.cluster.gpus is not None:
-        return config.cluster.gpus
-    return equal_share(gpus if config.model.device != "cpu" else 0, config)
-
-
-def torch_threads(config: Config, here: Mapping[str, float]) -> int:
-    """Threads of torch: the cores of this host, shared among the workers that may be on it.
-
-    here: Ray's resources of this host; of pools among them, units are room for workers
-    """
-    if config.engine.torch_threads is not None:
-        return config.engine.torch_threads
-    cores = int(here.get("CPU", 0)) or os.cpu_count() or 1
-    counts = config.cluster.roles
-    if config.cluster.pools:
-        counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
-    return max(1, cores // max(1, sum(counts.values())))
 
 
 def of_a_share(config: Config) -> Config:

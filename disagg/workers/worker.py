@@ -21,17 +21,17 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from disagg.codecs.doctor import check_plans
-from disagg.codecs.registry import codec_names
 from disagg.config import Config
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.engine.warm import warm_up
 from disagg.errors import PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
-from disagg.model.capacity import CodecFit, fit_codec
+from disagg.model.capacity import fit_codec
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -93,6 +93,7 @@ class Worker:
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
             threading.Thread(target=self._run_engine, name=f"{name}-engine", daemon=True),
         ]
+        self.doing = ""  # what takes long before it serves, in words
         self._failure: BaseException | None = None
         self._load = EngineLoad(slots=config.engine.max_sequences)  # until its first step
         self._preempted = 0
@@ -109,7 +110,7 @@ class Worker:
         if self._runner.records:
             check_plans(list(self.engine.listed), self._runner.device)
             limits = self.config.engine.max_sequences, self._runner.info.context_length
-            warm_up(self.engine, self._listed, *limits)
+            warm_up(self.engine, self._listed, *limits, tell=partial(setattr, self, "doing"))
         self._threads[0].start()
         self._started.result()
         self._threads[1].start()
@@ -213,20 +214,14 @@ class Worker:
             **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
         }
         plan, model = self.engine.plan(self._codec), self._runner.fingerprint
-        failures = self.receiver.failures + self.prefill.failures
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
-        info["failures"] = dict(failures)
+        info["failures"] = dict(self.receiver.failures + self.prefill.failures)
         info |= {"node": socket.gethostname(), "backend": self.backend}
         free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
         info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
-        fits = [self._fit(codec) for codec in (self._codec, *codec_names())]
-        info["arena_tokens"] = {x.spec: x.tokens for x in fits if not x.refused}
         return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
-
-    def _fit(self, codec: str) -> CodecFit:
-        return fit_codec(codec, self._runner.info, self.engine.pool.arena.nbytes)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
@@ -279,7 +274,8 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            room = self._fit(self._codec).tokens or 0
+            nbytes = self.engine.pool.arena.nbytes
+            room = fit_codec(self._codec, self._runner.info, nbytes).tokens or 0
             plans = list(map(self.engine.plan, self._listed))
             sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
             self._started.set_result(Started(*named, self._min_tokens(), room, sizes))

@@ -57,6 +57,7 @@ def test_a_worker_that_records_warms_up_every_listed_codec_before_it_can_be_reac
     worker.start()
     try:
         assert set(worker.engine.listed.values()) == {KIVI, "int8"}
+        assert worker.doing == "compiling and recording steps of int8, 2 of 2 codecs"
         assert recorder.recorded > 0
         assert asyncio.run(worker.status()).info["backend"] == library.describe_backend()
     finally:

@@ -14,7 +14,8 @@ from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority
 from disagg.workers import launch
 from disagg.workers.dispatch import Started
-from disagg.workers.launch import Actor, Cluster, equal_share, gpu_share, torch_threads
+from disagg.workers.launch import Actor, Cluster
+from disagg.workers.shares import equal_share, gpu_share, torch_threads
 
 LOADING = object()  # an outcome that is not there yet
 
@@ -41,6 +42,7 @@ class Handle:
     stop: Call = field(default_factory=Call)
     assume: Call = field(default_factory=Call)
     meet: Call = field(default_factory=lambda: Call(done=True, value=[]))
+    doing: Call = field(default_factory=lambda: Call(done=True, value=""))
 
 
 class FakeCluster(Cluster):
@@ -106,6 +108,22 @@ def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name() -> None:
     assert cluster.step() == ["+decode-0.1"]
     cluster.kill("decode-0.1")
     assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
+
+
+def test_what_takes_workers_long_is_told_once_while_they_load() -> None:
+    cluster = FakeCluster(LOADING, LOADING)
+    seen, news = [], iter(["", "kernels", "kernels", "steps"])
+
+    def look(*loading: Actor) -> str:
+        if (doing := next(news, None)) is None:
+            for actor in loading:
+                actor.call.done, actor.call.value = True, Started(actor.name, actor.role, "", 1)
+        cluster.handles["decode-0"].doing.value = doing or ""
+        return Cluster._doing(cluster, *loading)
+
+    cluster._doing = look  # type: ignore[method-assign]
+    cluster.start(seen.append)
+    assert seen == ["kernels", "steps"]
 
 
 @pytest.mark.parametrize("failure", [RayActorError(), ("model", "the file is gone")])

@@ -1,0 +1,33 @@
+"""What part of a host each worker gets. Knows no Ray."""
+
+import os
+from collections.abc import Mapping
+
+from disagg.config import Config
+
+
+def equal_share(units: int, config: Config) -> float:
+    """Of each worker: one, or an equal part of one so that all find a place; none of none."""
+    workers = sum(config.cluster.roles.values())
+    return 1 / -(-workers // units) if units else 0.0
+
+
+def gpu_share(gpus: int, config: Config) -> float:
+    """GPUs of each worker: as set, else an equal share."""
+    if config.cluster.gpus is not None:
+        return config.cluster.gpus
+    return equal_share(gpus if config.model.device != "cpu" else 0, config)
+
+
+def torch_threads(config: Config, here: Mapping[str, float]) -> int:
+    """Threads of torch: the cores of this host, shared among the workers that may be on it.
+
+    here: Ray's resources of this host; of pools among them, units are room for workers
+    """
+    if config.engine.torch_threads is not None:
+        return config.engine.torch_threads
+    cores = int(here.get("CPU", 0)) or os.cpu_count() or 1
+    counts = config.cluster.roles
+    if config.cluster.pools:
+        counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
+    return max(1, cores // max(1, sum(counts.values())))
