@@ -133,8 +133,7 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
         p_q = q_ptr + tl.multiple_of(o_q + i_query.to(tl.int64) * stride_h, 8)
         lo = tl.load(lo_ptr + i_b * queries + i_m, mask=m_c, other=0)
         hi = tl.load(hi_ptr + i_b * queries + i_m, mask=m_c, other=0)
-        i_out = (i_slot * rows + i_row).to(tl.int64)
-        into = (out[0] + i_out * LOOP.fmt.head_dim, out[1] + i_out)
+        into = (out[0], out[1], i_slot * rows + i_row)
         part = (start, end, i_segment, i_head)
         query = (p_q, lo, hi, m_c, lo_ptr)
         row_ptr = pages_ptr + i_b * width

@@ -28,7 +28,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     unit_of:  (first tile, end tile, page id of the segment, KV head)
     queries:  (pointers to rows of q [C], lo [C], hi [C], is it real [C], lo_ptr)
     at_bytes: (the arena, the sequence's row of the page table, base, base of segments)
-    out:      pointers to rows of o [C] and to lse [C]
+    out:      (o, lse, number of the row of each column [C]): pointers are made where they are used
     """
     start, end, i_segment, i_head = unit_of
     p_q, lo, hi, m_c, lo_ptr = queries
@@ -74,7 +74,9 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
         state = add_page(words_ptr + at, query, own, unit, seen, state, FMT, SHAPE, SPELLING, CAP)
 
     m, l, bias, sums = state
-    inverse = store_lse(out[1], m, l, bias, m_c)
+    i_out = out[2].to(tl.int64)
+    inverse = store_lse(out[1] + i_out, m, l, bias, m_c)
+    p_o = out[0] + i_out * FMT.head_dim
     o_w = tl.arange(0, triton.next_power_of_2(W))[:, None]
     o = ()
     for f in tl.static_range(FIELDS):
@@ -83,7 +85,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     if FMT.turn is not None:
         o = turn_back(segment, o, FMT, LOOP.precision)
     for f in tl.static_range(FIELDS):
-        tl.store(out[0][None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
+        tl.store(p_o[None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
 
 
 @triton.jit

@@ -196,10 +196,8 @@ def _encode_side(
 
 
 def encode_warps(side: Side) -> int:
-    """Warps of a program: 64 numbers a thread fit its registers, or 32 and what codes miss, or 16
-    and sums of them."""
-    numbers = 16 if side.scale.fitted else 32 if side.sparse or side.low_rank else 64
-    return 4 if side.rows * side.columns <= 4 * 32 * numbers else 8
+    """Warps of a program: 32 numbers a thread, and what codes miss of them, fit its registers."""
+    return 4 if side.rows * side.columns <= 4 * 32 * 32 else 8
 
 
 def _rotate(x: Tensor, turn: Rotation, segments: Tensor, cut: Segmentation) -> Tensor:

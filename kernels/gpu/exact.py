@@ -68,7 +68,9 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     where_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
     whole, whole_end = start, end
     if FMT.counted:
-        whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
+        whole, whole_end = start, start  # a tail beside pages: a second loop might spill
+        if STAGES > 1:
+            whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
     pages = load_pages(row_ptr, whole, width, FMT)
     at = load_positions(where_ptr, pages, whole, limit, FMT)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
@@ -85,8 +87,9 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
             state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
 
     m, l, b_o = state
-    inverse = store_lse(out[1], m, l, P_BIAS, m_c)
-    p_o = out[0][None, :] + o_d[:, None]
+    i_out = out[2].to(tl.int64)
+    inverse = store_lse(out[1] + i_out, m, l, P_BIAS, m_c)
+    p_o = (out[0] + i_out * D)[None, :] + o_d[:, None]
     tl.store(p_o, b_o * inverse[None, :], mask=m_c[None, :] & (o_d < D)[:, None])
 
 

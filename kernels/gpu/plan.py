@@ -91,10 +91,13 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
 
     Raw pages beside others, of tails and of tokens kept, are few: buffers for them would keep other
-    programs from running, so they have none.
+    programs from running, so they have none. Those sealed while decoding are few as well; where
+    each has a low-rank basis of its own, the addresses of two on their way would spill.
     """
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1
+    if beside and isinstance(fmt, PageFormat) and fmt.k.low_rank and not fmt.k.low_rank.shared:
+        return 2
     return _stages(tile_of(fmt).nbytes, nvidia)
 
 

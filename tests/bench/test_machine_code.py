@@ -25,6 +25,8 @@ BUDGETS = {
     "gear-l-4-8heads": 1.7,
     "gear-2-4heads": 2.4,
     "gear-2-8heads": 2.8,
+    "gear-4-4heads": 2.5,
+    "gear-4-8heads": 3.0,
     "int8-4heads": 1.7,
     "int8-8heads": 1.7,
     "fp8-4heads": 1.7,
@@ -38,6 +40,7 @@ BUDGETS = {
 SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
 OTHERS = (  # one of each kind, the largest
     "encode-gear-2-v",
+    "encode-kivi-4-v",
     "append-gear-2",
     "segment-scales-sparse",
     "low-rank",

@@ -208,7 +208,7 @@ def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
         return said
 
     old = pids(state, "decode")
-    with Talk(state, 4):
+    with Talk(state, 8):  # on both workers, whenever one is drained
         assert say("scale", "decode=2") == "2 decode: they come and leave one by one\n"
         wait_for(lambda: len(pids(state, "decode")) == 2)
         assert say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"
