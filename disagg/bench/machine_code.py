@@ -397,10 +397,10 @@ def load_width(loop: list[str]) -> int:
 
 
 def count_buffers(ttgir: str) -> int:
-    """The least number of buffers of any 2-D tile that is loaded ahead in shared memory."""
-    found = re.findall(
-        r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i8|i16|f16|bf16)", ttgir
-    )
+    """The least number of buffers of any 2-D tile that the first loop loads ahead in shared memory:
+    the one over pages of prompts."""
+    tile = r"ttg\.local_alloc\s.*?memdesc<(\d+)x\d{2,}x\d{2,}x(?:i8|i16|f16|bf16)"
+    found = re.findall(tile, ttgir.partition("scf.for")[0])
     return min((int(count) for count in found), default=1)
 
 

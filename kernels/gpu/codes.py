@@ -7,6 +7,7 @@ compiler keeps one page in flight instead of two or three (Triton 3.6 to 3.9).
 import triton
 import triton.language as tl
 
+from disagg.kernels.formats import PageFormat
 from disagg.kernels.gpu.bands import bands_scores, prepare_bands, turn_back
 from disagg.kernels.gpu.scores import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
@@ -55,8 +56,8 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     state = (m, l, bias, empty_sums(SHAPE.columns, SHAPE.groups, V_SIDE))
 
     offset = base // 2 + i_head * (FMT.block_bytes // 2)
-    whole, whole_end = start, start  # with sparse slots a second loop would spill
-    if FMT.k.sparse is None and FMT.v.sparse is None:
+    whole, whole_end = start, start
+    if two_loops_fit(FMT):
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, T)
     page = tl.load(row_ptr + whole, mask=whole < whole_end, other=0)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
@@ -86,6 +87,15 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
         o = turn_back(segment, o, FMT, LOOP.precision)
     for f in tl.static_range(FIELDS):
         tl.store(p_o[None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
+
+
+@triton.constexpr_function
+def two_loops_fit(fmt: PageFormat) -> bool:
+    """Whether a loop that hides nothing fits the registers beside one that does (Triton 3.9): not
+    with a low-rank basis of each page, nor with sparse slots beside more than two bits."""
+    own = fmt.k.low_rank is not None and not fmt.k.low_rank.shared
+    sparse = fmt.k.sparse is not None or fmt.v.sparse is not None
+    return not own and (not sparse or fmt.k.bits == 2)
 
 
 @triton.jit

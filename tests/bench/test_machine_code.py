@@ -23,7 +23,7 @@ BUDGETS = {
     "gear-l-2-8heads": 1.6,
     "gear-l-4-4heads": 1.55,
     "gear-l-4-8heads": 1.7,
-    "gear-2-4heads": 2.4,
+    "gear-2-4heads": 2.3,
     "gear-2-8heads": 2.8,
     "gear-4-4heads": 2.5,
     "gear-4-8heads": 3.0,
