@@ -353,7 +353,7 @@ class Worker:
                 left = self._loop.time()
                 continue
             alone_s = self._loop.time() - left
-            if alone_s >= lease_s:
+            if self._events.router and alone_s >= lease_s:
                 gone = PeerLostError("no router listened for longer than a lease")
                 attempts = await self._drop_all(str(gone))
                 self._events.say(TokenEvent(*attempt, 0, error=gone) for attempt in attempts)

@@ -109,6 +109,20 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners
             await outcome(worker, steps.aclose())
 
 
+async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, story):
+    async with house(Config(transfer=TransferConfig(lease_s=0.05))) as home:
+        worker = Worker(home.config, Role.DECODE, "d", runner=runners[1])
+        home.workers["d"] = worker
+        worker.start()
+        job = Job("r", 1, story, sampling=GREEDY | {"max_tokens": 300})
+        assert await outcome(worker, worker.submit(Submit(job, Work.LOCAL, worker.epoch))) == ""
+        await until(lambda: not worker.decode.attempts)
+        steps = worker.events({}, "")
+        heard = (await on_loop(worker, anext(steps))).events
+        assert heard[-1].finish_reason == "length"
+        await outcome(worker, steps.aclose())
+
+
 async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
 
     def step() -> None:
