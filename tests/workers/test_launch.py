@@ -115,9 +115,9 @@ def test_what_takes_workers_long_is_told_once_while_they_load() -> None:
     seen, news = [], iter(["", "kernels", "kernels", "steps"])
 
     def look(*loading: Actor) -> str:
-        if (doing := next(news, None)) is None:
-            for actor in loading:
-                actor.call.done, actor.call.value = True, Started(actor.name, actor.role, "", 1)
+        doing = next(news, None)
+        for actor in loading if doing is None else ():
+            actor.call.done, actor.call.value = True, Started(actor.name, actor.role, "", 1)
         cluster.handles["decode-0"].doing.value = doing or ""
         return Cluster._doing(cluster, *loading)
 

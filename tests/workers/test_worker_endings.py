@@ -104,22 +104,19 @@ async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners
             assert await outcome(worker, worker.submit(submit)) == ""
             await until(lambda: not worker.decode.attempts)
             steps = worker.events({}, home.router.id)
-            heard = (await on_loop(worker, anext(steps))).events
-            assert isinstance(heard[-1].error, PeerLostError)
+            assert isinstance((await on_loop(worker, anext(steps))).events[-1].error, PeerLostError)
             await outcome(worker, steps.aclose())
 
 
 async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, story):
     async with house(Config(transfer=TransferConfig(lease_s=0.05))) as home:
-        worker = Worker(home.config, Role.DECODE, "d", runner=runners[1])
-        home.workers["d"] = worker
+        worker = home.workers["d"] = Worker(home.config, Role.DECODE, "d", runner=runners[1])
         worker.start()
         job = Job("r", 1, story, sampling=GREEDY | {"max_tokens": 300})
         assert await outcome(worker, worker.submit(Submit(job, Work.LOCAL, worker.epoch))) == ""
         await until(lambda: not worker.decode.attempts)
         steps = worker.events({}, "")
-        heard = (await on_loop(worker, anext(steps))).events
-        assert heard[-1].finish_reason == "length"
+        assert (await on_loop(worker, anext(steps))).events[-1].finish_reason == "length"
         await outcome(worker, steps.aclose())
 
 
