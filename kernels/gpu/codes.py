@@ -94,8 +94,7 @@ def two_loops_fit(fmt: PageFormat) -> bool:
     """Whether a loop that hides nothing fits the registers beside one that does (Triton 3.9): not
     with a low-rank basis of each page, nor with sparse slots beside more than two bits."""
     own = fmt.k.low_rank is not None and not fmt.k.low_rank.shared
-    sparse = fmt.k.sparse is not None or fmt.v.sparse is not None
-    return not own and (not sparse or fmt.k.bits == 2)
+    return not own and (fmt.k.bits == 2 or (fmt.k.sparse is None and fmt.v.sparse is None))
 
 
 @triton.jit

@@ -66,11 +66,9 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
     where_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
-    whole, whole_end = start, end
-    if FMT.counted:
-        whole, whole_end = start, start  # a tail beside pages: a second loop might spill
-        if STAGES > 1:
-            whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
+    whole, whole_end = start, start if FMT.counted else end
+    if FMT.counted and STAGES > 1:  # of a tail beside pages a second loop might spill
+        whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
     pages = load_pages(row_ptr, whole, width, FMT)
     at = load_positions(where_ptr, pages, whole, limit, FMT)
     for i in tl.range(whole, whole_end, num_stages=STAGES):

@@ -91,8 +91,7 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
 
     Raw pages beside others, of tails and of tokens kept, are few: buffers for them would keep other
-    programs from running, so they have none. Those sealed while decoding are few as well; where
-    each has a low-rank basis of its own, the addresses of two on their way would spill.
+    programs from running, so they have none. Of pages with low-rank bases of their own two spill.
     """
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1
