@@ -93,8 +93,8 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
 def two_loops_fit(fmt: PageFormat) -> bool:
     """Whether a loop that hides nothing fits the registers beside one that does (Triton 3.9): not
     with a low-rank basis of each page, nor with sparse slots beside more than two bits."""
-    own = fmt.k.low_rank is not None and not fmt.k.low_rank.shared
-    return not own and (fmt.k.bits == 2 or (fmt.k.sparse is None and fmt.v.sparse is None))
+    dense = fmt.k.sparse is None and fmt.v.sparse is None
+    return not fmt.has_own_basis and (dense or fmt.k.bits == 2)
 
 
 @triton.jit

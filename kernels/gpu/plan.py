@@ -95,7 +95,7 @@ def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     """
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
         return 1
-    if beside and isinstance(fmt, PageFormat) and fmt.k.low_rank and not fmt.k.low_rank.shared:
+    if beside and isinstance(fmt, PageFormat) and fmt.has_own_basis:
         return 2
     return _stages(tile_of(fmt).nbytes, nvidia)
 
