@@ -115,8 +115,9 @@ class Checklist:
 
     def nbytes(self, item: Item) -> int:
         """Bytes of an item: one block per KV head, or the rows of a tail."""
-        tail = self.tail(item)
-        return tail.nbytes if tail else self._nbytes[item.group, item.kind]
+        kind, group, _, _ = item
+        tail = self.tail(item) if kind is Kind.RAW else None
+        return tail.nbytes if tail else self._nbytes[group, kind]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -220,9 +221,9 @@ class Addresses:
 
     def spans(self, item: Item) -> list[Span]:
         """The bytes of an item; more than one span only for the rows of a tail."""
-        start = self._ids[item.group][item.kind][item.record] * ARENA_UNIT
-        start += self._offsets[item.kind, item.layer]
-        if tail := self._checklist.tail(item):
+        kind, group, layer, record = item
+        start = self._ids[group][kind][record] * ARENA_UNIT + self._offsets[kind, layer]
+        if kind is Kind.RAW and (tail := self._checklist.tail(item)):
             return [(start + offset, nbytes) for offset, nbytes in tail.spans]
         return [(start, self._checklist.nbytes(item))]
 
@@ -327,6 +328,8 @@ class Arrivals:
             if seen != (expected := commit.digests[place]):
                 item = self._checklist.items[place]
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
+        if len(self._here) == len(commit.digests):
+            return ()
         return tuple(x for place, x in enumerate(self._checklist.items) if place not in self._here)
 
 
