@@ -257,9 +257,8 @@ Answer = tuple[Visited, Row]  # what a client saw of a request, and its figures
 
 def measure_overlap(runs: int = 5) -> Row:
     """Rows for every codec, with what they were measured with."""
-    prompts = [prompt_of(PROMPT_TOKENS, number) for number in range(runs + 1)]
     ways = tell([True, False], lambda way: "sent early" if way else "sent afterwards")
-    early, late = (measure_side(way, prompts) for way in ways)
+    early, late = (measure_side(way, runs) for way in ways)
     rows = [summarise(codec, early[codec], late[codec]) for codec in CODECS]
     link = {"link_mbps": LINK_MBPS, "burst_bytes": BURST_BYTES}
     return result_of(rows, OVERLAP_NOTES, **link, prompt_tokens=PROMPT_TOKENS, runs=runs)
@@ -292,12 +291,12 @@ def summarise(codec: str, early: Sequence[Answer], late: Sequence[Answer]) -> Ro
     }
 
 
-def measure_side(overlap: bool, prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Answer]]:
-    """Runs of every codec with a fresh pair of workers; the first prompt is to warm up."""
+def measure_side(overlap: bool, runs: int) -> dict[str, list[Answer]]:
+    """Runs of every codec with a fresh pair of workers; one more is to warm up."""
     link = TransferConfig(link_mbps=LINK_MBPS, burst_bytes=BURST_BYTES, overlap=overlap)
     transfer = replace(link, min_disagg_tokens=0)
     with started_workers(Config(transfer=transfer), Role.DECODE, Role.PREFILL) as (_, pair):
-        return asyncio.run(_ask_all(pair, prompts))
+        return asyncio.run(_ask_all(pair, runs))
 
 
 @contextmanager
@@ -309,14 +308,12 @@ def started_workers(config: Config, *roles: Role) -> Iterator[tuple[list[Child],
         yield ends, [end.ask("start", config, role, f"worker-{x}") for x, (end, role) in cases]
 
 
-async def _ask_all(
-    pair: Sequence[Started], prompts: Sequence[tuple[int, ...]]
-) -> dict[str, list[Answer]]:
+async def _ask_all(pair: Sequence[Started], runs: int) -> dict[str, list[Answer]]:
+    """A prompt of its own each time: prefill would know one of before, whatever its codec was."""
     found: dict[str, list[Answer]] = {codec: [] for codec in CODECS}
-    cases = [(prompt, codec) for prompt in prompts for codec in CODECS]
     async with routed(pair) as router:
-        for prompt, codec in tell(cases, lambda case: case[1]):
-            found[codec].append(await visit(router, prompt, codec))
+        for number, codec in enumerate(tell(CODECS * (runs + 1), "{}".format)):
+            found[codec].append(await visit(router, prompt_of(PROMPT_TOKENS, number), codec))
     return {codec: runs[1:] for codec, runs in found.items()}
 
 
