@@ -618,8 +618,7 @@ static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64
     for (int64_t i = p; i < end && (i == p || i % most); i++) {
         if (x->segments && owner[i] != owner[p]) break;
         s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, block);
-        int64_t ahead = i + most < end ? i + most : i;
-        s.next[s.count++] = block_of(x, pages[ahead], x->base, f->block_bytes, block);
+        s.next[s.count++] = block_of(x, pages[i + 1 < end ? i + 1 : i], x->base, f->block_bytes, block);
     }
     return s;
 }
