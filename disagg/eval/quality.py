@@ -201,6 +201,8 @@ class Judge:
 
 
 def percent_of_fp16(plan: Plan, tokens: int) -> float:
-    """What a sequence of so many tokens takes in all layers, tail included."""
-    numbers = sum(2 * len(group.layers) * group.heads * group.head_dim for group in plan.groups)
-    return 100 * plan.nbytes(tokens) / (FP16_BYTES * numbers * tokens)
+    """What a sequence of so many tokens takes in all layers, tail included.
+
+    Of layers with windows: of what the next token sees, in fp16 as in the codec.
+    """
+    return 100 * plan.nbytes(tokens) / (FP16_BYTES * plan.numbers(tokens))
