@@ -148,10 +148,12 @@ class Channel:
     async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
         """The answer to a commit, when there is one; the bytes of both messages."""
         self._owe()
+        stream = self._serving
         try:
             reply, nbytes = await self._call("Commit", frame_message(pack(frame)), timeout_s)
         finally:
-            self._answered()
+            if self._serving is stream:  # a later one owes nothing of this
+                self._answered()
         return answer_from(parse(kv.CommitResponse, reply)), nbytes
 
     async def _call(self, name: str, data: bytes, timeout_s: float) -> tuple[bytes, int]:
