@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from disagg.errors import CorruptFrameError, VersionError
 from disagg.page import Kind
 
-MAGIC, WIRE_VERSION = b"dgKV", 2
+MAGIC, WIRE_VERSION = b"dgKV", 3
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
 MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
 MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
@@ -94,7 +94,6 @@ class Commit:
     digests:     one per item, in the order of `transfer.records.Checklist`
     first_token: sampled by prefill; decode starts behind it
     extras:      plain values that only prefill knows (log-probabilities, say)
-    timings:     milliseconds by phase, as measured by prefill
     """
 
     tokens: int
@@ -102,7 +101,6 @@ class Commit:
     digests: tuple[int, ...]
     first_token: int
     extras: Mapping[str, PlainValue] = field(default_factory=dict)
-    timings: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,7 @@ Frame = PageFrame | CommitFrame
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
 _FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
 _PAGES = {"kind": str, "group": int, "layout": str, "layers": list, "records": list}
-_COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int}
-_COMMIT |= {"extras": dict, "timings": dict}
+_COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int, "extras": dict}
 
 
 def digest(data: Buffer) -> int:
@@ -254,8 +251,6 @@ def _page_frame(ticket: Ticket, header: Mapping[str, Any], payload: memoryview) 
 
 
 def _commit(body: Mapping[str, Any]) -> Commit:
-    if any(type(value) not in (int, float) for value in body["timings"].values()):
-        raise CorruptFrameError("a commit has a timing that is no number")
     return Commit(**{**body, "digests": unpack_digests(body["digests"])})
 
 

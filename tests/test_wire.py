@@ -52,7 +52,6 @@ COMMIT = CommitFrame(
         digests=(1, 2**64 - 1, 3),
         first_token=11,
         extras={"ids": [1, 2, 3], "logprob": -0.5, "name": "x", "none": None},
-        timings={"encode": 1.5},
     ),
 )
 FRAMES = {"pages": PAGES, "commit": COMMIT}
@@ -179,14 +178,6 @@ def test_a_header_that_is_no_map_is_refused():
 def test_a_frame_of_an_unknown_type_is_refused():
     with pytest.raises(CorruptFrameError, match="type 9"):
         unpack(resealed(page_header(), b"\x01" * 189, what=9))
-
-
-def test_a_commit_with_a_timing_that_is_no_number_is_refused():
-    body = vars(COMMIT.commit) | {"digests": b"", "timings": {"encode": "long"}}
-    payload = msgpack.packb(body)
-    header = vars(TICKET) | {"digests": struct.pack("<Q", digest(payload))}
-    with pytest.raises(CorruptFrameError, match="timing"):
-        unpack(resealed(header, payload, what=2))
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 70_000])
