@@ -71,10 +71,11 @@ FITTED_NOTES = (
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """sizes: "sequences x tokens"; steps: of each codec in a round"""
+    """sizes: "sequences x tokens"; steps: of each codec in a round; dtype "": as devices like"""
 
     device: str = "cpu"
     model: str = "small"
+    dtype: str = ""
     codecs: Sequence[str] = CODECS
     sizes: Sequence[str] = ()
     steps: int = 8
@@ -91,7 +92,7 @@ def run(options: DecodeOptions) -> Row:
     """
     _check(options.model, options.device)
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
-    runner = _random_model(options.model, options.device)
+    runner = _random_model(options.model, options.device, options.dtype)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     return result_of(rows, NOTES, **gpu)
@@ -103,10 +104,11 @@ def _check(model: str, device: str) -> None:
     check_device(device, "--device cpu measures without one")
 
 
-def _random_model(model: str, device: str) -> Runner:
+def _random_model(model: str, device: str, dtype: str = "") -> Runner:
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
-        return Runner.random(folder, "bfloat16" if device == "cuda" else "float32", device)
+        return Runner.random(folder, dtype, device)
 
 
 def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
@@ -133,6 +135,7 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
         row = {
             "codec": decoding.plan.spec,
             "model": options.model,
+            "dtype": runner.info.dtype,
             "size": size,
             "step_ms": step_ms,
             "plan_ms": plan_ms,

@@ -134,6 +134,7 @@ def kernels(
 def decode(
     device: str = "cpu",
     model: str = "small",
+    dtype: Annotated[str | None, typer.Option(help="Of weights: float32, bfloat16.")] = None,
     codec: Codecs = None,
     size: Sizes = None,
     out: Out = None,
@@ -143,7 +144,7 @@ def decode(
     from disagg.bench.decode import DecodeOptions, run
     from disagg.bench.result import draw_rows
 
-    given = _set({"codecs": codec, "sizes": size})
+    given = _set({"codecs": codec, "sizes": size, "dtype": dtype})
     _show(draw_rows, run(DecodeOptions(device, model, **given)), out, as_json)
 
 
