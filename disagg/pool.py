@@ -248,11 +248,10 @@ class Pool:
                 del self._keepers[page]
                 self._drop_reference(page)
 
-    @property
     @atomic
-    def kept_keys(self) -> list[bytes]:
-        """The keys of what is kept, in the order of keeping."""
-        return list(self._kept)
+    def kept_keys(self, noted: type = object) -> list[bytes]:
+        """The keys of what is kept with a note of this type, in the order of keeping."""
+        return [key for key, kept in self._kept.items() if isinstance(kept.note, noted)]
 
     # -- what is left
 

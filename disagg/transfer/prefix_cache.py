@@ -176,7 +176,7 @@ class PrefixCache:
 
     def begin_scrub(self, max_bytes: int) -> Scrub:
         """The next kept units, at least one, up to `max_bytes`; every scrub is ended."""
-        self._to_scrub = self._to_scrub or self._pool.kept_keys
+        self._to_scrub = self._to_scrub or self._pool.kept_keys(Note)
         notes, spans = list[Note](), list[Span]()
         while self._to_scrub and sum(nbytes for _, nbytes in spans) < max_bytes:
             for note in self._take([self._to_scrub.pop()]):

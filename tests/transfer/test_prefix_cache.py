@@ -111,7 +111,7 @@ def test_what_hangs_on_a_whole_prompt_is_never_shared():
     prompt, desk = make_related(400, 1, 400, BY_PROMPT), Desk(plan=BY_PROMPT)
     for rid in ("one", "two"):
         assert desk.give(prompt, rid) == prompt.checklist.total_bytes
-    assert not desk.pool.kept_keys
+    assert not desk.pool.kept_keys()
 
 
 def test_side_records_and_tails_are_never_shared():
@@ -244,12 +244,12 @@ def test_a_scrub_goes_on_where_the_last_one_stopped_and_owns_what_it_reads(desk)
     desk.give(prompt, "one")
     flip(desk, prompt, desk.engine["one"], Item("page", 1, 1, 11))
     desk.free()
-    units, kept = len(desk.pool.kept_keys), desk.pool.kept_keys
+    units, kept = len(desk.pool.kept_keys()), desk.pool.kept_keys()
     scrub = desk.ledger.cache.begin_scrub(1 << 30)
     assert desk.pool.cached_pages == 0
     desk.ledger.cache.end_scrub(scrub, ())
     desk.assert_nothing_held()
-    assert desk.pool.kept_keys == kept  # what goes first when room is needed is as before
+    assert desk.pool.kept_keys() == kept  # what goes first when room is needed is as before
     assert sum(len(desk.scrub(1)) for _ in range(units)) == 1
 
 

@@ -192,12 +192,12 @@ def test_nobody_reserves_while_sequences_of_the_engine_wait_for_room(prompt):
 
 def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(desk, prompt):
     desk.give(prompt, "one")
-    longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys
+    longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
     assert desk.push(longer, ticket) == longer.checklist.total_bytes
     assert isinstance(desk.ledger.commit(CommitFrame(ticket, longer.commit()), 1.0), Ack)
-    assert desk.pool.kept_keys == known
+    assert desk.pool.kept_keys() == known
     with pytest.raises(RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
 

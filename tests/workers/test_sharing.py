@@ -50,7 +50,7 @@ async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_on
 async def alter_and_scrub(worker: Worker) -> None:
     """Flip a bit of a code of a page in the last layer: few tokens would change."""
     pool = worker.engine.pool
-    (kept,) = pool.take(pool.kept_keys[:1])
+    (kept,) = pool.take(pool.kept_keys()[:1])
     place = kept.pages[0] * ARENA_UNIT + 4097
     (byte,) = pool.arena.read(place, 1)
     pool.arena.write([(place, bytes([byte ^ 1]))])
