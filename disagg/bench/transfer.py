@@ -280,7 +280,7 @@ class SendingEnd(End):
             group, state = checklist.plan.groups[index], prompt.states[index]
             codec = codec_of(group)
             for x in write_prompt(codec, group, state, layer, arena, k, v, 0, checklist.tokens):
-                ready(checklist.select(layer, x.kind, x.first, x.count))
+                ready([Item(x.kind, index, layer, i) for i in x.indices])
 
 
 @dataclass(frozen=True)

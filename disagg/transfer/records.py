@@ -99,12 +99,6 @@ class Checklist:
             for record in range(count):
                 yield Item(kind, group, layer, record)
 
-    def select(self, layer: int, kind: Kind, first: int, count: int) -> list[Item]:
-        """The items of `count` records of one layer from the `first` on, as far as there are."""
-        group = self.plan.group_of[layer]
-        end = min(first + count, self.count(group, kind))
-        return [Item(kind, group, layer, record) for record in range(first, end)]
-
     def count(self, group: int, kind: Kind) -> int:
         """How many records of a kind a layer group has."""
         return self._counts[group].get(kind, 0)

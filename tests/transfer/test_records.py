@@ -128,16 +128,6 @@ def test_segments_come_before_the_pages_that_need_them():
     assert kinds.index(Kind.SEGMENT) < kinds.index(Kind.PAGE) < kinds.index(Kind.RAW)
 
 
-def test_select_names_the_records_that_one_layer_has():
-    checklist = Checklist(PLAN, 500)
-    assert checklist.select(2, Kind.PAGE, 3, 2) == [
-        Item(Kind.PAGE, 0, 2, 3),
-        Item(Kind.PAGE, 0, 2, 4),
-    ]
-    assert checklist.select(2, Kind.SIDE, 0, 1) == [Item(Kind.SIDE, 0, 2, 0)]
-    assert Checklist(PLAN, 50).select(2, Kind.SIDE, 0, 1) == []
-
-
 class StagingArena(HostArena):
     """A host that is slow to read, as a device is."""
 
