@@ -49,7 +49,7 @@ BUDGETS = {
     "bench": 4340,
     "cli": 1830,
     "codecs": 3150,
-    "engine": 1900,
+    "engine": 1910,
     "eval": 600,
     "files": 2010,  # disagg/*.py
     "kernels": 6210,
@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 200,
     "server": 1890,
     "transfer": 3530,
-    "workers": 2945,
-    "tests": 23700,
+    "workers": 2960,
+    "tests": 23770,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20905  # of all these rooms together
+PACKAGE_BUDGET = 20945  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -137,8 +137,11 @@ class Engine:
         if shares:
             try:
                 self._compute(shares, stash)
-            except Exception as error:
+            except BaseException as error:
                 self._give_up(shares, stash, error)
+                if not isinstance(error, Exception):  # an interrupt: whoever steps hears no more
+                    self._take_output()
+                    raise
         return self._take_output()
 
     # -- drain inbox
@@ -380,7 +383,7 @@ class Engine:
             found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)
             sequence.handoff.offer(list(found))
 
-    def _give_up(self, shares: Seq[Share], stash: Stash, error: Exception) -> None:
+    def _give_up(self, shares: Seq[Share], stash: Stash, error: BaseException) -> None:
         """A step broke and nobody can say for whom: all that were in it end.
 
         But if memory did not suffice it was for the longest prompt, and what can start again does.
@@ -463,8 +466,8 @@ class Engine:
             return
         if reason is not None:
             self._end(sequence)
-        index, cached = len(sequence.emitted) - 1, sequence.cached if reason else 0
-        self._events.append(Token(rid, index, token, reason, cached, scores))
+        index = len(sequence.emitted) - 1
+        self._events.append(Token(rid, index, token, reason, sequence.cached, scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

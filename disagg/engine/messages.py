@@ -78,7 +78,7 @@ class Token:
 
     After Admit and Replay the last token that was known comes once more, and where the pool has no
     room to go on.
-    cached_tokens: with the last one, leading tokens of the prompt that were not computed here
+    cached_tokens: leading tokens of the prompt that were not computed here
     logprobs:      of the token, where they are wanted; before them those of the prompt
     """
 
@@ -160,7 +160,7 @@ class StepOutput:
         return not some
 
 
-def named(error: Exception) -> DisaggError:
+def named(error: BaseException) -> DisaggError:
     """An error that can be told to others, without the frames and the tensors that it came by."""
     if isinstance(error, DisaggError):
         return error.with_traceback(None)
@@ -169,7 +169,7 @@ def named(error: Exception) -> DisaggError:
     return kind(f"{type(error).__name__}: {error}")
 
 
-def is_memory_error(error: Exception) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Whether there was not enough memory, on a host or a device."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return full or "can't allocate memory" in str(error)  # as torch says it of a host

@@ -61,8 +61,10 @@ class Board:
         elif entry.single:
             decodes = prefills
         if not entry.alone:
+            if self.saturated and anywhere and not whole:
+                return None
             prefills = [x for x in prefills if self._starts_soon(entry, x)]
-            self.saturated = anywhere and not prefills and not whole
+            self.saturated |= anywhere and not prefills and not whole
             prefills = self._fitting(entry, nbytes, prefills)
             decodes = self._fitting(entry, nbytes, decodes)
         if not prefills or not decodes:

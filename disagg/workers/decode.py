@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token, named
@@ -91,7 +92,8 @@ class DecodeSide:
         asked = submit.job.rid, submit.job.attempt
         for name, job in self._jobs.items():
             if (job.rid, job.attempt) == asked and name not in self._moves:
-                self._moves[name] = self.tasks.create_task(self._move(name, submit))
+                task = self._moves[name] = self.tasks.create_task(self._move(name, submit))
+                task.add_done_callback(partial(self._free, name, *asked))
                 return
         raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
 
@@ -115,18 +117,21 @@ class DecodeSide:
         events = []
         for output in outputs:
             if isinstance(output, Moved):
-                self._stopped[output.rid].set_result(output.emitted)
+                if stopped := self._stopped.get(output.rid):  # none: it was given up meanwhile
+                    stopped.set_result(output.emitted)
             elif job := self._jobs.get(output.rid):
                 events.append(self._event(output, job))
         return events
 
     def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
-        """The end of a request that was served whole says what its prompt took here."""
+        """Of a request that is served whole the first token says what its prompt took here, for
+        who stops early, and so does the last."""
         if isinstance(output, Failed):
             event = TokenEvent(job.rid, job.attempt, 0, error=output.error)
         else:
             reason, stats = output.finish_reason or "", None
-            if reason and output.rid.endswith(LOCAL):
+            begins = output.index <= len(job.emitted)
+            if (begins or reason) and output.rid.endswith(LOCAL):
                 plan, tokens = self.way.engine.plan(job.codec), len(job.prompt)
                 stats = asdict(handoff_stats(plan, tokens, output.cached_tokens))
             said = output.index, output.token, reason, None, stats, output.logprobs
@@ -141,7 +146,7 @@ class DecodeSide:
     # -- sequences that leave
 
     async def _move(self, name: str, submit: Submit) -> None:
-        """One hand-off from begin to end; then nothing of the sequence is here."""
+        """One hand-off from begin to end."""
         rid, attempt = submit.job.rid, submit.job.attempt
         stopped: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._stopped[name] = stopped
@@ -156,11 +161,14 @@ class DecodeSide:
             self.on_left(rid, attempt)
         except Exception as failure:
             self.fail(rid, attempt, named(failure))
-        finally:
-            del self._moves[name], self._stopped[name]
-            self._jobs.pop(name, None)
-            self.way.engine.submit(Abort(name))
-            self.on_done(rid, attempt)
+
+    def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
+        """However its hand-off ended, and if it never began: nothing of the sequence is here."""
+        del self._moves[name]
+        self._stopped.pop(name, None)
+        self._jobs.pop(name, None)
+        self.way.engine.submit(Abort(name))
+        self.on_done(rid, attempt)
 
 
 class Departure(Offering):

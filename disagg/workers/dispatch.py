@@ -330,7 +330,7 @@ class Dispatch:
         board = Board(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
         heapify(heap)
-        while heap and not board.saturated:
+        while heap:
             entry = heappop(heap)[-1]
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
@@ -415,7 +415,7 @@ class Dispatch:
             if index >= len(entry.job.emitted):  # else it says what it did before, as another
                 entry.decode, entry.target, entry.phase = worker, None, Phase.DECODE
                 self.moves += 1
-        elif worker == entry.decode and entry.phase is not Phase.MOVE:
+        elif worker == entry.decode and entry.phase not in (Phase.DECODE, Phase.MOVE):
             entry.phase = Phase.DECODE
             for name in filter(self.members.__contains__, entry.workers):
                 self.members[name].failures, self.members[name].open_until = 0, -math.inf

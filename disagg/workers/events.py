@@ -55,7 +55,7 @@ class Events:
             if record and record[0].attempt < event.attempt:
                 record.clear()
             record.append(event)
-            if event.stats and not event.finish_reason:
+            if event.stats and event.token is None:
                 del self._records[event.rid]
         if self._inbox is not None:
             self._inbox.put_nowait(events)

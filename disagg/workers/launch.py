@@ -41,6 +41,7 @@ RETRY_S = 5.0
 DRAIN_S = 60.0  # for what a worker has to move, or to end, where it leaves
 MEET_S = 10.0
 TELL_S = 3.0  # between two looks at what workers do that load
+WATCH_S = 1.0  # a front end that is gone watches no longer than this beside the next one
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray, before the service gives up
 
@@ -54,7 +55,7 @@ class Shell:
         faulthandler.enable()
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what breaks is told by name
         self._config, self._role, self._name, self._authority = config, role, name, authority
-        self._loaded = False
+        self._loaded, self._watches = False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
 
@@ -83,6 +84,9 @@ class Shell:
             except DisaggError as error:
                 threading.Timer(RETRY_S, os._exit, [1]).start()  # detached, it would stay
                 return error.reason, str(error)
+            except Exception:
+                threading.Timer(RETRY_S, os._exit, [1]).start()
+                raise
             self._loaded = True
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()
         if not self._worker.wait_alone(TAKEOVER_S):
@@ -111,8 +115,10 @@ class Shell:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Ends with the worker, one way or the other."""
-        self._worker.wait()
+        """Ends with the worker, one way or the other; or when another front end watches."""
+        self._watches = mine = self._watches + 1
+        while self._watches == mine and not self._worker.wait(WATCH_S):
+            pass
 
     def _end_with_worker(self) -> None:
         """A detached actor would stay, and be taken by its name for one that works."""

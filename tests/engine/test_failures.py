@@ -213,3 +213,19 @@ def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_agai
         said[token.rid][token.index] = token.token
     assert list(said["beside"].values()) == expected
     assert [said["decoding"][i] for i in range(2, 12)] == expected[2:]
+
+
+def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(runner):
+    engine, forward = make_engine(stand_in := StandIn(runner)), runner.forward
+
+    def interrupted(batch: Any) -> Any:
+        stand_in.forward = forward
+        forward(batch)
+        raise KeyboardInterrupt
+
+    stand_in.forward = interrupted
+    engine.submit(Replay(request("first", random_prompt(70), KIVI, 4)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.submit(Abort("first"))
+    assert len(serve(engine, [random_prompt(70)], KIVI, 4)[0]) == 4

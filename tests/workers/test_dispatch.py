@@ -392,6 +392,16 @@ def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
     assert dispatch.entries["long"].phase is Phase.RESERVE
 
 
+def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
+    dispatch = house("p")
+    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
+    for number in range(3):
+        dispatch.submit(job(f"{number}", 8000), 0.0)
+    dispatch.submit(job("short", 299), 12.0)  # now the third has the less work to wait for
+    phases = [entry.phase for entry in dispatch.entries.values()]
+    assert phases == [Phase.RESERVE, Phase.RESERVE, Phase.QUEUED, Phase.PREFILL]
+
+
 def test_waiting_makes_up_for_work() -> None:
     dispatch = house("p", "d")
     for rid in ("a", "b"):
@@ -557,6 +567,15 @@ def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do(
     for _ in range(3):
         dispatch.members["p2"].fails(now, now)
     assert not dispatch.ready(now)
+
+
+def test_an_old_answer_that_goes_on_elsewhere_closes_no_breaker() -> None:
+    dispatch = started()
+    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    for index in range(1, 4):
+        dispatch.token("d", "r", 1, index, 7, 0.1 * index)
+        dispatch.members["p"].fails(0.1 * index, 0.1 * index)
+    assert dispatch.members["p"].open_until > 0.3
 
 
 def test_failures_of_attempts_that_were_on_their_way_together_count_once() -> None:

@@ -1,17 +1,19 @@
 """Sequences that go on at another decode worker: no token lost or repeated, nothing left behind."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from disagg.bench.crew import witnessed
+from disagg.engine.messages import Moved
 from disagg.errors import TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.state import GroupState
 from disagg.transfer import sender
-from disagg.transfer.messages import Role
+from disagg.transfer.messages import Role, Submit, Work
 from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
@@ -100,3 +102,20 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, ru
     await leave(asking)
     await home.empty()
     assert not source.decode._moves
+    assert source.decode.step([Moved("given-up#1/d", (1,))]) == []  # a step was on its way
+
+
+async def test_a_move_that_is_given_up_before_it_begins_frees_its_sequence(home, story):
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    decode = home.workers["d"].decode
+    ((name, job),) = decode._jobs.items()
+
+    async def give_up() -> None:
+        decode.move(Submit(job, Work.MOVE, 0))
+        decode.drop(job.rid, job.attempt, "the router is gone")
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(give_up(), home.workers["d"]._loop))
+    await until(lambda: not decode._moves)
+    await until(lambda: home.workers["d"].engine._scheduler.find(name) is None)
+    await leave(asking)
+    await home.empty()

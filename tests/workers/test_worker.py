@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,6 +70,9 @@ async def test_one_worker_of_both_roles_hands_nothing_over_and_computes_nothing_
         assert (len(tokens), one.kv["tokens"], one.kv["cached_tokens"]) == (12, len(story), 0)
         assert one.kv["wire_bytes"] == two.kv["wire_bytes"] == 0
         assert two.kv["cached_tokens"] > len(story) - 17
+        async with aclosing(home.router.generate(story, {"max_tokens": 9}, KIVI)) as outputs:
+            first = await anext(outputs)  # who stops here has its figures
+            assert first.kv["cached_tokens"] == two.kv["cached_tokens"]
         await home.empty()
         home.add("d", Role.DECODE, runners[1])
         await until(lambda: home.router.dispatch.members.keys() == {"w", "d"})
