@@ -72,7 +72,8 @@ class Queries:
     """What is kept of the queries of a prompt.
 
     last:    [Hq, W, D] - of its last W tokens, as far as they are computed
-    squares: [Hq, D] fp64 - sums of their squares over the tokens of `lead_of`
+    squares: [Hq, D] fp64 - sums of their squares over the tokens of `lead_of`; or [H, D], of all
+             query heads of a KV head
     softmax: how the model attends with them; None: scores are scaled by D**-0.5
     """
 

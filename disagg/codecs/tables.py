@@ -216,7 +216,11 @@ class _Seen:
         count = np.array([sum(len(run.pages) for run in row) for row in runs])[:, None]
         n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
         positions = n + np.minimum(np.arange(self.longest), m - 1)
-        end = np.minimum(first + count * layout.tokens, positions + 1)
+        end, seen, sink = first + count * layout.tokens, positions + 1, self.group.sink
+        if layout == self.group.raw:
+            end = np.maximum(np.minimum(end, seen), first + np.minimum(sink, seen))
+        else:
+            end = np.minimum(end, seen - sink)  # pages begin behind the sink
         start = positions + 1 - self.group.window if self.group.window else first
         if not counted:
             end = positions + 1

@@ -68,7 +68,7 @@ def _error(
     queries = sequence.workspace.queries(layer)
     share = queries.last.shape[0] // group.heads
     some = slice(head * share, (head + 1) * share)
-    seen = Queries(queries.last[some].float().cpu(), queries.squares[some].cpu())
+    seen = Queries(queries.last[some].float().cpu(), queries.squares[head : head + 1].cpu())
     one_k, one_v = k[head : head + 1].cpu(), v[head : head + 1].cpu()
     pages = codec_of(group).compress(one_k, one_v, layer, seen)
     softmax = queries.softmax or Softmax(group.head_dim**-0.5)

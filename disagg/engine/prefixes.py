@@ -108,10 +108,12 @@ class ExactPrefixes:
             sequence = new.sequence
             if whole and sequence.error is None and new.pages:
                 assert sequence.workspace is not None
+                units = range(new.first, new.first + len(new.pages[0]))
+                notes = [sequence.workspace.squares(unit) for unit in units]
                 for keys, pages in zip(sequence.keys, new.pages, strict=True):
-                    for unit, page in enumerate(pages, new.first):
-                        self._pool.keep(keys[unit], [page], sequence.workspace.squares(unit))
-                sequence.kept_units = new.first + len(new.pages[0])
+                    for unit, page, note in zip(units, pages, notes, strict=True):
+                        self._pool.keep(keys[unit], [page], note)
+                sequence.kept_units = units.stop
                 self._use(sequence, sequence.kept_units)
             self._pool.release(list(chain.from_iterable(new.pages)))
         self._new.clear()
@@ -153,7 +155,7 @@ class ExactPrefixes:
         assert workspace is not None
         whole = [some for some in found if len(some) * RAW_TOKENS == done]
         if squares := [x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)]:
-            workspace.recall(squares)
+            workspace.recall([x.to(self._arena.device) for x in squares])
         for group, some in zip(self._plan.groups, found, strict=True):
             pages = [[page for kept in some for page in kept.pages]]
             ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)

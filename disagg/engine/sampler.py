@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
+from disagg.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def sample(
     logits:  [B, V] fp32
     emitted: per row, the tokens of the answer so far
     eos_ids: end a text, so that none comes before `min_tokens`
+    RequestError where the logits of a row that is drawn are infinite or no numbers
     """
     params = [request.params for request in requests]
     scores = _edit(logits, requests, emitted, eos_ids)
@@ -41,11 +43,14 @@ def sample(
     if drawn := [row for row, choice in enumerate(params) if choice.temperature]:
         indices = [len(emitted[row]) for row in drawn]
         tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)
+    chosen = tokens.tolist()
+    if max(chosen, default=0) >= logits.shape[-1]:
+        raise RequestError("no token can be drawn: its logits, as it wants them, are no numbers")
     asked = {row: x.logprobs for row, x in enumerate(params) if x.logprobs is not None}
     rows = list(asked)
     found = logprobs_of(logits[rows], tokens[rows], list(asked.values())) if rows else []
     known = dict(zip(rows, found, strict=True))
-    return [Sampled(token, known.get(row)) for row, token in enumerate(tokens.tolist())]
+    return [Sampled(token, known.get(row)) for row, token in enumerate(chosen)]
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[Logprobs]:

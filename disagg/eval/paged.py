@@ -65,10 +65,11 @@ class PagedKV:
         self._arena = GrowingArena(runner.device)
         self._groups: list[tuple[LayerGroup, GroupState]] = []
         for group in self.plan.groups:
-            n, state = self.num_tokens, allocate_group(group, self.num_tokens, self._arena)
+            n, whole = self.num_tokens, replace(group, window=None)  # its last queries see more
+            state = allocate_group(whole, n, self._arena)
             for layer in group.layers:
                 kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(codec, group, state, layer, arena, kv.k, kv.v, 0, n, kv.queries)
+                write_prompt(codec, whole, state, layer, arena, kv.k, kv.v, 0, n, kv.queries)
             self._groups.append((group if seals else replace(group, residual=NEVER), state))
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:

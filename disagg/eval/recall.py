@@ -85,7 +85,8 @@ class Recall:
         place, key = source.choice(PLACES), " ".join(source.choices("0123456789", k=5))
         told = f"\n\nThe pass key for the {place} is {key}. Remember it: the {place} is {key}.\n\n"
         asked = f"\n\nWhat is the pass key for the {place}? The pass key for the {place} is"
-        before, question, whole = map(self._tokenizer.encode, (told, asked, f"{asked} {key}"))
+        texts = told, asked, f"{asked} {key}"
+        before, question, whole = (self._tokenizer.encode(x, special=False) for x in texts)
         room = case.length - len(before) - len(question)
         start, cut = source.randrange(len(self._filler) - room + 1), int(case.depth * room)
         filler = list(self._filler[start : start + room])

@@ -64,9 +64,11 @@ class Workspace:
     def extend(self, layer: int, k: Tensor, v: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """Append k, v [H, c, D] of a chunk behind `before` tokens; K, V [H, n, D] of the last n
         tokens so far: all, or as many as there is room for."""
-        count, held, shape = k.shape[1], self._held[layer], self._shapes[layer]
-        if count == self.total:  # one chunk: nothing to remember
+        held, shape = self._held[layer], self._shapes[layer]
+        if k.shape[1] == self.total:  # one chunk: nothing to remember
             return k, v
+        k, v = k[:, -shape[2] :], v[:, -shape[2] :]  # what was known may be more than there is room
+        count = k.shape[1]
         stored = self._layers[layer]
         if stored is None:
             stored = self._layers[layer] = torch.empty(shape, dtype=k.dtype, device=k.device)
@@ -86,7 +88,7 @@ class Workspace:
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
         earlier, sums = self._last[layer], self._squares[layer]
         self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
-        squares = _squares_by_unit(q, before)
+        squares = _squares_by_unit(q, before).unflatten(1, (self._shapes[layer][1], -1)).sum(2)
         self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries:
@@ -99,9 +101,10 @@ class Workspace:
         return Queries(last, squares, self._softmax[layer])
 
     def squares(self, unit: int) -> Tensor | None:
-        """Sums of squares of the queries of 16 tokens: [L, Hq, D]; None: nobody wants them."""
+        """Sums of squares of the queries of 16 tokens, on the host: [L, H, D]; None: nobody wants
+        them."""
         known = [x[unit] for x in self._squares if x is not None and unit < len(x)]
-        return torch.stack(known) if known else None
+        return torch.stack(known).cpu() if known else None
 
     def recall(self, squares: Sequence[Tensor]) -> None:
         """Take the sums of the first units as they were."""

@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import quantize_fitted
 from disagg.kernels.reference.turn import read_order, read_signs
-from tests.synthetic import realistic
+from tests.synthetic import exact_attention, realistic, relative_error
 
 INPUTS = Path(__file__).parents[1] / "golden" / "inputs.npz"
 
@@ -209,3 +209,15 @@ def test_who_has_no_sink_says_why_and_a_spec_names_one_only_where_it_is_unusual(
 def test_ranges_of_channels_are_found_without_asking_the_host():
     k = torch.empty(2, 640, 64, dtype=torch.float16, device="meta")  # which has no numbers to ask
     assert banded._ranges(Prompt(640, k)).shape == (2, 64)
+
+
+@pytest.mark.parametrize("name", SINKING)
+def test_queries_that_stand_in_the_pages_behind_a_sink_see_nothing_of_the_future(name):
+    n, width = 320, 200
+    cache = get_codec(f"{name}:sink=64").compress(*realistic(1, n, 64))
+    q = torch.randn(2, width, 64, generator=torch.Generator().manual_seed(1))
+    found = cache.attend(q)
+    for i in (0, 99, width - 1):
+        seen = (x[:, : n - width + i + 1] for x in cache.reconstruct())
+        expected = exact_attention(q[:, i], *seen, 64**-0.5)
+        assert relative_error(found[:, i], expected) < 1e-3

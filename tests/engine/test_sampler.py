@@ -171,3 +171,10 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
 def test_parameters_that_make_no_sense_are_refused(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
         SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_row_that_is_drawn_from_no_numbers_is_refused():
+    """Not a token behind the vocabulary, which would break all that decode beside it."""
+    requests = [ask(temperature=1.0, repetition_penalty=1e-40)]
+    with pytest.raises(RequestError, match="no token can be drawn"):
+        sample_requests(torch.tensor([[0.5, 2.0, 1.0]]), requests, [[]])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from disagg.codecs.cache import CompressedKV, GrowingArena
@@ -15,6 +16,7 @@ from disagg.engine.messages import Replay
 from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
 from disagg.llm import LLM, SamplingParams
+from disagg.model.cache import Workspace
 from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.plan import LayerGroup, Plan
@@ -44,6 +46,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("gemma")
     changes = {"sliding_window": WINDOW, "max_position_embeddings": 2048}
     return str(save_tiny("gemma3_text", folder, **changes))
+
+
+def test_what_is_known_of_a_prompt_may_be_more_than_a_layer_has_room_for() -> None:
+    workspace, k = Workspace(1, 2, 500, 4, rooms=[64]), torch.randn(2, 100, 4)
+    kept, _ = workspace.extend(0, k, k, 0)
+    assert torch.equal(kept, k[:, -64:])
 
 
 def test_gemma_3_27b_at_32k_holds_what_its_windows_need() -> None:

@@ -67,9 +67,8 @@ def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runne
 def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path)))
     prompt = prefill(runner, random_prompt(100))
-    layer = next(i for i, window in enumerate(runner.info.windows) if window is None)
-    queries = prompt[layer].queries
-    assert queries.softmax is not None
-    exact = attend_exact(queries.last, prompt[layer].k, prompt[layer].v, queries.softmax, None)
-    output = PagedKV(runner, EXACT, prompt).attend(prompt)[layer]
-    assert torch.allclose(output, exact.transpose(0, 1), atol=1e-5)
+    outputs = PagedKV(runner, EXACT, prompt).attend(prompt)
+    for kv, window, output in zip(prompt, runner.info.windows, outputs, strict=True):
+        assert kv.queries.softmax is not None
+        exact = attend_exact(kv.queries.last, kv.k, kv.v, kv.queries.softmax, window)
+        assert torch.allclose(output, exact.transpose(0, 1), atol=1e-4)
