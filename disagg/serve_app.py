@@ -35,7 +35,12 @@ class FrontEnd:
     def __init__(self, config: Config):
         self._stack = ExitStack()
         self._service = self._stack.enter_context(Service(config))
-        self._client = httpx.AsyncClient(base_url=self._service.url, timeout=None)
+        self._client = httpx.AsyncClient(
+            base_url=self._service.url,
+            timeout=None,
+            limits=httpx.Limits(max_connections=None),  # the service has limits of its own
+            trust_env=False,  # it is on this host, behind no proxy
+        )
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """What the service answers."""

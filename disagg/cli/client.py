@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 from disagg.errors import ConfigError, PeerLostError, TransferError, error_from
 
 CONNECT_S = 5.0
+ANSWER_S = 15.0  # a service asks its workers for 5 s before it answers for them
 RESUME_S, RETRY_S = 60.0, 0.2
 
 
@@ -28,12 +29,14 @@ class RunningService:
 
     token:       an API key; that of the state file is what POST /stop asks for, and as good as one
     certificate: of its HTTPS, to be trusted; a file
+    grace_s:     how long its workers may finish what they have when it stops
     """
 
     url: str
     pid: int
     token: str
     certificate: str | None = None
+    grace_s: float = 5.0
     ready: bool = False
 
     @property
@@ -214,7 +217,7 @@ def post(
 
 
 def _ask(service: RunningService, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    with _exchange(service, path, body, CONNECT_S) as response:
+    with _exchange(service, path, body, ANSWER_S) as response:
         no_json = f"{service.url} does not answer with JSON; is it a disagg service?"
         return _object(response.read(), no_json)
 
@@ -250,7 +253,10 @@ def _exchange(
 
 def _trust(certificate: str | None) -> ssl.SSLContext:
     """Trust in what this host trusts; or in one certificate, whatever name it has."""
-    trust = ssl.create_default_context(cafile=certificate)
+    try:
+        trust = ssl.create_default_context(cafile=certificate)
+    except OSError as error:
+        raise ConfigError(f"certificate {certificate!r} cannot be read: {error}") from error
     if certificate is not None:
         trust.check_hostname = False
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -52,7 +52,7 @@ MinTokens = Annotated[
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
-STOP_S = 15.0
+STOP_S = 10.0  # beyond the grace of its workers
 POLL_S = 0.05
 DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
@@ -103,10 +103,11 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
         client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
-    until = time.monotonic() + STOP_S
+    patience_s = state.grace_s + STOP_S
+    until = time.monotonic() + patience_s
     while state.alive:
         if time.monotonic() > until:
-            raise DeadlineError(f"process {state.pid} still runs after {STOP_S:.0f} s")
+            raise DeadlineError(f"process {state.pid} still runs after {patience_s:.0f} s")
         time.sleep(POLL_S)
     if as_json:
         print_json({"stopped": state.url})
@@ -137,7 +138,9 @@ def run_service(config: Config, as_json: bool) -> None:
             with stages() as say:
                 service = Service(config, say, client.left_token(path))
                 tls = config.server.tls_certificate
-                state = RunningService(service.url, os.getpid(), service.secret, tls)
+                tls = tls and os.path.abspath(tls)  # clients are in other folders
+                mine = os.getpid(), service.secret, tls, config.cluster.grace_s
+                state = RunningService(service.url, *mine)
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
             is_ready()

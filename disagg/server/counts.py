@@ -182,8 +182,8 @@ class Counts:
                 self._of(gauge, role).set(value)
 
     def _rise(self, worker: Mapping[str, Any], name: str, count: int) -> int:
-        """A new incarnation of a worker begins at 0."""
-        key = (worker["name"], worker.get("epoch", 0), name)
+        """A new process of a worker begins at 0."""
+        key = (worker["name"], worker.get("pid", 0), name)
         before, self._seen[key] = self._seen.get(key, 0), count
         return count - before
 

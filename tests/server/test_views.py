@@ -102,7 +102,9 @@ def test_what_workers_count_is_scraped_once_and_goes_on_after_a_new_incarnation(
             'disagg_kv_transfer_failures_total{model_name="tiny",reason="peer_lost",role="decode"}'
             " 3.0",
         )
-    router.says["d"] = said({}, epoch=2, counts={"expired": 1})
+    router.says["d"] = said({}, epoch=2, counts=counted)  # fenced, and so still the same process
+    assert_counted(app, 'disagg_kv_expired_total{model_name="tiny",role="decode"} 2.0')
+    router.says["d"] = said({}, pid=2, counts={"expired": 1})
     assert_counted(app, 'disagg_kv_expired_total{model_name="tiny",role="decode"} 3.0')
 
 
