@@ -185,8 +185,9 @@ class Completions:
                 self.counts.failed(failure)
 
     def spell(self, token: int) -> str:
-        """The text of one token."""
-        return self._tokenizer.decode([token], special=True)
+        """The text of one token behind another: some decoders strip a space in front of a text."""
+        once, twice = (self._tokenizer.decode([token] * n, special=True) for n in (1, 2))
+        return twice[len(once) :]
 
     async def text_of(self, tokens: list[Any]) -> str:
         """The text of token ids; RequestError where there is another thing among them."""
