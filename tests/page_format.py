@@ -165,7 +165,7 @@ def read_frame(frame: bytes) -> tuple[int, dict[str, Any], bytes]:
     magic, version, kind, header_bytes, payload_bytes, checksum = struct.unpack_from(
         "<4sHHQQQ", frame
     )
-    assert (magic, version) == (b"dgKV", 2)
+    assert (magic, version) == (b"dgKV", 3)
     packed, payload = frame[32 : 32 + header_bytes], frame[32 + header_bytes :]
     assert len(payload) == payload_bytes
     assert xxh3_64_intdigest(frame[:24] + packed) == checksum
