@@ -19,15 +19,14 @@ PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before sma
 
 
 class Board:
-    """Who is where, while requests are placed, the most urgent first.
-
-    saturated: every prefill worker has enough to do before all that follows
-    """
+    """Who is where, while requests are placed, the most urgent first."""
 
     def __init__(self, entries: Iterable["Entry"], members: Iterable["Member"], now: float):
-        self.saturated = False
+        self._saturated = False  # prefill workers have enough to do before all that follows
         self._now = now
         self._members = [member for member in members if now >= member.open_until]
+        splits = (x.started.min_tokens for x in self._members if x.started.role.decodes)
+        self._shortest_split = max(splits, default=0)  # no worker serves such a prompt whole
         # prompts, by urgency and the tokens to compute; and all their tokens
         self._ahead: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         self._left: Counter[str] = Counter()
@@ -51,20 +50,19 @@ class Board:
 
         Not the pair that refused it last, if there is another; to run alone, the emptiest.
         """
+        tokens, anywhere = len(entry.job.prompt), not any(entry.at)
+        if self._saturated and anywhere and not entry.alone and tokens >= self._shortest_split:
+            return None
         free = [x for x in self._members if x.name not in self._kept]
-        tokens = len(entry.job.prompt)
         prefills = _named(entry.at[0], [x for x in free if x.started.role.prefills])
         decodes = _named(entry.at[1], [x for x in free if x.started.role.decodes])
-        anywhere = not any(entry.at)
         if whole := [x for x in decodes if anywhere and tokens < x.started.min_tokens]:
             prefills = decodes = whole
         elif entry.single:
             decodes = prefills
         if not entry.alone:
-            if self.saturated and anywhere and not whole:
-                return None
             prefills = [x for x in prefills if self._starts_soon(entry, x)]
-            self.saturated |= anywhere and not prefills and not whole
+            self._saturated |= anywhere and not prefills and not whole
             prefills = self._fitting(entry, nbytes, prefills)
             decodes = self._fitting(entry, nbytes, decodes)
         if not prefills or not decodes:

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from heapq import heapify, heappop
 
 from disagg.config import AUTO, RouterConfig
 from disagg.engine.sequence import urgency
@@ -325,13 +324,10 @@ class Dispatch:
         if not queued and not leaving:
             self._stuck_since = math.inf
             return []
-        ranked = [(not x.alone, x.urgency(now), i, x) for i, x in enumerate(queued)]
-        heap = [each for each in ranked if now >= each[-1].not_before]
+        waiting = [x for x in queued if now >= x.not_before]
         board = Board(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
-        heapify(heap)
-        while heap:
-            entry = heappop(heap)[-1]
+        for entry in sorted(waiting, key=lambda x: (not x.alone, x.urgency(now))):
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)

@@ -81,11 +81,10 @@ class Shell:
                 self._worker = Worker(config, self._role, self._name, address, security)
                 self._worker.start()
                 settle_memory()
-            except DisaggError as error:
+            except Exception as error:
                 threading.Timer(RETRY_S, os._exit, [1]).start()  # detached, it would stay
-                return error.reason, str(error)
-            except Exception:
-                threading.Timer(RETRY_S, os._exit, [1]).start()
+                if isinstance(error, DisaggError):
+                    return error.reason, str(error)
                 raise
             self._loaded = True
             threading.Thread(target=self._end_with_worker, name="end", daemon=True).start()

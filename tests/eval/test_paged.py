@@ -68,7 +68,7 @@ def test_attention_is_as_the_model_has_it_scale_cap_and_sinks(kind, tmp_path):
     runner = Runner.load(str(save_tiny(kind, tmp_path)))
     prompt = prefill(runner, random_prompt(100))
     outputs = PagedKV(runner, EXACT, prompt).attend(prompt)
-    for kv, window, output in zip(prompt, runner.info.windows, outputs, strict=True):
-        assert kv.queries.softmax is not None
+    for window in {*runner.info.windows}:
+        kv, output = (x[runner.info.windows.index(window)] for x in (prompt, outputs))
         exact = attend_exact(kv.queries.last, kv.k, kv.v, kv.queries.softmax, window)
-        assert torch.allclose(output, exact.transpose(0, 1), atol=1e-4)
+        assert torch.allclose(output, exact.transpose(0, 1), atol=1e-5)
