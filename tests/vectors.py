@@ -66,7 +66,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         dtype = getattr(torch, vector.dtype)
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
-        write_prompt(codec, group, state, layer, arena, k, v, 0, n, Queries.of(q, n))
+        write_prompt(codec, group, state, layer, arena, k, v, 0, n, Queries.of(q, heads, n))
         cache = CompressedKV.from_prompt(codec, k, v, layer, q)
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())

@@ -213,11 +213,10 @@ def _write_context(
     k, v, q = (
         x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
     )
+    queries = Queries.of(q, heads, tokens)
     for group, state in zip(plan.groups, states, strict=True):
         for layer in group.layers:
-            write_prompt(
-                codec_of(group), group, state, layer, arena, k, v, 0, tokens, Queries.of(q, tokens)
-            )
+            write_prompt(codec_of(group), group, state, layer, arena, k, v, 0, tokens, queries)
 
 
 def _sizes(runner: Runner) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -272,7 +273,7 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     stretch = min(group.segment_tokens, shape.tokens)
     assert shape.tokens % stretch == 0
     made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
-    prompt = Prompt(stretch, made.k, Queries.of(made.q, stretch))
+    prompt = Prompt(stretch, made.k, Queries.of(made.q, shape.heads, stretch))
     encoded = codec.encode(made.k, made.v, 0, LAYER, prompt)
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
@@ -326,7 +327,8 @@ def _store(
         stored.append((blocks.to(device), found[name].to(device)))
         end += count * stride
         nbytes += count * group.layer_bytes(layout)
-    arena = torch.zeros(end * ARENA_UNIT, dtype=torch.uint8, device=device)
+    zeros = np.zeros(end * ARENA_UNIT, np.uint8)  # in huge pages, as the arena of a service
+    arena = torch.from_numpy(zeros).to(device)
     for there, ids in stored:
         for row in ids.view(-1, there.shape[0]):
             store_blocks(Target(arena, row), there)

@@ -171,6 +171,7 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     """
     layer = make_prompt(tokens, ENCODE_HEADS, 128)
     q, k, v = (x.to(device) for x in (layer.q, layer.k, layer.v))
+    prompt = Prompt(tokens, k, Queries.of(q, ENCODE_HEADS, tokens))
     targets = torch.empty_like(k), torch.empty_like(v)
 
     def copy() -> None:
@@ -180,7 +181,7 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     rows = []
     for spec in tell(specs, lambda spec: f"encode, {spec}"):
         codec = get_codec(spec)
-        encode = partial(codec.encode, k, v, 0, LAYER, Prompt(tokens, k, Queries.of(q, tokens)))
+        encode = partial(codec.encode, k, v, 0, LAYER, prompt)
         copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
         nbytes = 2 * k.numel() * k.element_size()
         speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}

@@ -155,11 +155,10 @@ class Banded(SinkCodec):
 
 
 def _squares(prompt: Prompt) -> Tensor:
-    """Sums of q^2 over the query heads of each KV head: [H, D] fp64; 0 where nobody saw queries."""
-    heads, _, head_dim = prompt.k.shape
+    """Sums of q^2 [H, D] fp64; 0 where nobody saw queries."""
     if prompt.queries is None:
-        return torch.zeros(heads, head_dim, dtype=torch.float64, device=prompt.k.device)
-    return prompt.queries.squares.unflatten(0, (heads, -1)).sum(1)
+        return prompt.k.new_zeros(prompt.k.shape[::2], dtype=torch.float64)
+    return prompt.queries.squares
 
 
 def _ranges(prompt: Prompt) -> Tensor:

@@ -93,11 +93,14 @@ class CompressedKV:
         """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)
         heads, n, head_dim = k.shape
+        if isinstance(q, Tensor) and (q.shape[0] % heads or q.shape[1] > n):
+            wanted = f"[a multiple of {heads}, at most {n}, {head_dim}] is wanted"
+            raise RequestError(f"q is {[*q.shape]}; of the last tokens, {wanted}")
         dtype = str(k.dtype).removeprefix("torch.")
         group = codec.layer_group((layer,), heads, head_dim, dtype)
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
-        queries = Queries.of(q, n) if isinstance(q, Tensor) else q
+        queries = Queries.of(q, heads, n) if isinstance(q, Tensor) else q
         write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, queries)
         cache.num_tokens = n
         return cache
@@ -105,11 +108,9 @@ class CompressedKV:
     def append(self, k: Tensor, v: Tensor) -> None:
         """Decode m more tokens: k, v [H, m, D]. Seals pages as the codec's rule says."""
         _check_pair(k, v)
-        expected = (self.group.heads, self.group.head_dim)
-        if (k.shape[0], k.shape[2]) != expected:
-            raise RequestError(
-                f"k is {tuple(k.shape)}; [{expected[0]}, m, {expected[1]}] is wanted"
-            )
+        heads, head_dim = self.group.heads, self.group.head_dim
+        if k.shape[::2] != (heads, head_dim):
+            raise RequestError(f"k is {[*k.shape]}; [{heads}, m, {head_dim}] is wanted")
         done = 0
         while done < k.shape[1]:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
@@ -242,8 +243,6 @@ def _around(sink: int) -> tuple[slice, slice]:
 
 def _check_pair(k: Tensor, v: Tensor) -> None:
     if k.ndim != 3 or k.shape != v.shape:
-        raise RequestError(
-            f"k is {tuple(k.shape)} and v is {tuple(v.shape)}; both [H, n, D] are wanted"
-        )
+        raise RequestError(f"k is {[*k.shape]} and v is {[*v.shape]}; both [H, n, D] are wanted")
     if not (k.is_floating_point() and v.is_floating_point()):
         raise RequestError(f"k is {k.dtype} and v is {v.dtype}; floating-point tensors are wanted")

@@ -26,11 +26,12 @@ from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
 from disagg.kernels.view import Softmax, View
-from disagg.page import FinalAt, Layout, make_raw_layout
+from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
 PAGE_TOKENS = 64  # of a page, unless a codec says otherwise
 LEAD_FIRST, LEAD_END = 64, 576
+LEAD_UNITS = LEAD_END // RAW_TOKENS
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class Queries:
     """What is kept of the queries of a prompt.
 
     last:    [Hq, W, D] - of its last W tokens, as far as they are computed
-    squares: [Hq, D] fp64 - sums of their squares over the tokens of `lead_of`; or [H, D], of all
-             query heads of a KV head
+    squares: [H, D] fp64 - sums of squares over the tokens of `lead_of` and query heads of a KV head
     softmax: how the model attends with them; None: scores are scaled by D**-0.5
     """
 
@@ -82,9 +82,9 @@ class Queries:
     softmax: Softmax | None = None
 
     @classmethod
-    def of(cls, q: Tensor, total: int) -> "Queries":
-        """Those of the last W of `total` tokens, q [Hq, W, D]."""
-        return cls(q, sum_squares(q, total - q.shape[1], total))
+    def of(cls, q: Tensor, heads: int, total: int) -> "Queries":
+        """Those of the last W of `total` tokens, q [Hq, W, D], of `heads` KV heads."""
+        return cls(q, sum_lead(squares_by_unit(q, heads, total - q.shape[1]), total))
 
 
 def lead_of(total: int) -> tuple[int, int]:
@@ -94,12 +94,21 @@ def lead_of(total: int) -> tuple[int, int]:
     return first, min(total, LEAD_END)
 
 
-def sum_squares(q: Tensor, before: int, total: int) -> Tensor:
-    """Sums of squares over those tokens of q [Hq, c, D], behind `before` tokens of `total`, that
-    order channels: [Hq, D] fp64, in multiples of 2**-20, so that chunks add up in any order."""
+def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
+    """Sums of squares of q [Hq, c, D], behind `before` tokens, over each 16 tokens that may order
+    channels and the query heads of a KV head: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so
+    that chunks add up in any order."""
+    some = q[:, : max(0, LEAD_END - before)].float()
+    exact = (some.square() * 2.0**20).round().double() * 2.0**-20
+    units = torch.arange(before, before + some.shape[1], device=q.device) // RAW_TOKENS
+    sums = exact.new_zeros(LEAD_UNITS, q.shape[0], q.shape[2])
+    return sums.index_add_(0, units, exact.transpose(0, 1)).unflatten(1, (heads, -1)).sum(2)
+
+
+def sum_lead(squares: Tensor, total: int) -> Tensor:
+    """Of those sums, all that order the channels of a prompt of `total` tokens: [H, D]."""
     first, end = lead_of(total)
-    some = q[:, max(0, first - before) : max(0, end - before)].float()
-    return some.square().mul_(2.0**20).round_().sum(1, dtype=torch.float64) * 2.0**-20
+    return squares[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
 
 
 @dataclass(frozen=True)

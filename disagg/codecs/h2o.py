@@ -81,9 +81,7 @@ class H2O(Codec):
         target: Target | None = None,
     ) -> Encoded:
         if prompt is None or prompt.queries is None:
-            raise RequestError(
-                "h2o drops by attention: the last queries of the prompt are wanted, q="
-            )
+            raise RequestError("h2o drops by attention: q=, last queries of the prompt, is wanted")
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
         weights = weights_received(prompt.queries.last, k, head_dim**-0.5, prompt.total)

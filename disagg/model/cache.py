@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from disagg.codecs.contract import LEAD_END, Queries, lead_of
+from disagg.codecs.contract import LEAD_UNITS, Queries, squares_by_unit, sum_lead
 from disagg.kernels.view import Softmax
-from disagg.page import RAW_TOKENS
 
 LAST_QUERIES = 32
-LEAD_UNITS = LEAD_END // RAW_TOKENS
 
 
 class PassThrough(Cache):
@@ -88,7 +86,7 @@ class Workspace:
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
         earlier, sums = self._last[layer], self._squares[layer]
         self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
-        squares = _squares_by_unit(q, before).unflatten(1, (self._shapes[layer][1], -1)).sum(2)
+        squares = squares_by_unit(q, self._shapes[layer][1], before)
         self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries:
@@ -96,9 +94,7 @@ class Workspace:
         last, sums = self._last[layer], self._squares[layer]
         assert last is not None
         assert sums is not None
-        first, end = lead_of(self.total)
-        squares = sums[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
-        return Queries(last, squares, self._softmax[layer])
+        return Queries(last, sum_lead(sums, self.total), self._softmax[layer])
 
     def squares(self, unit: int) -> Tensor | None:
         """Sums of squares of the queries of 16 tokens, on the host: [L, H, D]; None: nobody wants
@@ -112,12 +108,3 @@ class Workspace:
             some = torch.stack([x[layer] for x in squares])
             rest = LEAD_UNITS - len(some)
             self._squares[layer] = torch.cat([some, some.new_zeros(rest, *some.shape[1:])])
-
-
-def _squares_by_unit(q: Tensor, before: int) -> Tensor:
-    """As `sum_squares`, of each 16 tokens of the lead: q [Hq, c, D] -> [units, Hq, D] fp64."""
-    some = q[:, : max(0, LEAD_END - before)].float()
-    exact = (some.square() * 2.0**20).round().double() * 2.0**-20
-    units = torch.arange(before, before + some.shape[1], device=q.device) // RAW_TOKENS
-    sums = exact.new_zeros(LEAD_UNITS, q.shape[0], q.shape[2])
-    return sums.index_add_(0, units, exact.transpose(0, 1))

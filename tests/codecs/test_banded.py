@@ -13,7 +13,7 @@ from torch import Tensor
 from disagg.codecs import banded, codec_names, get_codec
 from disagg.codecs.banded import Banded
 from disagg.codecs.cache import CompressedKV
-from disagg.codecs.contract import Prompt, Queries, lead_of, sum_squares
+from disagg.codecs.contract import LEAD_UNITS, Prompt, Queries, lead_of, squares_by_unit, sum_lead
 from disagg.codecs.describe import describe
 from disagg.codecs.quantized import prompt_format
 from disagg.codecs.registry import CODECS
@@ -109,13 +109,14 @@ def test_pages_sealed_while_decoding_keep_the_order_of_the_first_segment():
 def test_sums_of_squares_are_the_same_in_any_chunks(chunks, seed):
     total = sum(chunks)
     q = torch.randn(2, total, 16, generator=torch.Generator().manual_seed(seed)) * 3
-    parts, before = torch.zeros(2, 16, dtype=torch.float64), 0
+    parts, before = torch.zeros(LEAD_UNITS, 1, 16, dtype=torch.float64), 0
     for count in chunks:
-        parts += sum_squares(q[:, before : before + count], before, total)
+        parts += squares_by_unit(q[:, before : before + count], 1, before)
         before += count
-    assert torch.equal(parts, Queries.of(q, total).squares)
+    sums = sum_lead(parts, total)
+    assert torch.equal(sums, Queries.of(q, 1, total).squares)
     first, end = lead_of(total)
-    assert torch.allclose(parts, q[:, first:end].double().square().sum(1), rtol=1e-4)
+    assert torch.allclose(sums, q[:, first:end].double().square().sum((0, 1)), rtol=1e-4)
 
 
 def test_signs_differ_by_layer_and_head_and_nothing_else():

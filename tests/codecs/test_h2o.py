@@ -41,3 +41,10 @@ def test_without_queries_it_says_what_it_needs() -> None:
     k, v = realistic(1, 128, 64)
     with pytest.raises(RequestError, match="last queries of the prompt"):
         get_codec("h2o").compress(k, v)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 64), (2, 129, 64)])
+def test_queries_of_other_heads_or_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    k, v = realistic(2, 128, 64)
+    with pytest.raises(RequestError, match="a multiple of 2, at most 128"):
+        get_codec("h2o").compress(k, v, q=torch.randn(shape))

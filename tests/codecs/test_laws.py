@@ -8,7 +8,7 @@ import torch
 from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
-from disagg.codecs.contract import Queries, sum_squares
+from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
@@ -93,7 +93,7 @@ def codec_group(codec: Codec) -> int:
 def compress(codec: Codec, k: torch.Tensor, v: torch.Tensor) -> CompressedKV:
     """With queries for those that choose by attention."""
     queries = torch.randn(2 * k.shape[0], 1, k.shape[2], generator=torch.Generator().manual_seed(7))
-    return codec.compress(k, v, q=queries.to(k.dtype))
+    return codec.compress(k, v, q=queries[:, : k.shape[1]].to(k.dtype))
 
 
 def exact(cache: CompressedKV, q: torch.Tensor, scale: float) -> torch.Tensor:
@@ -206,7 +206,8 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
         before = 0
         while before < n:
             done = min(before + step, n)
-            queries = Queries(q[:, n - 9 : done], sum_squares(q[:, :done], 0, n))
+            squares = sum_lead(squares_by_unit(q[:, :done], 2, 0), n)
+            queries = Queries(q[:, n - 9 : done], squares)
             chunk = (k[:, :done], v[:, :done], before, n, queries)
             write_prompt(codec, group, state, 3, arena.bytes, *chunk)
             before = done

@@ -196,7 +196,7 @@ def follow(scenario: Scenario) -> None:
         k, v, q = (tokens(n, x).transpose(0, 1) for x in (heads, heads, rows))
         if i == 0:
             whole = slice(group.sealed(n))
-            prompt = Prompt(n, k, Queries.of(q[:, -8:], n))
+            prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
             codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt)
         states.append(allocate_group(group, n, arena))
         write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, prompt.queries)
