@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1740,
     "report": 200,
     "server": 1890,
-    "transfer": 3530,
+    "transfer": 3555,
     "workers": 2960,
-    "tests": 23790,
+    "tests": 23855,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20945  # of all these rooms together
+PACKAGE_BUDGET = 20970  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -41,7 +41,7 @@ from disagg.transfer.messages import (
     fill,
     parse,
 )
-from disagg.transfer.rpc import Link, connect, error_of
+from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Parcel, Sender
 from disagg.wire import FRAME_BYTES, Buffer, CommitFrame, frame_message, pack
@@ -147,12 +147,12 @@ class Channel:
 
     async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
         """The answer to a commit, when there is one; the bytes of both messages."""
-        self._owe()
-        stream = self._serving
+        if stream := self._serving:
+            self._owe()
         try:
             reply, nbytes = await self._call("Commit", frame_message(pack(frame)), timeout_s)
         finally:
-            if self._serving is stream:  # a later one owes nothing of this
+            if stream and self._serving is stream:  # a later one owes nothing of this
                 self._answered()
         return answer_from(parse(kv.CommitResponse, reply)), nbytes
 
@@ -295,11 +295,9 @@ class PushStream:
         return len(message)
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
-        try:
+        with failures_of(self._address):
             async for reply in self._call:
                 yield reply
-        except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self._address) from failure
 
     def close(self) -> None:
         self._call.cancel()

@@ -5,7 +5,7 @@ router holds either and cannot tell. Failures are errors of disagg.errors; a tra
 PeerLostError, which leaves open whether the peer is dead.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -22,10 +22,11 @@ from disagg.transfer.messages import (
     parse,
     read,
 )
-from disagg.transfer.rpc import Link, error_of, rpc_handlers
+from disagg.transfer.rpc import Link, failures_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"
 CALL_S = 5.0  # every call but the events
+PART_BYTES = 1 << 20  # of a message of events, unless a single one is larger
 
 
 class WorkerHandler(Protocol):
@@ -71,11 +72,24 @@ def worker_handler(handler: WorkerHandler) -> grpc.GenericRpcHandler:
 
     async def events(data: bytes) -> AsyncGenerator[bytes, None]:
         async for step in call("Events", data):
-            yield step.to_message().SerializeToString()
+            for part in _parts(step.to_message()):
+                yield part.SerializeToString()
 
     methods = pb.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name
     calls = {name: unary(name) for name in methods if name != "Events"}
     return rpc_handlers(WORKER_SERVICE, calls, server_stream={"Events": events})
+
+
+def _parts(step: pb.EventsResponse) -> Iterator[pb.EventsResponse]:
+    """A step in messages that gRPC carries, however much a router has to catch up with."""
+    part, nbytes = pb.EventsResponse(load=step.load), 0
+    for event in step.events:
+        nbytes += event.ByteSize()
+        if part.events and nbytes > PART_BYTES:
+            yield part
+            part, nbytes = pb.EventsResponse(load=step.load), event.ByteSize()
+        part.events.append(event)
+    yield part
 
 
 class WorkerClient(WorkerHandler):
@@ -97,10 +111,9 @@ class WorkerClient(WorkerHandler):
         method = self._link.channel.unary_stream(f"/{WORKER_SERVICE}/Events")
         call = method(request, metadata=self._link.metadata)
         try:
-            async for data in call:
-                yield Step.from_message(parse(pb.EventsResponse, data))
-        except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self._link.address) from failure
+            with failures_of(self._link.address):
+                async for data in call:
+                    yield Step.from_message(parse(pb.EventsResponse, data))
         finally:
             call.cancel()
 

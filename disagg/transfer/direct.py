@@ -17,7 +17,7 @@ import struct
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
@@ -255,18 +255,17 @@ class DirectServer:
         assert task is not None
         with raw:
             try:
-                sock = AsyncSocket(raw)
-                async with asyncio.timeout(HELLO_S):
-                    await self._hello(sock)
-                self._strangers.pop(task, None)
-                await self._frames(sock)
+                with closing(AsyncSocket(raw)) as sock:
+                    async with asyncio.timeout(HELLO_S):
+                        await self._hello(sock)
+                    self._strangers.pop(task, None)
+                    await self._frames(sock)
             except (OSError, WireError) as error:
                 log.info("a direct connection ended: %s", error)
             except Exception:
                 log.exception("a direct connection failed")
             finally:
                 self._strangers.pop(task, None)
-                sock.close()
 
     async def _hello(self, sock: AsyncSocket) -> None:
         if self._context is not None:

@@ -52,10 +52,9 @@ class Note:
         """The layer group that the records belong to."""
         return self.checklist.plan.groups[self.unit.group]
 
-    def manifest(self) -> list[tuple[Item, int]]:
-        """The items of the unit with their digests."""
-        items = self.unit.items(self.group)
-        return [(item, self.digests[self.checklist.place(item)]) for item in items]
+    def seen(self) -> list[int]:
+        """The digests of the unit's items, in their order."""
+        return [self.digests[self.checklist.place(x)] for x in self.unit.items(self.group)]
 
     def spans(self) -> list[Span]:
         """Where these items lie."""
@@ -106,9 +105,9 @@ class Scrub:
         """By key, what is not as it was committed. For any thread: it only reads."""
         damaged, copies = dict[bytes, CorruptFrameError](), iter(self.copies())
         for note in self.notes:
-            for item, expected in note.manifest():
-                if (seen := digest(next(copies))) != expected:
-                    text = f"{item} was altered in the pool: it is {seen:x}, was {expected:x}"
+            for item, was in zip(note.unit.items(note.group), note.seen(), strict=True):
+                if (seen := digest(next(copies))) != was:
+                    text = f"{item} was altered in the pool: it is {seen:x}, was {was:x}"
                     damaged.setdefault(note.key, CorruptFrameError(text))
         return damaged
 
@@ -215,7 +214,10 @@ class PrefixCache:
         except BaseException:
             self._pool.release(owned)
             raise
-        digests = dict(chain.from_iterable(note.manifest() for note in shared))
+        digests, here = dict[Item, int](), units_of(checklist.plan, checklist.tokens)
+        for group, units, notes in zip(checklist.plan.groups, here, found, strict=True):
+            for unit, note in zip(units, notes, strict=False):  # by this prompt's record numbers
+                digests.update(zip(unit.items(group), note.seen(), strict=True))
         pages = frozenset(chain.from_iterable(note.pages for note in shared))
         return Holding(checklist, keys, groups, tuple(map(len, found)), digests, pages)
 

@@ -4,18 +4,27 @@ Calls carry bytes: frames are never copied into a protobuf message. A typed erro
 with its reason and message in the trailing metadata, and the same error again at the other end;
 anything else is a bug, is logged and answered INTERNAL. Knows no service and no frame.
 
-What the grpc package bounds: a message by 4 MiB, the streams of a connection, and what a connection
-may send before a call is read, by the window of HTTP/2. A call without the token is refused before
-any message of it is read. What it cannot bound: the number of connections, and how long one stays
-without a call. The ports of workers belong into a private network, or behind TLS of both sides.
+What the grpc package bounds: a message to a server by 4 MiB, the streams of a connection, and what
+a connection may send before a call is read, by the window of HTTP/2. A call without the token is
+refused before any message of it is read. What it cannot bound: the number of connections, and how
+long one stays without a call. The ports of workers belong into a private network, or behind TLS of
+both sides.
 """
 
 import asyncio
 import ctypes
 import hmac
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,18 +47,19 @@ log = logging.getLogger(__name__)
 TOKEN_KEY, REASON_KEY, MESSAGE_KEY = "authorization", "disagg-reason", "disagg-message-bin"
 MAX_TEXT_BYTES = 2048  # of an error's message in a status
 MAX_STREAMS = 256  # calls at once on one connection
+MAX_ANSWER_BYTES = 16 << 20  # what is known of the longest prompt that a commit can carry
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc
 
 # pings find a frozen peer in about 2 s; without the last line 60 s of gRPC's own pass first
 _LIMITS = [
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 16),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES + 16),
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 1000),
 ]
 CLIENT_OPTIONS = [
     *_LIMITS,
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES + 16),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -59,6 +69,8 @@ CLIENT_OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *_LIMITS,
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 16),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
     # the window before a call is looked at; probing would widen it to what a stranger can send:
@@ -88,6 +100,21 @@ def tune_malloc() -> None:
 # -- clients
 
 
+@contextmanager
+def failures_of(address: str) -> Iterator[None]:
+    """What a call raises: what the peer refused, or PeerLostError; a call that gRPC or the peer
+    cancels is lost too, and does not cancel the task that waits for it."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as failure:
+        raise error_of(failure, address) from failure
+    except (asyncio.CancelledError, grpc.aio.UsageError) as ended:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PeerLostError(f"the link to {address} was closed") from ended
+
+
 @dataclass(frozen=True)
 class Link:
     """A channel to one peer, what every call on it carries, and how its bytes travel."""
@@ -100,15 +127,9 @@ class Link:
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         """The answer of "/service/method"; raises what the peer refused, or PeerLostError."""
         run = self.channel.unary_unary(method)
-        try:
-            return await run(request, timeout=timeout_s, metadata=self.metadata)
-        except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self.address) from failure
-        except (asyncio.CancelledError, grpc.aio.UsageError) as ended:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise PeerLostError(f"the link to {self.address} was closed") from ended
+        with failures_of(self.address):
+            answer: bytes = await run(request, timeout=timeout_s, metadata=self.metadata)
+        return answer
 
     async def close(self) -> None:
         """End every call on it."""

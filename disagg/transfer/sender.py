@@ -287,7 +287,8 @@ class Sender:
             raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
 
     async def _until_acknowledged(self) -> Ack:
-        silence_s, broken_at, refusals = self._channel.options.silence_s, -math.inf, 0
+        options, broken_at, refusals = self._channel.options, -math.inf, 0
+        silence_s, stall_s = options.silence_s, options.stall_s
         while True:
             if self._over.done():
                 if not isinstance(error := self._over.result(), MENDABLE):
@@ -303,8 +304,8 @@ class Sender:
                     raise dropped.args[0] from dropped
             except PeerLostError:
                 now = time.monotonic()
-                if self._advanced_at >= broken_at or now - attached_at > silence_s:
-                    broken_at = now  # it went well until now
+                if self._advanced_at >= broken_at or now - attached_at > silence_s + stall_s:
+                    broken_at = now  # it went well until now: a stall shows sooner
                 elif now - broken_at > silence_s:
                     raise
             await asyncio.sleep(RETRY_S)

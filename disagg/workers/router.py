@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import RouterConfig
-from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError
+from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError, WireError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
@@ -214,7 +214,7 @@ class Router:
                 async with aclosing(steps):  # type: ignore[type-var]
                     async for step in steps:
                         self._hear(peer, step)
-            except ConfigError as error:
+            except (ConfigError, WireError) as error:
                 if peer.trouble != str(error):
                     peer.trouble = str(error)
                     log.warning("%s cannot be followed: %s", peer.name, error)

@@ -143,6 +143,17 @@ def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
             assert f"needs {room} bytes of exact KV" in str(failed.error)
 
 
+@pytest.mark.parametrize("codec", ["raw", KIVI])
+def test_a_longer_prompt_shares_what_it_sees_of_a_shorter_one(path, codec):
+    config, params = EngineConfig(arena_bytes=32 << 20), SamplingParams(max_tokens=30)
+    longer = random_prompt(1128)
+    llm = LLM(path, codec, config=config)
+    llm.generate([longer[:1000]], params)
+    (answer,) = llm.generate([longer], params)
+    assert answer.kv.cached_bytes > 0
+    assert answer.tokens == LLM(path, codec, config=config).generate([longer], params)[0].tokens
+
+
 def test_a_prefix_is_known_where_its_last_window_is(path):
     engine, prompt = make_engine(Runner.load(path), max_batch_tokens=256), random_prompt(1000)
     expected = serve(engine, [prompt], "raw", 8)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -47,6 +47,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.told: list[object] = []
+        self.steps = STEPS
         self.left = asyncio.Event()
 
     async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
@@ -59,7 +60,7 @@ class Worker:
     async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
         self.told.append((dict(have), router))
         try:
-            for step in STEPS:
+            for step in self.steps:
                 yield step
             await asyncio.Event().wait()
         finally:
@@ -114,6 +115,16 @@ async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_
         assert (failed.token, str(failed.error)) == (None, "no room")
         async with asyncio.timeout(30.0):
             await worker.left.wait()
+
+
+async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
+    backlog = Step(tuple(TokenEvent(x, 0, 0, 1, logprobs=[0.5] * 500_000) for x in "abcd"), Load(7))
+    assert len(backlog.to_message().SerializeToString()) > 8 << 20
+    async with open_worker() as (worker, client), aclosing(client.events({}, "me")) as events:
+        worker.steps = [backlog]
+        heard = [await anext(events) for _ in range(4)]
+        assert [event.rid for step in heard for event in step.events] == [*"abcd"]
+        assert {step.load for step in heard} == {backlog.load}
 
 
 async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():

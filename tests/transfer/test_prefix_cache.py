@@ -1,6 +1,7 @@
 """Prompts with a common beginning: what is sent once, who owns it, and what is found altered."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -275,8 +276,15 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     cache, prompt = PrefixCache(pool), list(range(1500))
 
     def hold(tokens: list[int]) -> Holding:
+        """Committed, with digests by the tokens that an item is of."""
         holding = cache.hold("model", plan, Job("r", 0, tuple(tokens)), 0)
-        cache.keep(holding, [7] * holding.checklist.num_items)
+        seen = {
+            item: hash((unit.group, unit.end, i)) % 2**64
+            for unit in chain.from_iterable(units_of(plan, len(tokens)))
+            for i, item in enumerate(unit.items(plan.groups[unit.group]))
+        }
+        assert all(seen[item] == known for item, known in holding.digests.items())
+        cache.keep(holding, [seen.get(item, 0) for item in holding.checklist.items])
         return holding
 
     hold(prompt[:1000])

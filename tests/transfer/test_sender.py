@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach, Attached, Credit, Nack
 from disagg.transfer.sender import Sender
-from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket
+from disagg.wire import FRAME_BYTES, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
@@ -281,6 +282,38 @@ async def test_a_stream_that_answers_nothing_breaks_for_all(prompt):
         several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
         assert [stats.attaches for stats in several] == [2, 2]
         assert peer.opened == 2
+
+
+async def test_a_peer_that_attaches_and_takes_no_frame_is_lost(prompt):
+    async with open_peer(replace(QUICK, silence_s=0.25, stall_s=0.5)) as (peer, channel):
+
+        async def stall(frame: PageFrame) -> Credit:
+            return await asyncio.Future()
+
+        peer.take = stall
+        with pytest.raises(PeerLostError):
+            await hand_over(peer.sender(prompt, channel, deadline_s=10.0), prompt)
+        assert len(peer.attaches) == 2
+
+
+async def test_a_commit_without_a_stream_leaves_no_debt_to_the_next_one(prompt):
+    async with open_peer(QUICK) as (peer, channel):
+        held = asyncio.Event()
+        call = channel._call
+
+        async def slow(name: str, *rest: Any) -> tuple[bytes, int]:
+            if name == "Commit":
+                await held.wait()
+            return await call(name, *rest)
+
+        channel._call = slow
+        frame = CommitFrame(Ticket(7, EPOCH, 1), prompt.commit())
+        commit = asyncio.create_task(channel.commit(frame, 5.0))
+        handing = asyncio.create_task(hand_over(peer.sender(prompt, channel, 8), prompt))
+        await until(lambda: channel._serving is not None)
+        held.set()
+        await asyncio.gather(commit, handing, return_exceptions=True)
+        assert channel._owed == 0
 
 
 # -- many hand-offs on one stream
