@@ -141,9 +141,11 @@ class CompressedKV:
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
         """Bits of K and V that each query head reads of the pages: see AlignedKV.
 
-        RequestError where the codec always reads all that it stores.
+        RequestError where the codec always reads all that it stores, or has no page yet.
         """
         rows, tables, _ = self._view(q)
+        if not self._state.num_pages:
+            raise RequestError(f"no page is sealed of {self.num_tokens} tokens; none can be read")
         arena, group = self._arena.bytes, self.group
         views = self.codec.views(arena, tables[0], group, self.layer)
         if not isinstance(views[0].fmt, AlignedFormat):
@@ -169,16 +171,13 @@ class CompressedKV:
 
     def _view(self, q: Tensor) -> tuple[Tensor, tuple[PageTable, ...], Units | None]:
         """The queries as a batch of one, the page tables that they see, and their units of work."""
-        dims = q.ndim in (2, 3) and q.shape[-1] == self.group.head_dim
-        if not dims or q.shape[0] % self.group.heads:
-            raise RequestError(
-                f"q is {tuple(q.shape)}; [Hq, {self.group.head_dim}], or [Hq, W, "
-                f"{self.group.head_dim}], with Hq a multiple of {self.group.heads} KV heads is "
-                "wanted"
-            )
-        if not self.num_tokens:
-            raise RequestError("there is nothing to attend to: the cache holds no token")
+        heads, dim = self.group.heads, self.group.head_dim
+        if q.ndim not in (2, 3) or q.shape[-1] != dim or q.shape[0] % heads:
+            wanted = f"[Hq, {dim}] or [Hq, W, {dim}], Hq a multiple of {heads} KV heads, is wanted"
+            raise RequestError(f"q is {[*q.shape]}; {wanted}")
         width = q.shape[1] if q.ndim == 3 else 1
+        if not 0 < width <= self.num_tokens:
+            raise RequestError(f"{width} queries of the last of {self.num_tokens} tokens")
         now = Growth(self._state, self.num_tokens - width, width, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
         rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)

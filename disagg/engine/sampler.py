@@ -35,11 +35,13 @@ def sample(
     logits:  [B, V] fp32
     emitted: per row, the tokens of the answer so far
     eos_ids: end a text, so that none comes before `min_tokens`
-    RequestError where the logits of a row that is drawn are infinite or no numbers
+    RequestError where the logits of a row are infinite or no numbers
     """
     params = [request.params for request in requests]
     scores = _edit(logits, requests, emitted, eos_ids)
     tokens = scores.argmax(dim=-1)
+    finite = scores.gather(-1, tokens[:, None])[:, 0].isfinite()
+    tokens = tokens.where(finite, scores.shape[-1])
     if drawn := [row for row, choice in enumerate(params) if choice.temperature]:
         indices = [len(emitted[row]) for row in drawn]
         tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)

@@ -47,17 +47,17 @@ def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> 
         *(query_heads * head_dim, head_dim, 0, scale, cap),
     )
     call("disagg_attend", job)
-    del held  # the tensors that the library read
+    del held  # what the library read
     return o, lse
 
 
-def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[Tensor | None]]]:
-    """Where views are; and the tensors that have to stay until they were read."""
+def fill(views: Sequence[View]) -> tuple[ctypes.Array, list[list[object]]]:
+    """Where views are; and what has to stay until it was read."""
     tables = (TableC * len(views))()
     return tables, [_fill(table, view) for table, view in zip(tables, views, strict=True)]
 
 
-def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
+def _fill(table: ctypes.Structure, view: View) -> list[object]:
     assert not isinstance(view.fmt, ExactFormat) or view.fmt.counted
     segments, owner, base = view.segments, view.owner, view.segment_base
     if isinstance(view.fmt, PageFormat) and view.fmt.has_own_basis:
@@ -65,13 +65,13 @@ def _fill(table: ctypes.Structure, view: View) -> list[Tensor | None]:
         owner = torch.arange(view.pages.shape[1], dtype=torch.int32).expand_as(view.pages)
     tensors = (view.pages, view.lo, view.hi, segments, owner)
     held = [None if x is None else x.contiguous() for x in tensors]
-    count = 0 if segments is None else segments.shape[1]
+    count, fmt = 0 if segments is None else segments.shape[1], format_of(view.fmt)
     values = (
-        *(ctypes.addressof(format_of(view.fmt)), address(view.arena), *map(address, held)),
+        *(ctypes.addressof(fmt), address(view.arena), *map(address, held)),
         *(view.pages.shape[1], count, view.base, base),
     )
     table.__init__(*values)  # type: ignore[misc]
-    return held
+    return [*held, fmt]
 
 
 @lru_cache(maxsize=256)

@@ -141,7 +141,7 @@ def address(x: Tensor | None) -> int | None:
 
 @lru_cache(maxsize=256)
 def format_of(fmt: PageFormat | ExactFormat) -> ctypes.Structure:
-    """A format as the library reads it; it lives as long as the process."""
+    """A format as the library reads it; who gives its address away holds it meanwhile."""
     if isinstance(fmt, ExactFormat):
         kind = TYPES[getattr(torch, fmt.dtype)]
         sizes = (fmt.tokens, fmt.head_dim, fmt.block_bytes, 0, -1)

@@ -26,10 +26,10 @@ class LayerCalls:
     def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View]) -> None:
         self._dtype = getattr(torch, rows.fmt.dtype)
         self._rows, heads, dim = rows.pages.shape[0], views[0].heads, rows.fmt.head_dim
-        self._tables, *self._held = *fill(views), arena, rows
-        fmt = ctypes.addressof(format_of(rows.fmt))
-        places = (address(rows.pages), address(rows.slots))
-        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, fmt, rows.base, 0)
+        fmt = format_of(rows.fmt)
+        self._tables, *self._held = *fill(views), arena, rows, fmt
+        where, places = ctypes.addressof(fmt), (address(rows.pages), address(rows.slots))
+        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, where, rows.base, 0)
         sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0)
         attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes)
         self._job = StepC(append, attention)

@@ -178,8 +178,7 @@ def attend(
     """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py.
 
     number: of the view among the units, whose partial results are written to o and lse
-    error:  about 5e-4 relative to the reference, since q and p are rounded to fp16; of equal
-            largest weights of a class the first alone is in the estimate, which may read more bits
+    error:  about 5e-4 relative to the reference, since q and p are rounded to fp16
     """
     fmt, q = view.fmt, q.float().contiguous()
     assert isinstance(fmt, AlignedFormat)

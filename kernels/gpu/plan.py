@@ -167,10 +167,11 @@ class Span:
     segments: Ints | None = None
 
     def most_units(self, programs: int) -> int:
-        """Units of as many sequences at most, that show no more."""
+        """Units of as many sequences at most, that show no more; pages sealed while decoding may be
+        of the first segment again."""
         batch, tiles = len(self.lo), -(-self.most // self.tile.tokens)
-        segments = 0 if self.segments is None else self.segments.shape[1]
-        return batch * max(1, segments) + min(programs, batch * tiles // MIN_TILES)
+        runs = 1 if self.segments is None else self.segments.shape[1] + 1
+        return batch * runs + min(programs, batch * tiles // MIN_TILES)
 
     def units(self, programs: int) -> Ints:
         """Sequence, first and end tile and segment of each unit: [U, 4] int32."""

@@ -159,9 +159,9 @@ def v_drops(p: Tensor, high: Tensor, tops: Tensor) -> Tensor:
     p: [B, H, n, N] weights; high: [B, H, n, D] V from its high planes; tops: [B, H, D, N]
     """
     n = p.shape[2]
-    padded = torch.nn.functional.pad(p, (0, 0, 0, -n % STRIDE))
-    largest = padded.unflatten(2, (-1, STRIDE)).amax(2, keepdim=True)
-    chosen = torch.where(padded.unflatten(2, (-1, STRIDE)) == largest, largest, 0.0)
+    sets = torch.nn.functional.pad(p, (0, 0, 0, -n % STRIDE)).unflatten(2, (-1, STRIDE))
+    largest, index = sets.max(2, keepdim=True)
+    chosen = torch.zeros_like(sets).scatter(2, index, largest)
     estimate = high.abs().transpose(2, 3) @ chosen.flatten(2, 3)[:, :, :n]
     allowed = (exponents(estimate) - GUARD + EXPONENT_BIAS - tops).amin(2, keepdim=True)
     return allowed - exponents(p)

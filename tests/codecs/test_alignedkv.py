@@ -5,6 +5,7 @@ import torch
 
 from disagg.codecs import get_codec
 from disagg.codecs.alignedkv import AlignedKV
+from disagg.errors import RequestError
 from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
 from tests.codecs.test_golden import golden
 from tests.synthetic import realistic, relative_error
@@ -54,6 +55,22 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
     seen_k, seen_v = codec.decode(encoded, group)
     assert torch.equal(seen_k, k.float())
     assert torch.equal(seen_v, v.float())
+
+
+def test_tokens_that_weigh_the_same_are_read_as_exactly_as_others() -> None:
+    k, v = torch.zeros(2, 4096, 64), torch.randn(2, 4096, 64)
+    cache, q = get_codec("alignedkv").compress(k, v), torch.ones(2, 64)
+    assert relative_error(cache.attend(q), v.half().float().mean(1)) <= 2e-3
+
+
+def test_what_cannot_be_asked_of_a_cache_is_refused() -> None:
+    k, v = realistic(2, 40, 64)
+    cache = get_codec("alignedkv").compress(k, v)
+    with pytest.raises(RequestError, match="no page is sealed of 40 tokens"):
+        cache.bits_read(torch.zeros(2, 64))
+    for width in (0, 41):
+        with pytest.raises(RequestError, match=f"{width} queries of the last of 40 tokens"):
+            cache.attend(torch.zeros(2, width, 64))
 
 
 @pytest.mark.parametrize("per_head", [1, 4])

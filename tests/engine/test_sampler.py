@@ -173,8 +173,10 @@ def test_parameters_that_make_no_sense_are_refused(wrong):
         SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_row_that_is_drawn_from_no_numbers_is_refused():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("logit", "penalty"), [(2.0, 1e-40), (math.nan, 1.0), (math.inf, 1.0)])
+def test_a_row_of_no_numbers_is_refused(temperature, logit, penalty):
     """Not a token behind the vocabulary, which would break all that decode beside it."""
-    requests = [ask(temperature=1.0, repetition_penalty=1e-40)]
+    requests = [ask(temperature=temperature, repetition_penalty=penalty)]
     with pytest.raises(RequestError, match="no token can be drawn"):
-        sample_requests(torch.tensor([[0.5, 2.0, 1.0]]), requests, [[]])
+        sample_requests(torch.tensor([[0.5, logit, 1.0]]), requests, [[]])

@@ -380,6 +380,17 @@ def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(dtype, path, mon
     assert torch.equal(arena, written)
 
 
+def test_what_points_to_a_format_keeps_it():
+    view = known("kivi", (390, 70), 3).view
+    rows = NewRows(view.pages[:, 0].clone(), torch.zeros(2).int(), raw_format("float16", 64), BASE)
+    formats = [library.format_of(x) for x in (view.fmt, rows.fmt)]
+    ready = ops.prepare(view.arena, rows, [view], torch.zeros(2, 1, 6, 64))
+    library.format_of.cache_clear()
+    (of_view,), *_, of_rows = ready._held
+    assert any(x is formats[0] for x in of_view)
+    assert of_rows is formats[1]
+
+
 def test_a_step_that_other_code_has_to_serve_is_not_prepared():
     raw = raw_format("float32", 64)
     view = make_case(make_format(v_by="row"), [70, 9], 2, 3).view

@@ -40,6 +40,12 @@ def test_units_are_what_the_sequences_show_each_tile_once(sequences, programs, s
     assert len(table) <= span.most_units(programs)
 
 
+def test_there_is_room_for_pages_that_join_the_first_segment_while_decoding():
+    owner, many = np.array([[0, 0, 1, 1, 0]] * 9), np.full(9, 320)
+    span = Span(PAGE, 0 * many, many, 320, owner, np.arange(18).reshape(9, 2))
+    assert len(span.units(1)) == 27 <= span.most_units(1)
+
+
 def test_units_of_a_sequence_are_equally_long_and_not_too_short():
     table = span_of([0, 0], [64 * 100, 64 * 3]).units(8)
     sizes = table[:, 2] - table[:, 1]
