@@ -109,7 +109,9 @@ class Shell:
 
     @ray.method(concurrency_group="watch")
     def stop(self, grace_s: float | None = None) -> None:
-        """Finish or move what is here within the grace, and end."""
+        """Finish or move what is here within the grace, and end; one that loads just ends."""
+        if not self._loaded:
+            os._exit(0)
         self._worker.stop(grace_s)
 
     @ray.method(concurrency_group="watch")
@@ -253,8 +255,9 @@ class Cluster:
                     continue
                 on_down(actor.name)
             except DisaggError as error:
-                log.error("%s did not start: %s; trying again", actor.name, error)
-                self._closing.wait(RETRY_S)
+                if not actor.leaves:
+                    log.error("%s did not start: %s; trying again", actor.name, error)
+                    self._closing.wait(RETRY_S)
             self._actors.remove(actor)
         self._adjust()
 

@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import RayActorError
@@ -263,6 +264,25 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
         cluster.kill(name)
         assert cluster.step() == [f"-{name}"]
     assert cluster.step() == []
+
+
+def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster(None, None, LOADING)
+    cluster.start()
+    for number in (2, 1):
+        cluster.scale(None, number)
+        cluster.step()
+    loading = cluster._actors[-1]
+    assert cluster.handles[loading.name].stop.told == (launch.DRAIN_S,)
+    loading.call.done, loading.call.value = True, RayActorError()
+    assert [cluster.step(), len(cluster._actors), caplog.messages] == [[], 2, []]
+    shell = launch.Shell.__new__(launch.Shell)
+    shell._loaded = False
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        shell.stop()
 
 
 def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> None:
