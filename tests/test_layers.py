@@ -55,14 +55,14 @@ BUDGETS = {
     "kernels": 6210,
     "model": 1740,
     "report": 200,
-    "server": 1890,
+    "server": 1895,
     "transfer": 3555,
     "workers": 2960,
     "tests": 23890,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20970  # of all these rooms together
+PACKAGE_BUDGET = 20985  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

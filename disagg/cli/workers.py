@@ -1,6 +1,7 @@
 """`disagg status`, `disagg scale`, `disagg drain`: the workers of the running service."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -78,6 +79,11 @@ def draw(found: dict[str, Any]) -> None:
         share = 100 * found["wire_bytes"] / fp16
         told.append(f"{found['wire_bytes']:,} bytes sent, {share:.0f} % of fp16")
     print_table(" · ".join(told), COLUMNS, map(row_of, found["workers"]))
+    there = Counter(worker["role"] for worker in found["workers"])
+    for role, number in found.get("wanted", {}).items():
+        if there[role] != number:
+            rest = "more are loading" if there[role] < number else "others leave"
+            print(f"{role}: {there[role]} there, {number} wanted; {rest}")
 
 
 def row_of(worker: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ POST /scale {"prefill": 2, "decode": 3} · POST /workers/NAME/drain
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
 
 from fastapi import APIRouter, Depends, Request
@@ -15,6 +16,10 @@ from disagg.server.access import bears
 
 class Staff(Protocol):
     """Whoever has the workers. Calls may block; ConfigError for what cannot be."""
+
+    @property
+    def wanted(self) -> Mapping[str, int]:
+        """How many workers of each role there shall be."""
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """So many of each role, soon; None: as many as now."""

@@ -42,7 +42,7 @@ def create_app(
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
-    add_views(app, completions)
+    add_views(app, completions, staff)
     add_tokens(app, completions)
     if staff is not None and token is not None:
         app.include_router(admin_routes(staff, token))

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,6 +109,12 @@ class Service:
             raise self._failure
 
     # -- for whoever owns it
+
+    @property
+    def wanted(self) -> Mapping[str, int]:
+        """How many workers of each role there shall be."""
+        wanted = self._workers.wanted if self._workers else self.config.cluster.roles
+        return {str(role): number for role, number in wanted.items()}
 
     def scale(self, prefill: int | None, decode: int | None) -> None:
         """So many workers of each role, soon; None: as many as now.

@@ -7,13 +7,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from disagg import __version__
+from disagg.server.admin import Staff
 from disagg.server.completions import Completions
 from disagg.server.schema import DetokenizeRequest, TokenizeRequest
 
 LIVE_PAGE = Path(__file__).parent / "live.html"
 
 
-def add_views(app: FastAPI, completions: Completions) -> None:
+def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None) -> None:
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
     served, router = completions.served, completions.router
     model = {"id": served.name, "object": "model", "created": int(time.time())}
@@ -48,7 +49,8 @@ def add_views(app: FastAPI, completions: Completions) -> None:
 
     @app.get("/status")
     async def status() -> Response:
-        return JSONResponse(await completions.status())
+        wanted = {} if staff is None else {"wanted": staff.wanted}
+        return JSONResponse(await completions.status() | wanted)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -149,6 +149,7 @@ class Cluster:
     """The workers of one service, on the private Ray of a session, or on a cluster.
 
     security: of the front end itself, once connected
+    wanted:   how many workers of each role there shall be
     """
 
     def __init__(self, config: Config, session: Session | None = None):
@@ -162,7 +163,7 @@ class Cluster:
         self._authority = Authority(session.token) if session else None
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
-        self._wanted = {Role(role): number for role, number in config.cluster.roles.items()}
+        self.wanted = {Role(role): number for role, number in config.cluster.roles.items()}
         self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
@@ -254,6 +255,8 @@ class Cluster:
                     on_up(self._enter(actor))
                     continue
                 on_down(actor.name)
+                if not actor.leaves:
+                    log.warning("%s ended unasked; another one starts", actor.name)
             except DisaggError as error:
                 if not actor.leaves:
                     log.error("%s did not start: %s; trying again", actor.name, error)
@@ -271,7 +274,7 @@ class Cluster:
         for role, number in given.items():
             if number is not None and number < 1:
                 raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
-        self._wanted |= {role: number for role, number in given.items() if number is not None}
+        self.wanted |= {role: number for role, number in given.items() if number is not None}
         self._keep_counts()
 
     def drain(self, name: str) -> None:
@@ -284,11 +287,11 @@ class Cluster:
         """Change roles, load workers and let some leave, as it is wanted."""
         stay = {
             role: [x for x in self._actors if x.role is role and not x.leaves]
-            for role in self._wanted
+            for role in self.wanted
         }
-        spare = [x for role, number in self._wanted.items() for x in stay[role][number:]]
+        spare = [x for role, number in self.wanted.items() for x in stay[role][number:]]
         able = [x for x in spare if x.started and not self._config.cluster.pools]
-        for role, number in self._wanted.items():
+        for role, number in self.wanted.items():
             for _ in range(number - len(stay[role])):
                 if able:
                     able[0].role = role
@@ -358,10 +361,10 @@ class Cluster:
             self._replaced = max((int(x.partition(".")[2] or 0) for x in self._found), default=0)
             kept = internal_kv._internal_kv_get(COUNTS, namespace=cluster.name)
             if kept and self._found:
-                self._wanted = {Role(role): number for role, number in json.loads(kept).items()}
+                self.wanted = {Role(role): number for role, number in json.loads(kept).items()}
             self._keep_counts()
         names = []
-        for role, number in self._wanted.items():
+        for role, number in self.wanted.items():
             mine = [name for name in self._found if name.startswith(f"{role}-")]
             new = (x for i in range(number) if (x := f"{role}-{i}") not in mine)
             names += [(role, x) for x in (*mine, *islice(new, max(0, number - len(mine))))]
@@ -369,7 +372,7 @@ class Cluster:
 
     def _keep_counts(self) -> None:
         if not self._private:
-            counts, name = json.dumps(self._wanted), self._config.cluster.name
+            counts, name = json.dumps(self.wanted), self._config.cluster.name
             internal_kv._internal_kv_put(COUNTS, counts, namespace=name)
 
     def _stop(self) -> None:

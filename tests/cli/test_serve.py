@@ -163,7 +163,10 @@ def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
 def test_status_shows_every_worker(known, state_file, capsys):
     where = ["--state-file", str(state_file)]
     assert run(["status", *where]) == 0
-    assert "prefill" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "prefill" in told
+    assert told.endswith("decode: 1 there, 2 wanted; more are loading\n")
+    assert "prefill:" not in told
     assert run(["status", *where, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["workers"]) == 2
 

@@ -100,12 +100,15 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
 
 
-def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name() -> None:
+def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cluster = FakeCluster()
     assert [started.name for started in cluster.start()] == ["prefill-0", "decode-0"]
     assert cluster.step() == []
     cluster.kill("decode-0")
     assert cluster.step() == ["-decode-0"]
+    assert caplog.messages == ["decode-0 ended unasked; another one starts"]
     assert cluster.step() == ["+decode-0.1"]
     cluster.kill("decode-0.1")
     assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
@@ -248,7 +251,9 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
     assert cluster.step() == ["+decode-0.2"]
 
 
-def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
+def test_more_workers_load_and_one_of_too_many_changes_what_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cluster = FakeCluster()
     cluster.start()
     cluster.scale(2, 2)
@@ -263,7 +268,7 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does() -> None:
     for name in sorted(left):
         cluster.kill(name)
         assert cluster.step() == [f"-{name}"]
-    assert cluster.step() == []
+    assert (cluster.step(), caplog.messages) == ([], [])
 
 
 def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
