@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import ge, le
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,11 +22,12 @@ T = TypeVar("T")
 
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # what who leaves the codec to the service calls it
+DEVICES = ("auto", "cpu", "cuda")
 
 
-def at_least(least: float, *, default: Any) -> Any:
-    """A field whose value, if it is not None, may not be below `least`."""
-    return field(default=default, metadata={"least": least})
+def at_least(least: float, *, default: Any, most: float | None = None) -> Any:
+    """A field whose value, if it is not None, is neither below `least` nor above `most`."""
+    return field(default=default, metadata={"least": least, "most": most})
 
 
 def one_of(*names: str) -> Any:
@@ -40,16 +42,18 @@ class Bounded:
     def __post_init__(self) -> None:
         room = type(self).__name__.removesuffix("Config").lower()
         for each in dataclasses.fields(self):
-            least, value = each.metadata.get("least"), getattr(self, each.name)
-            if None not in (least, value) and not value >= least:
-                wanted = f"at least {least} is wanted"
-                raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
+            value = getattr(self, each.name)
+            for end, fits in (("least", ge), ("most", le)):
+                bound: Any = each.metadata.get(end)
+                if None not in (bound, value) and not fits(value, bound):
+                    wanted = f"at {end} {bound} is wanted"
+                    raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
             if value not in (names := each.metadata.get("names", [value])):
                 raise UnknownNameError(f"{room}.{each.name}", str(value), names)
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Bounded):
     """Which model is served.
 
     name:   a folder or a Hugging Face name; None: the model that ships in the package
@@ -59,7 +63,7 @@ class ModelConfig:
 
     name: str | None = None
     dtype: str = "auto"
-    device: str = "auto"
+    device: str = one_of(*DEVICES)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,10 @@ class EngineConfig(Bounded):
     max_sequences: int = at_least(1, default=64)
     arena_bytes: int | None = at_least(1 << 20, default=None)
     workspace_bytes: int | None = at_least(1, default=None)
-    memory_share: float = at_least(0.01, default=0.9)
-    watermark: float = at_least(0, default=0.02)
+    memory_share: float = at_least(0.01, most=1, default=0.9)
+    watermark: float = at_least(0, most=1, default=0.02)
     prefix_cache: bool = True
-    torch_threads: int | None = at_least(1, default=None)
+    torch_threads: int | None = at_least(1, most=1024, default=None)
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,11 @@ def test_what_is_shown_can_be_loaded_again(tmp_path):
     [
         ({"codex": "raw"}, "codec, codecs, engine"),
         ({"server.prot": 1}, "server.max_body_bytes, server.pd_ports, server.port"),
+        ({"model.device": "tpu"}, "unknown model.device 'tpu'; known: auto, cpu, cuda"),
     ],
-    ids=["top", "nested"],
+    ids=["top", "nested", "value"],
 )
-def test_an_unknown_key_lists_the_known_ones(flags, known):
+def test_an_unknown_name_lists_the_known_ones(flags, known):
     with pytest.raises(UnknownNameError, match=known):
         load_config(None, flags)
 
@@ -86,6 +87,9 @@ def test_a_flag_can_switch(text, value):
         ("engine.max_sequences", ["-1"], "is .*; at least .* is wanted"),
         ("transfer.link_mbps", ["0"], "is .*; at least .* is wanted"),
         ("router.deadline_s", ["nan"], "is .*; at least .* is wanted"),
+        ("engine.memory_share", ["5"], "is 5.0; at most 1 is wanted"),
+        ("engine.watermark", ["2"], "is 2.0; at most 1 is wanted"),
+        ("engine.torch_threads", ["1000000"], "is 1000000; at most 1024 is wanted"),
         (
             "cluster.ports",  # the first and the last one
             ["[1]", "[7, 6]", "[0, 9]", "[1, 65536]", "['a', 'b']", "{}", "7"],

@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20985  # of all these rooms together
+PACKAGE_BUDGET = 20990  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

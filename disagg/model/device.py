@@ -2,11 +2,9 @@
 
 import torch
 
-from disagg.config import ModelConfig
+from disagg.config import DEVICES, ModelConfig
 from disagg.errors import ConfigError
 from disagg.model.runner import Runner
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(wanted: str) -> str:

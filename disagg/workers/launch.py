@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.experimental import internal_kv
 
 from disagg.config import Config, ServerConfig
@@ -435,7 +435,10 @@ class Cluster:
         try:
             started = ray.get(actor.call)
         except RayError as error:
-            raise PeerLostError(f"worker {actor.name} broke while it started: {error}") from error
+            told = str(error).strip().rpartition("\n")[2]  # before it: which actor, on which host
+            if isinstance(error, RayTaskError):  # with a traceback, in colours
+                told = f"{type(error.cause).__name__}: {error.cause}"
+            raise PeerLostError(f"worker {actor.name} broke while it started: {told}") from error
         if isinstance(started, tuple):
             raise error_from(*started)
         actor.started, actor.role = started, started.role

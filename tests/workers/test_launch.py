@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError, ModelError, PeerLostError
@@ -308,6 +308,14 @@ def test_what_cannot_be_wanted_is_refused_by_name() -> None:
         cluster.scale(1, 0)
     with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
         cluster.drain("decode-7")
+
+
+def test_a_worker_that_breaks_says_what_broke_it_and_not_where() -> None:
+    where = "\x1b[36mray::start()\x1b[39m (pid=7)\n  File ...\nMemoryError: 90 TiB"
+    for error in (MemoryError("90 TiB"), RuntimeError("90 TiB")):
+        failure = RayTaskError("start", where, error, "ray::start", 7, "1.1.1.1")
+        with pytest.raises(PeerLostError, match=rf"started: {type(error).__name__}: 90 TiB$"):
+            FakeCluster(failure.as_instanceof_cause()).start()
 
 
 def test_a_worker_that_cannot_start_is_an_error_at_the_start() -> None:
