@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4340,
-    "cli": 1830,
+    "cli": 1837,
     "codecs": 3150,
     "engine": 1910,
     "eval": 600,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20990  # of all these rooms together
+PACKAGE_BUDGET = 20997  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

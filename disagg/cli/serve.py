@@ -129,10 +129,11 @@ def run_service(config: Config, as_json: bool) -> None:
     from disagg.model.describe import describe_model
     from disagg.server.service import Service
 
-    interrupt = signal.default_int_handler
     for spec in config.listed:
         check_codec(spec, describe_model(config.model.name, config.model.dtype))
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
         with ExitStack() as stack:
             with stages() as say:
@@ -154,6 +155,12 @@ def run_service(config: Config, as_json: bool) -> None:
                 signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
     except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         print("stopped", file=sys.stderr)
+
+
+def interrupt(*_: object) -> None:
+    """Say that the end begins, which takes seconds, and begin with it."""
+    print("stopping ...", file=sys.stderr, flush=True)
+    raise KeyboardInterrupt
 
 
 def ready(path: Path) -> RunningService | None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -126,6 +127,22 @@ def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, ca
     assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
     assert (link, door, last) == ("a link", "a door", "serving tiny at http://127.0.0.1:7")
     assert [host in line and "without a key" in line for line in warnings] == [True] * warned
+
+
+def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, monkeypatch):
+    class Interrupted(Started):
+        def __exit__(self, *error: object) -> None:
+            print("workers end", file=sys.stderr)
+
+        @property
+        def links(self) -> tuple[str, ...]:
+            signal.raise_signal(signal.SIGINT)
+            return ()
+
+    monkeypatch.setattr("disagg.server.service.Service", Interrupted)
+    assert run(["serve", "--state-file", str(state_file)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
 def test_a_service_with_keys_is_not_open_to_all(state_file, capsys, monkeypatch):
