@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20997  # of all these rooms together
+PACKAGE_BUDGET = 20999  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -31,7 +31,7 @@ from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.engine.warm import warm_up
 from disagg.errors import PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
-from disagg.model.capacity import fit_codec
+from disagg.model.capacity import tokens_that_fit
 from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
@@ -61,8 +61,7 @@ from disagg.workers.prefill import PrefillSide, request_of
 
 POLL_S = 0.02
 LOOK_S = 0.25  # whether a router follows: each look takes the interpreter from the engine
-LONG_TOKENS = 4096  # of a sequence, to tell what a token takes
-SIZES = (1024, LONG_TOKENS)  # of prompts, whose bytes routers are told
+SIZES = (1024, 4096)  # of prompts, whose bytes routers are told
 FIRST_ROUTER_S = 60.0  # a worker that no router ever visits waits this long
 
 log = logging.getLogger(__name__)
@@ -219,8 +218,7 @@ class Worker:
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         info["failures"] = dict(self.receiver.failures + self.prefill.failures)
         info |= {"node": socket.gethostname(), "backend": self.backend}
-        free_bytes = gauges["arena_bytes"] - gauges["used_bytes"]
-        info["tokens_fit"] = int(free_bytes * LONG_TOKENS / plan.nbytes(LONG_TOKENS))
+        info["tokens_fit"] = self._fit(int(gauges["arena_bytes"] - gauges["used_bytes"]))
         return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
@@ -274,8 +272,7 @@ class Worker:
             kept = [tasks.create_task(self._supervise(each)) for each in watched]
             server, address = await start_server(handlers, self._host, self._security, ports)
             named = self.name, self.role, address, self.epoch, self._runner.fingerprint
-            nbytes = self.engine.pool.arena.nbytes
-            room = fit_codec(self._codec, self._runner.info, nbytes).tokens or 0
+            room = self._fit(self.engine.pool.arena.nbytes)
             plans = list(map(self.engine.plan, self._listed))
             sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
             self._started.set_result(Started(*named, self._min_tokens(), room, sizes))
@@ -287,6 +284,11 @@ class Worker:
                 await server.stop(0)
                 await self._peers.close()
         await asyncio.to_thread(self._threads[1].join)
+
+    def _fit(self, nbytes: int) -> int:
+        """Tokens of its own codec, in prompts as long as the context."""
+        context = self._runner.info.context_length
+        return tokens_that_fit(self.engine.plan(self._codec), nbytes, context)
 
     def _min_tokens(self) -> int:
         """Shorter prompts stay whole where they decode."""

@@ -107,6 +107,11 @@ async def test_a_worker_says_what_its_links_can_do(home, story):
     assert (await decode.status()).info["links"] == []
 
 
+async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the_start(home):
+    for worker in home.workers.values():
+        assert (await worker.status()).info["tokens_fit"] == worker.started.room > 0
+
+
 async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
     async with paired(runners, Config(transfer=TransferConfig(channel="direct"))) as home:
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
