@@ -60,13 +60,10 @@ def _draw(fit: "ModelFit") -> None:
     print(f"context {fit.context_length:,} tokens · weights {fit.weights_bytes / 1e6:,.0f} MB")
     exact = f"exact KV {fit.exact_bytes_per_token:,} bytes a token in {fit.dtype}"
     print(f"{exact} · recommended: {fit.recommended}")
-    rows = [
-        [
-            codec.spec,
-            codec.refused or f"{codec.bytes_per_token:,.0f}",
-            "" if codec.tokens is None else f"{codec.tokens:,}",
-        ]
-        for codec in fit.codecs
-    ]
-    title = f"in prompts of {fit.context_length:,} tokens"
-    print_table(title, ["codec", ">bytes a token", ">tokens that fit"], rows)
+    rows = [[codec.spec, codec.refused or f"{codec.bytes_per_token:,.0f}"] for codec in fit.codecs]
+    columns = ["codec", ">bytes a token"]
+    if any(codec.tokens is not None for codec in fit.codecs):  # else nobody said into what
+        columns += [">tokens that fit"]
+        for row, codec in zip(rows, fit.codecs, strict=True):
+            row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")
+    print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)

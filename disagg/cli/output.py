@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.cli.client import Answer
 
-MAX_WIDTH = 160  # columns; a table is as wide as its cells, and a spec is never cut
+MAX_WIDTH = 1 << 16  # columns; a table is as wide as its cells, and a spec is never cut
 
 COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
 TIMES = {
@@ -47,7 +47,8 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
     if kv := answer.kv:
         _print_bytes(kv)
         times = [f"{told} {kv[x]:.1f} ms" for x, told in TIMES.items() if x in kv]
-        print(f"hand-off: {', '.join(times)}")
+        if kv["wire_bytes"]:
+            print(f"hand-off: {', '.join(times)}")
     count = answer.completion_tokens
     print(
         f"{answer.prompt_tokens} prompt tokens, {count} generated: the first "
@@ -58,8 +59,12 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
 
 
 def _print_bytes(kv: Mapping[str, Any]) -> None:
-    """A table, or one line for a prompt whose KV is sent as it is because it is so short."""
+    """A table, or one line for a prompt that is not sent, or as it is because it is so short."""
     fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
+    if not wire:
+        why = "too short to hand off, " if kv["tokens"] < SHORT_TOKENS else ""
+        print(f"KV of {kv['tokens']} tokens: {why}computed whole at a decode worker")
+        return
     if kv["tokens"] < SHORT_TOKENS and min(wire, kv["resident_bytes"]) >= fp16:
         print(
             f"KV of {kv['tokens']} tokens: too few to save anything; {wire:,} bytes sent, "

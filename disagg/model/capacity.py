@@ -124,6 +124,7 @@ def check_model(
     if memory is not None:
         arena, _ = split_memory(int(memory * share) - weights, shape, info.context_length)
     suggested = [fit_codec(codec, info, arena) for codec in SUGGESTED]
+    fits = [*suggested[:1], *(fit_codec(codec, info, arena) for codec in codec_names())]
     return ModelFit(
         model=name,
         architecture=info.architecture,
@@ -137,7 +138,7 @@ def check_model(
         weights_bytes=weights,
         exact_bytes_per_token=exact_bytes(shape, 1),
         recommended=next(x.spec for x in suggested if not x.refused),
-        codecs=(*suggested[:1], *(fit_codec(codec, info, arena) for codec in codec_names())),
+        codecs=tuple(dict.fromkeys(fits)),  # the default may be one codec's own
     )
 
 

@@ -48,8 +48,10 @@ SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
         (SHORT, "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n"),
         ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
         (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
+        (SHORT | {"wire_bytes": 0}, "KV of 5 tokens: too short to hand off, computed whole at"),
+        (STATS | {"wire_bytes": 0}, "KV of 300 tokens: computed whole at a decode worker\n5"),
     ],
-    ids=["no-figures", "short", "no-times", "long"],
+    ids=["no-figures", "short", "no-times", "long", "whole-short", "whole-long"],
 )
 def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
     answer = Answer("x", 5, 1, "length", ttft_ms=1.0, kv=kv)

@@ -73,7 +73,9 @@ def test_the_command_needs_no_weights(tmp_path, capsys):
     assert found["served"]
     assert all(codec["tokens"] > 0 for codec in found["codecs"])
     assert run(["models", "check", path]) == 0
-    assert "recommended: banded:bits=3" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "recommended: banded:bits=3" in told
+    assert (told.count("banded:bits=3"), "tokens that fit" in told) == (2, False)
 
 
 def test_sizes_are_written_with_units() -> None:
