@@ -92,6 +92,9 @@ class HandleError(RequestError):
     reason = "handle"
     http_status = 409
 
+    def __init__(self, message: str = "", param: str | None = "kv_transfer_params"):
+        super().__init__(message, param)
+
 
 class CancelledError(RequestError):
     reason = "cancelled"

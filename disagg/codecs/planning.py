@@ -74,6 +74,8 @@ def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
     found: dict[int, Codec] = {}
     for part in filter(None, (x.strip() for x in spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
+        if not codec_spec.strip():
+            raise ConfigError(f"{part!r} in {spec!r} names no codec; write 0-3:kivi:bits=4")
         codec = get_codec(codec_spec, head_dim)
         for layer in _layers(layers, num_layers, spec):
             if layer in found:

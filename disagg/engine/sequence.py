@@ -104,6 +104,8 @@ class SamplingParams:
             number = getattr(self, name)
             fits = isinstance(number, int) and least <= number < MAX_NUMBER
             _require(fits, f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted")
+        fits = self.min_tokens <= self.max_tokens
+        _require(fits, f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}")
         _require(self.logprobs is None or self.logprobs >= 0, f"logprobs is {self.logprobs}")
         scored = self.logprobs is not None or not self.prompt_logprobs
         _require(scored, "prompt_logprobs without logprobs; say how many of the likeliest")

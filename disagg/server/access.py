@@ -49,7 +49,8 @@ class Access:
 
 def bears(header: bytes, keys: Collection[str]) -> bool:
     """Whether an Authorization header carries one of these keys."""
-    return any(hmac.compare_digest(header, f"Bearer {key}".encode()) for key in keys)
+    scheme, _, given = header.partition(b" ")
+    return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, x.encode()) for x in keys)
 
 
 def read_keys(config: ServerConfig) -> frozenset[str]:

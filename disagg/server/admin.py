@@ -10,8 +10,9 @@ from typing import Protocol
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ValidationError
 
-from disagg.errors import AuthError, RequestError
+from disagg.errors import AuthError
 from disagg.server.access import bears
+from disagg.server.schema import refusal
 
 
 class Staff(Protocol):
@@ -49,7 +50,7 @@ def admin_routes(staff: Staff, token: str) -> APIRouter:
         try:
             wanted = Wanted.model_validate_json(await http.body())
         except ValidationError as error:
-            raise RequestError(f'{{"prefill": 2, "decode": 3}} is wanted: {error}') from error
+            raise refusal(error) from error
         await asyncio.to_thread(staff.scale, wanted.prefill, wanted.decode)
         return wanted
 

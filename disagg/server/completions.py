@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from disagg.config import Config
-from disagg.errors import CancelledError, DisaggError, ModelError, RequestError
+from disagg.errors import CancelledError, ConfigError, DisaggError, ModelError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
 from disagg.model.tokenizer import Tokenizer
@@ -179,6 +179,8 @@ class Completions:
                         return
         except Exception as error:
             failure = error.reason if isinstance(error, DisaggError) else DisaggError.reason
+            if request.codec and isinstance(error, ConfigError):
+                error.param = "codec"  # all that a request configures
             raise
         finally:
             if failure is not None:
@@ -266,7 +268,7 @@ class Completions:
             shown = name[:MAX_SHOWN]
             if shown not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
                 self._unknown.add(shown)
-                log.warning("field %r of a completion request is unknown and ignored", shown)
+                log.warning("field %r of a request is unknown and ignored", shown)
 
 
 def _shown(

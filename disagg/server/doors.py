@@ -70,15 +70,15 @@ class Doors:
         peer = self._behind(port)
         name, role = peer.name, peer.started.role
         if params.do_remote_decode:
-            single = request.wanted == 1 and not request.stream
-            if not role.prefills or params.do_remote_prefill or not single or len(prompts) != 1:
-                wanted = "a prefill worker, one prompt, max_tokens=1 and no stream are wanted"
-                raise RequestError(f"do_remote_decode at {name}: {wanted}", "kv_transfer_params")
+            _require(not params.do_remote_prefill, "do_remote_prefill is true too; false is")
+            _require(role.prefills, f"do_remote_decode at {name}: a worker that prefills is")
+            _require(len(prompts) == 1, f"do_remote_decode of {len(prompts)} prompts: one is")
+            _require(request.wanted == 1, f"do_remote_decode: max_tokens is {request.wanted}; 1 is")
+            _require(not request.stream, "do_remote_decode: stream is true; false is")
             return name, name
         if params.do_remote_prefill:
-            if not role.decodes or len(prompts) != 1:
-                wanted = "a decode worker and one prompt are wanted"
-                raise RequestError(f"do_remote_prefill at {name}: {wanted}", "kv_transfer_params")
+            _require(role.decodes, f"do_remote_prefill at {name}: a worker that decodes is")
+            _require(len(prompts) == 1, f"do_remote_prefill of {len(prompts)} prompts: one is")
             return self._consume(params, prompts[0]), name
         return name if role.prefills else "", name if role.decodes else ""
 
@@ -129,3 +129,8 @@ class Doors:
         if not found:
             raise PeerLostError(f"{slot} does not run now; it is started anew")
         return found[-1]
+
+
+def _require(holds: bool, told: str) -> None:
+    if not holds:
+        raise RequestError(f"{told} wanted", "kv_transfer_params")

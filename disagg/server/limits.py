@@ -18,9 +18,14 @@ MAX_NAMED = 1024  # tokens that a request names
 MAX_LOGPROBS = 20  # of the likeliest tokens, beside that of a token itself
 MAX_SCORES = 100_000  # log-probabilities of one prompt: they come in one message
 MAX_SEED = 2**63  # seeds are of 64 bits, as in OpenAI's schema
+MAX_TEMPERATURE = 2.0**63  # less than this, as the engine wants
 MAX_NAME_CHARS = 1024  # of a model
 MAX_SPEC_CHARS = 16 << 10  # of a codec; a plan may name one for each layer
+MAX_SHOWN_CHARS = 60  # of what a client sent, in what we say of it
 LONG_TEXT_CHARS = 64 << 10  # texts above are tokenised one at a time
+
+_short = reprlib.Repr()
+_short.maxlevel = 2
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
@@ -31,6 +36,12 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int) -> bytearray:
             raise TooLargeError(f"the body is too long; at most {max_bytes:,} bytes are taken")
         body += chunk
     return body
+
+
+def shown(value: Any) -> str:
+    """What a client sent, in one line of an error: where it is long its beginning."""
+    text = _short.repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def check_text(chars: int, context_length: int, longest_token: int, field: str) -> None:
@@ -61,7 +72,7 @@ def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
     for each in ids:
         if type(each) is not int or not 0 <= each < vocab_size:
             known = f"whole numbers from 0 to {vocab_size - 1} are"
-            raise RequestError(f"{field}: {reprlib.repr(each)} is no token id; {known}", field)
+            raise RequestError(f"{field}: {shown(each)} is no token id; {known}", field)
 
 
 def check_choices(count: int) -> None:

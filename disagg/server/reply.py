@@ -64,7 +64,7 @@ class Reply:
                         yield event(self._named | head | chunk)
                     found = await anext(self._pieces, None)
         except DisaggError as error:
-            yield event(error_body(str(error), error.reason, error.http_status))
+            yield event(error_body(str(error), error.reason, error.http_status, error.param))
         else:
             if options.include_usage:
                 yield event(self._named | head | {"choices": [], "usage": self._usage()})

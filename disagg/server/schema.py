@@ -5,7 +5,6 @@ the hand-off). A null means the default. A field that OpenAI or vLLM know, that 
 answer and that is not built here is refused by its name.
 """
 
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -40,6 +39,7 @@ NEUTRAL: Mapping[str, Any] = {
     )
     for name in names.split()
 }
+INSTEAD = {"max_completion_tokens": "write max_tokens"}
 # known, and the answer is the same whatever they are
 HARMLESS = (
     "include_reasoning metadata parallel_tool_calls prediction priority prompt_cache_key "
@@ -48,7 +48,7 @@ HARMLESS = (
 )
 # what an engine is told as the client said it
 SAMPLED = (
-    "min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty "
+    "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty "
     "stop_token_ids ignore_eos"
 )
 
@@ -60,7 +60,7 @@ def many_prompts(value: Any) -> list[Any]:
     for each in value:
         if not isinstance(each, str | list):
             wanted = "a text or a list of token ids, or a list of these, is wanted"
-            raise RequestError(f"prompt: {wanted}; not {reprlib.repr(each)}", "prompt")
+            raise RequestError(f"prompt: {wanted}; not {limits.shown(each)}", "prompt")
     return value
 
 
@@ -70,7 +70,7 @@ def one_text(value: Any) -> Any:
         return value
     for part in value:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise RequestError(f"messages: {reprlib.repr(part)} is no part of text", "messages")
+            raise RequestError(f"messages: {limits.shown(part)} is no part of text", "messages")
     return "".join(part["text"] for part in value)
 
 
@@ -107,9 +107,7 @@ class Body(BaseModel):
         try:
             request = cls.model_validate({k: v for k, v in found.items() if v is not None})
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            param = str(first["loc"][0])
-            raise RequestError(f"{param}: {first['msg']}", param) from error
+            raise refusal(error) from error
         request._check_extras()
         return request
 
@@ -122,7 +120,8 @@ class Body(BaseModel):
     def _check_extras(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in NEUTRAL and not _same(value, NEUTRAL[name]):
-                refused = f"{name}={reprlib.repr(value)} is not supported; leave it out"
+                instead = INSTEAD.get(name, "leave it out")
+                refused = f"{name}={limits.shown(value)} is not supported; {instead}"
                 raise RequestError(refused, name)
 
 
@@ -154,7 +153,7 @@ class GenerationRequest(Body, ABC):
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
     min_tokens: int = Field(0, ge=0, le=limits.MAX_COUNT)
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0, lt=limits.MAX_TEMPERATURE, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=limits.MAX_COUNT, description="0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1)
@@ -168,7 +167,7 @@ class GenerationRequest(Body, ABC):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    codec: str | None = Field(None, max_length=limits.MAX_SPEC_CHARS)
+    codec: str | None = Field(None, min_length=1, max_length=limits.MAX_SPEC_CHARS)
     kv: bool = False
     kv_transfer_params: TransferParams = TransferParams()
 
@@ -184,9 +183,13 @@ class GenerationRequest(Body, ABC):
 
     def sampling(self, room: int) -> dict[str, Any]:
         """What the engine is told of the request, but for its seed; for `room` tokens at most."""
-        wanted = room if self.wanted is None else max(1, self.wanted)
+        if self.wanted is not None and self.min_tokens > self.wanted:
+            least = f"min_tokens is {self.min_tokens}; at most max_tokens, {self.wanted}, is wanted"
+            raise RequestError(least, "min_tokens")
+        most = room if self.wanted is None else min(room, max(1, self.wanted))
         told = {name: getattr(self, name) for name in SAMPLED.split()}
-        told |= {"max_tokens": min(wanted, room), "top_k": max(0, self.top_k)}
+        told |= {"max_tokens": most, "min_tokens": min(self.min_tokens, most)}
+        told |= {"top_k": max(0, self.top_k)}
         told |= {"logit_bias": list(self.logit_bias.items())}
         return told | ({} if self.likeliest is None else {"logprobs": self.likeliest})
 
@@ -237,8 +240,13 @@ class Conversation(Body):
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages as templates know them."""
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
+        """The messages as templates know them; an assistant's may be without content."""
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                told = f"messages[{index}].content is required of role {limits.shown(message.role)}"
+                raise RequestError(told, "messages")
+        said = [message.model_dump(exclude_unset=True) for message in self.messages]
+        return [turn | {"content": turn.get("content") or ""} for turn in said]
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -278,6 +286,18 @@ class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
     tokens: list[Any]
+
+
+def refusal(error: ValidationError) -> RequestError:
+    """The first of what is wrong: where, the value seen, what would be right."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    steps = [f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"] if x != "[key]"]
+    path = "".join(steps).removeprefix(".")[: limits.MAX_SHOWN_CHARS] or "the body"
+    param = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required", param)
+    told = first["msg"] if first["type"] != "model_type" else "an object is wanted"
+    return RequestError(f"{path} is {limits.shown(first['input'])}: {told}", param)
 
 
 def _same(value: Any, neutral: Any) -> bool:

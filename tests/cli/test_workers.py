@@ -43,7 +43,7 @@ def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
 def test_nobody_scales_without_the_key_or_by_nonsense(known):
     with pytest.raises(AuthError):
         post(RunningService(known.url, 0, "wrong"), "/scale", {"decode": 2})
-    with pytest.raises(RequestError, match="is wanted"):
+    with pytest.raises(RequestError, match="decode is 'two'"):
         post(RunningService(known.url, 0, "secret"), "/scale", {"decode": "two"})
     assert not known.staff.asked
 

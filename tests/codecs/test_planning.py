@@ -73,6 +73,7 @@ def test_raw_follows_the_dtype_of_the_model() -> None:
         ("0-3:raw;3-:kivi", "layer 3 has two codecs"),
         ("0-9:raw", "outside the model's layers 0-5"),
         ("0-x:raw", "no layer or range"),
+        ("0.5", "'0.5' in '0.5' names no codec"),
         ("²-:raw", "no layer or range"),
         ("0-²:raw", "no layer or range"),
         ("٣-:raw", "no layer or range"),

@@ -161,6 +161,7 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
         {"temperature": "warm"},
         {"min_p": 1.5},
         {"min_tokens": -1},
+        {"min_tokens": 17},
         {"presence_penalty": float("nan")},
         {"frequency_penalty": 1e5},
         {"repetition_penalty": 0.0},

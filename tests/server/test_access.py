@@ -32,10 +32,11 @@ def test_without_a_key_nothing_is_said(given, path, completions):
     assert len(response.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 @pytest.mark.parametrize("key", ["one", "two", "owner"])
-def test_every_key_and_the_owners_secret_are_good(key, completions):
+def test_every_key_and_the_owners_secret_are_good(key, scheme, completions):
     app = create_app(completions, "owner", keys=KEYS)
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"{scheme} {key}"}
     assert send(app, "GET", "/status", headers=headers).status_code == 200
     assert send(app, "POST", "/v1/completions", json=ask(), headers=headers).status_code == 200
     stopped = send(app, "POST", "/stop", headers=headers)

@@ -119,6 +119,12 @@ def test_what_is_refused_has_a_status_and_a_request_id_and_tells_no_secret(
     assert "secret" not in response.text
 
 
+def test_a_codec_that_workers_refuse_is_told_by_its_field(app, router):
+    router.refuses = ConfigError("unknown codec 'zip'")
+    params = [post(app, **asked).json()["error"]["param"] for asked in ({}, {"codec": "zip"})]
+    assert params == [None, "codec"]
+
+
 def test_an_error_in_mid_stream_is_an_event(app, router):
     router.pause_at, router.breaks = 2, PeerLostError("gone")
     router.go.set()

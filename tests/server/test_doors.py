@@ -66,7 +66,8 @@ def test_a_handle_is_good_once(service):
     answers = [complete(service.doors["d"], kv_transfer_params=handle) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 409]
     error = answers[1].json()["error"]
-    assert (error["type"], "consumed" in error["message"]) == ("handle", True)
+    assert (error["type"], error["param"]) == ("handle", "kv_transfer_params")
+    assert "consumed" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -91,21 +92,24 @@ def test_a_handle_that_is_not_of_this_prompt_is_refused_by_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("door", "fields"),
+    ("door", "change", "fields", "says"),
     [
-        ("p", {"kv_transfer_params": WANTED}),
-        ("p", {"kv_transfer_params": WANTED, "max_tokens": 1, "stream": True}),
-        ("p", {"kv_transfer_params": WANTED, "max_tokens": 1, "prompt": ["a", "b"]}),
-        ("d", {"kv_transfer_params": WANTED, "max_tokens": 1}),
-        ("p", {"kv_transfer_params": {"do_remote_prefill": True}}),
-        ("d", {"kv_transfer_params": {"do_remote_prefill": "what"}}),
-        ("", {"kv_transfer_params": WANTED, "max_tokens": 1}),
+        ("p", {}, {}, "max_tokens is 6; 1 is wanted"),
+        ("p", {}, {"max_tokens": 1, "stream": True}, "stream is true"),
+        ("p", {}, {"max_tokens": 1, "prompt": ["a", "b"]}, "of 2 prompts: one is wanted"),
+        ("p", {"do_remote_prefill": True}, {"max_tokens": 1}, "do_remote_prefill is true too"),
+        ("d", {}, {"max_tokens": 1}, ": a worker that prefills is wanted"),
+        ("p", {"do_remote_decode": False, "do_remote_prefill": True}, {}, "a worker that decodes"),
+        ("d", {"do_remote_prefill": "what"}, {}, "do_remote_prefill is 'what'"),
+        ("", {}, {"max_tokens": 1}, "ports of workers take them"),
     ],
 )
-def test_what_a_port_does_not_do_is_refused_by_the_field(door, fields, service):
-    answer = complete(service.doors.get(door, service.url), **fields)
+def test_what_a_port_does_not_do_is_refused_by_the_field(door, change, fields, says, service):
+    url, params = service.doors.get(door, service.url), WANTED | change
+    answer = complete(url, kv_transfer_params=params, **fields)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "kv_transfer_params"
+    error = answer.json()["error"]
+    assert (error["param"], says in error["message"]) == ("kv_transfer_params", True)
 
 
 @pytest.mark.parametrize("door", ["p", "d"])

@@ -75,7 +75,16 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"stop": [5]}, "stop", "string"),
         ({"codec": "x" * 20_000}, "codec", "at most"),
         ({"model": "x" * 2000}, "model", "at most"),
-        ({"stream_options": 5}, "stream_options", "StreamOptions"),
+        ({"stream_options": 5}, "stream_options", "stream_options is 5: an object is wanted"),
+        ({"stop": ["a", 5]}, "stop", "stop[1] is 5: Input should be a valid string"),
+        ({"max_tokens": []}, "max_tokens", "max_tokens is []: Input should be a valid integer"),
+        ({"logit_bias": {"x" * 500: 1}}, "logit_bias", "logit_bias.xxx"),
+        ({"echo": [[["x" * 99] * 9] * 9] * 9}, "echo", "echo is [[[...], "),
+        ({"kv_transfer_params": {"tp_size": "x"}}, "kv_transfer_params", "params.tp_size is 'x'"),
+        ({"temperature": 1e30}, "temperature", "temperature is 1e+30: Input should be less than"),
+        ({"codec": ""}, "codec", "codec is ''"),
+        ({"min_tokens": 5}, "min_tokens", "min_tokens is 5; at most max_tokens, 4, is wanted"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "write max_tokens"),
     ],
     ids=lambda value: str(value)[:32] if isinstance(value, dict) else "",
 )
@@ -89,6 +98,27 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
         assert says in error["message"]
         assert len(error["message"]) < 200
     assert not router.asked
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"content": "x"}], "messages[0].role is required"),
+        ([{"role": "user", "content": 5}], "messages[0].content is 5: Input should be a valid str"),
+        ([5], "messages[0] is 5: an object is wanted"),
+        ([{"role": "user"}], "messages[0].content is required of role 'user'"),
+        ([{"role": "tool", "content": None}], "messages[0].content is required of role 'tool'"),
+    ],
+)
+def test_a_message_that_is_wrong_is_named_with_its_place(messages, says, app):
+    error = chat(app, messages=messages).json()["error"]
+    assert (error["code"], error["param"], says in error["message"]) == (400, "messages", True)
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": []}])
+def test_an_assistant_without_content_says_nothing(said):
+    body = json.dumps({"messages": [{"role": "assistant", **said}]}).encode()
+    assert [turn["content"] for turn in ChatRequest.read(body).turns] == [""]
 
 
 INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinity", "NaN")]
@@ -205,6 +235,7 @@ def test_unknown_fields_are_ignored_with_one_warning_each(app, caplog):
             assert post(app, flavour="mint", user="me", **{"x" * 1000: 1}).status_code == 200
         assert caplog.text.count("'flavour'") == 1
         assert "'user'" not in caplog.text
+        assert "of a request is" in caplog.text
         assert max(map(len, caplog.messages)) < 200
         post(app, **{f"field{index}": 1 for index in range(2 * MAX_UNKNOWN)})
     assert len(caplog.messages) == MAX_UNKNOWN
