@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import describe_backend
 
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "xxhash", "numpy")
@@ -70,9 +71,12 @@ def describe_machine() -> Row:
 
 
 def write(result: Row, path: Path) -> None:
-    """As JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    """As JSON; ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def draw_rows(result: Row) -> str:

@@ -53,6 +53,18 @@ def disagg(version: Version = False) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit status. Errors have statuses of their own, see disagg/errors.py."""
     as_json = "--json" in arguments
+    status = 0
+    try:
+        status = _status(arguments, as_json)
+        print(end="", flush=True)
+    except OSError as error:
+        sys.stdout = sys.stderr  # what is left in the old one would be written at the end
+        told = f"{error.filename or 'input or output'}: {error.strerror or error}"
+        status = status or report(ConfigError(told), as_json)
+    return status
+
+
+def _status(arguments: Sequence[str], as_json: bool) -> int:
     try:
         status = app(args=list(arguments), prog_name="disagg", standalone_mode=not as_json)
     except SystemExit as end:

@@ -33,7 +33,7 @@ Links = Annotated[
 Plane = Annotated[bool, typer.Option("--plane", help="Every channel beside a TCP socket.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
 Size = Annotated[int, typer.Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
-Out = Annotated[Path | None, typer.Option(help="Also write the result to this file.")]
+Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Also write it here.")]
 
 
 @app.command()

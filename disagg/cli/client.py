@@ -9,7 +9,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -53,12 +53,17 @@ class RunningService:
 
 def write_state(path: Path, state: RunningService) -> None:
     """Readable by this user alone from its first byte on, and whole when it appears."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     begun = path.with_name(f"{path.name}.{os.getpid()}")
-    begun.unlink(missing_ok=True)
-    with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(asdict(state), file)
-    begun.replace(path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        begun.unlink(missing_ok=True)
+        with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(asdict(state), file)
+        begun.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            begun.unlink()
+        raise ConfigError(f"state file {path} cannot be written: {error.strerror}") from error
 
 
 def check_unannounced(path: Path) -> None:
@@ -67,7 +72,7 @@ def check_unannounced(path: Path) -> None:
     if there is not None:
         raise ConfigError(
             f"a service runs at {there.url} (process {there.pid}), says {path}; `disagg stop` ends "
-            "it, --state-file FILE starts another one beside it"
+            "it, --state-file FILE --port PORT starts another one beside it"
         )
 
 

@@ -31,7 +31,7 @@ Passkeys = Annotated[
 Keys = Annotated[int, typer.Option(min=1, help="Of each length and depth.")]
 Streaming = Annotated[bool, typer.Option("--streaming", help="Seal tails meanwhile, as service.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
-Out = Annotated[Path | None, typer.Option(help="Write the result to this file, row by row.")]
+Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Write rows to it.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
 SaveCosts = Annotated[
     bool, typer.Option("--save-costs", help="Put perplexity and KL where `disagg codecs` looks.")

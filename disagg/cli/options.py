@@ -44,6 +44,16 @@ def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, A
     return load_config(path, given | {k: v for k, v in flags.items() if v is not None})
 
 
+def writable(path: Path | None) -> Path | None:
+    """ConfigError for a file that cannot be written, before anything is measured for it."""
+    if path is not None:
+        whole = path.absolute()
+        there = next(x for x in (whole, *whole.parents) if x.exists())
+        if there.is_dir() == (there == whole) or not os.access(there, os.W_OK):
+            raise ConfigError(f"{path} cannot be written; a file where you may write is wanted")
+    return path
+
+
 def print_config(config: Config, as_json: bool) -> None:
     """As YAML that `--config` reads, or as JSON."""
     if as_json:

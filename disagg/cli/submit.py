@@ -66,6 +66,7 @@ def submit(
         with somewhere(there, config, sets, flags, body) as found:
             answer = persist(found, body, (lambda piece: None) if as_json else show)
     except KeyboardInterrupt as error:  # what was open is closed by now
+        print(end="" if as_json else "\n")
         raise CancelledError("cancelled") from error
     if as_json:
         print_json(asdict(answer))
@@ -78,6 +79,7 @@ def read_prompt(text: str) -> str:
     """The prompt itself, or what "-" or "@FILE" point to; RequestError if it is empty."""
     try:
         if text == "-":
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
             text = sys.stdin.read()
         elif text.startswith("@"):
             text = Path(text[1:]).read_text()
@@ -114,5 +116,6 @@ def show(piece: str) -> None:
     """A piece of the answer, as soon as it is there."""
     try:
         print(piece, end="", flush=True)
-    except BrokenPipeError as error:
-        raise CancelledError("nobody reads the answer any more") from error
+    except OSError as error:
+        told = f"nobody reads the answer any more: {error.strerror}"
+        raise CancelledError(told) from error

@@ -1,5 +1,6 @@
 """`disagg status`, `disagg scale`, `disagg drain`: the workers of the running service."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def status(
         if as_json:
             print_json(found)
         else:
-            print(CLEAR if watch else "", end="")
+            print(CLEAR if watch and sys.stdout.isatty() else "", end="")
             draw(found)
 
 

@@ -49,6 +49,14 @@ def test_a_shell_can_complete_commands():
     assert done.stdout.split() == ["serve"]
 
 
+def test_a_full_disk_is_an_error_and_no_traceback():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "disagg", "--version"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: input or output: No space left on device\n"
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("DEBUG", "DEBUG")])
 def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, monkeypatch):
     """Before anything is run, so before they are imported, and for all processes of a service."""

@@ -69,8 +69,9 @@ def test_the_plane_is_measured_beside_a_socket(capsys):
         (["--plot", "a.gif"], ".png"),
         (["--plot", "/nowhere/a.png"], "/nowhere"),
         (["--codec", "zip"], "zip"),
+        (["--out", "/"], "/ cannot be written"),
     ],
-    ids=["drawn", "two", "name", "folder", "codec"],
+    ids=["drawn", "two", "name", "folder", "codec", "out"],
 )
 def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, capsys):
     pytest.importorskip("matplotlib")

@@ -54,9 +54,10 @@ def test_a_file_of_another_run_is_not_gone_on_with(capsys, tmp_path):
         (["--codec", "zip"], 2, "zip"),
         (["--plot", "a.gif"], 2, ".png"),
         (["--resume"], 2, "--out"),
+        (["--out", "/dev/null/a.json"], 2, "/dev/null/a.json cannot be written"),
         (["--model", "smollm2"], 3, "disagg fetch smollm2"),
     ],
-    ids=["codec", "picture", "resume", "model"],
+    ids=["codec", "picture", "resume", "out", "model"],
 )
 def test_what_cannot_be_judged_says_why(arguments, code, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -50,6 +50,13 @@ def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(state_
     assert [file.name for file in state_file.parent.iterdir()] == [state_file.name]
 
 
+def test_a_state_file_that_has_no_room_is_told_and_leaves_nothing(state_file, monkeypatch):
+    monkeypatch.setattr(json, "dump", lambda *_: os.close(-1))
+    with pytest.raises(ConfigError, match=f"{state_file} cannot be written: Bad file"):
+        write_state(state_file, service())
+    assert not [*state_file.parent.iterdir()]
+
+
 def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(state_file):
     write_state(state_file, service())
     state_file.chmod(0o666)

@@ -1,5 +1,6 @@
 """`disagg submit` against a running service, and every prompt that cannot be."""
 
+import io
 import json
 import re
 import signal
@@ -100,6 +101,13 @@ def test_a_prompt_can_come_from_a_file_or_from_standard_input(running, tmp_path,
     assert [len(prompt) for prompt, *_ in running.router.asked] == [4, 4]
 
 
+def test_standard_input_that_is_no_text_is_refused(running, monkeypatch, capsys):
+    given = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", given)
+    assert run(["submit", "-", "--url", running.url]) == 4
+    assert "cannot read the prompt -: 'utf-8' codec can't decode" in capsys.readouterr().err
+
+
 ALONE = ["abc", "--state-file", "{empty}"]  # no service runs
 BAD = {  # arguments, exit code, reason
     "empty": (["", "--url", "{url}"], 4, "request"),
@@ -167,12 +175,13 @@ def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, capsys):
 def test_ctrl_c_cancels_the_request_at_the_service(running):
     running.router.pause_at = 2
     command = [sys.executable, "-m", "disagg", "submit", "abc", "--url", running.url]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
     assert running.router.paused.wait(30)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    shown, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "error: cancelled\n"
+    assert (shown[-1:], said) == ("\n", "error: cancelled\n")
     wait_for(lambda: running.router.running == 0)
 
 

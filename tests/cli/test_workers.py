@@ -61,3 +61,9 @@ def test_watching_looks_again_and_again(known, monkeypatch):
     monkeypatch.setattr(workers, "PAUSE_S", 0.0)
     found = list(islice(workers.looks(RunningService(known.url, 0, ""), again=True), 3))
     assert [x["model"] for x in found] == ["tiny"] * 3
+
+
+def test_only_a_terminal_is_cleared(capsys, monkeypatch):
+    monkeypatch.setattr(workers, "looks", lambda *_: [STATUS | {"workers": [WORKER]}])
+    assert run(["status", "--watch", "--url", "http://there"]) == 0
+    assert "\033" not in capsys.readouterr().out
