@@ -102,7 +102,8 @@ class TransferConfig(Bounded):
     overlap:     pages leave while later layers compute; False, for comparison: only afterwards
     dedup:       pages that the decode worker has of other prompts are not sent again
     min_disagg_tokens: shorter prompts are computed whole where they decode; None: those of which
-                 not fewer bytes would be sent than their KV has in fp16
+                 not fewer bytes would be sent than their KV has in fp16; a plan of which that is
+                 true at any length, such as raw, sends them all
     channel:     frames over "grpc", or "direct" over a socket that gRPC negotiated
     """
 
