@@ -8,17 +8,19 @@ the service; only sockets, processes and Ray are missing.
 """
 
 import math
+import reprlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import index
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.arena import measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
-from disagg.errors import CapacityError
+from disagg.errors import CapacityError, RequestError
 from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
@@ -95,10 +97,15 @@ class LLM:
         prompts: texts, or sequences of token ids · codec: instead of the one of this object
         Raises RequestError for a prompt that cannot be answered; then none is.
         """
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        work = [
-            self._prepare(text, params or SamplingParams(), codec or self._codec) for text in texts
-        ]
+        if not isinstance(params, SamplingParams | None):
+            raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
+        params, codec = params or SamplingParams(), codec or self._codec
+        try:
+            texts = [prompts] if isinstance(prompts, str) else [*prompts]
+            work = [self._prepare(text, params, codec) for text in texts]
+        except TypeError as error:
+            wanted = "texts or lists of token ids, one for each prompt, are wanted"
+            raise RequestError(f"prompts are {reprlib.repr(prompts)}; {wanted}") from error
         waiting = deque(work)
         try:
             while not all(x.finish_reason for x in work):
@@ -112,7 +119,7 @@ class LLM:
 
     def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return _Work(Request(str(next(self._rids)), tuple(tokens), params, codec))
+        return _Work(Request(str(next(self._rids)), tuple(map(index, tokens)), params, codec))
 
     def _admit(self, waiting: deque["_Work"]) -> None:
         """Start, in order, what the decode engine has room for."""

@@ -86,6 +86,15 @@ def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(t
     assert_empty(tight)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params"),
+    [(None, None), ([5], None), ([None], None), ([["a"]], None), ("x", {"seed": 5}), ("x", [])],
+)
+def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(prompts, params, llm):
+    with pytest.raises(RequestError, match=r"(prompts|params) are .*(texts|SamplingParams)"):
+        llm.generate(prompts, params)
+
+
 def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
     good, long = random_prompt(30), random_prompt(CONTEXT)
     with pytest.raises(PromptTooLongError):
