@@ -47,22 +47,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4340,
-    "cli": 1837,
-    "codecs": 3150,
-    "engine": 1910,
+    "cli": 1865,
+    "codecs": 3152,
+    "engine": 1912,
     "eval": 600,
-    "files": 2013,  # disagg/*.py
+    "files": 2018,  # disagg/*.py
     "kernels": 6210,
     "model": 1740,
     "report": 200,
-    "server": 1895,
+    "server": 1935,
     "transfer": 3555,
-    "workers": 2960,
-    "tests": 23890,
+    "workers": 2965,
+    "tests": 24045,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20999  # of all these rooms together
+PACKAGE_BUDGET = 21090  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

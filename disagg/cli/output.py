@@ -61,17 +61,12 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
 def _print_bytes(kv: Mapping[str, Any]) -> None:
     """A table, or one line for a prompt that is not sent, or as it is because it is so short."""
     fp16, fp8, wire = kv["fp16_bytes"], kv["fp8_bytes"], kv["wire_bytes"]
-    if not wire:
-        why = "too short to hand off, " if kv["tokens"] < SHORT_TOKENS else ""
-        print(f"KV of {kv['tokens']} tokens: {why}computed whole at a decode worker")
+    if kv["tokens"] < SHORT_TOKENS and (not wire or min(wire, kv["resident_bytes"]) >= fp16):
+        saved = f"too few to save anything; {wire:,} bytes sent, {fp16:,} as fp16"
+        whole = "too few to hand off, computed whole at a decode worker"
+        print(f"KV of {kv['tokens']} tokens: {saved if wire else whole}")
         return
-    if kv["tokens"] < SHORT_TOKENS and min(wire, kv["resident_bytes"]) >= fp16:
-        print(
-            f"KV of {kv['tokens']} tokens: too few to save anything; {wire:,} bytes sent, "
-            f"{fp16:,} as fp16"
-        )
-        return
-    rows = [("as fp16", fp16), ("as fp8", fp8), ("on the wire", wire)]
+    rows = [("as fp16", fp16), ("as fp8", fp8)] + ([("on the wire", wire)] if wire else [])
     rows += [("known there before", kv["cached_bytes"])] if kv.get("cached_bytes") else []
     rows += [("resident in decode", kv["resident_bytes"])]
     cells = [(x, f"{y:,}", f"{100 * y / fp16:.1f}", f"{100 * y / fp8:.1f}") for x, y in rows]

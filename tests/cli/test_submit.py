@@ -49,8 +49,8 @@ SHORT = STATS | {"tokens": 5, "wire_bytes": 50_780, "resident_bytes": 49_152}
         (SHORT, "KV of 5 tokens: too few to save anything; 50,780 bytes sent, 4,000 as fp16\n"),
         ({k: v for k, v in STATS.items() if not k.endswith("_ms")}, "KV of 300 tokens, kivi"),
         (SHORT | {"tokens": 900}, "KV of 900 tokens, kivi"),
-        (SHORT | {"wire_bytes": 0}, "KV of 5 tokens: too short to hand off, computed whole at"),
-        (STATS | {"wire_bytes": 0}, "KV of 300 tokens: computed whole at a decode worker\n5"),
+        (SHORT | {"wire_bytes": 0}, "KV of 5 tokens: too few to hand off, computed whole at"),
+        (STATS | {"wire_bytes": 0}, "KV of 300 tokens, kivi"),
     ],
     ids=["no-figures", "short", "no-times", "long", "whole-short", "whole-long"],
 )
@@ -61,6 +61,7 @@ def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
     assert printed.startswith(first)
     assert "context" not in printed
     assert ("% of fp16" in printed) == ("kivi" in first)
+    assert ("on the wire" in printed) == ("kivi" in first and kv["wire_bytes"] > 0)
 
 
 def test_an_answer_that_the_context_ended_says_so_in_one_line(running, capsys):
