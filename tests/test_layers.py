@@ -49,20 +49,20 @@ BUDGETS = {
     "bench": 4340,
     "cli": 1865,
     "codecs": 3152,
-    "engine": 1912,
+    "engine": 1914,
     "eval": 600,
     "files": 2018,  # disagg/*.py
     "kernels": 6210,
     "model": 1740,
     "report": 200,
-    "server": 1935,
+    "server": 1940,
     "transfer": 3555,
-    "workers": 2965,
-    "tests": 24045,
+    "workers": 2972,
+    "tests": 24130,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21090  # of all these rooms together
+PACKAGE_BUDGET = 21105  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

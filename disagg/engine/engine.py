@@ -445,6 +445,8 @@ class Engine:
         """Decode no longer; offer what is left of the records."""
         assert sequence.handoff is not None, "whoever stops here goes on elsewhere"
         try:
+            for group, state in zip(sequence.plan.groups, sequence.groups, strict=True):
+                self.pool.release(state.drop(group.dropped(sequence.n) // group.page.tokens))
             sequence.handoff.begin(sequence.plan, sequence.groups)
         except Exception as error:
             self._fail(sequence, named(error))

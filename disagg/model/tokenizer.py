@@ -12,6 +12,7 @@ import tokenizers
 from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
+MOST_PENDING = 64  # tokens; what is no character by then never becomes one
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
 
 
@@ -92,7 +93,8 @@ class Detokenizer:
         """The text that is now certain; empty while a character is incomplete."""
         self._tokens.extend(ids)
         text = self._unread()
-        if not text or text.endswith(UNFINISHED):
+        waits = text.endswith(UNFINISHED) and len(self._tokens) - self._pending < MOST_PENDING
+        if not text or waits:
             return ""
         self._context, self._pending = self._pending, len(self._tokens)
         return text

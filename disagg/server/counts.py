@@ -125,8 +125,8 @@ class Counts:
         self._of(self._prompt_size).observe(prompt_tokens)
         self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()
-        if not (kv := last.kv):
-            return
+        if not (kv := last.kv).get("wire_bytes"):
+            return  # served whole: nothing was handed off
         codec = family(kv["codec"]) if own else kv["codec"]
         for kind in KINDS:
             self._of(self._bytes, kind=kind, codec=codec).inc(kv.get(f"{kind}_bytes", 0))
@@ -176,6 +176,8 @@ class Counts:
         by_role: dict[str, list[Mapping[str, float]]] = {}
         for worker in workers:
             by_role.setdefault(worker["role"], []).append(worker.get("gauges", {}))
+        for gauge in self._gauges:
+            gauge.clear()
         for role, said in by_role.items():
             *doing, used, arena = (sum(x.get(y, 0) for x in said) for y in GAUGES)
             for gauge, value in zip(self._gauges, (*doing, used / max(1, arena)), strict=True):

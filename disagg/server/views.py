@@ -1,5 +1,6 @@
 """What the service tells of itself: models, health, figures, tokens, and the live page."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
         else:
             special = request.add_special_tokens is not False
             tokens = await completions.tokens_of(request.prompt, special)
-        texts = [completions.spell(x) for x in tokens] if request.return_token_strs else None
+        texts = None
+        if request.return_token_strs:
+            texts = await asyncio.to_thread(lambda: [*map(completions.spell, tokens)])
         told = {"count": len(tokens), "max_model_len": completions.served.context_length}
         return JSONResponse(told | {"tokens": tokens, "token_strs": texts})
 

@@ -37,9 +37,12 @@ class Board:
 
     def add(self, entry: "Entry") -> None:
         """A request is at its workers."""
-        self._lives.update(entry.workers)
+        there = entry.workers
+        if entry.decodes:  # its prefill worker has nothing of it any more
+            there = [x for x in there if x in (entry.decode, entry.target)]
+        self._lives.update(there)
         if entry.alone:
-            self._kept.update(entry.workers)
+            self._kept.update(there)
         if entry.prefill is not None and not entry.computed:
             left = len(entry.job.prompt) - entry.cached
             self._ahead[entry.prefill].append((entry.urgency(self._now), left))

@@ -235,10 +235,11 @@ class Dispatch:
         that it may cost it runs alone, after it it is refused.
         """
         actions: list[Action] = []
-        if not self.members.pop(name, None):
+        if not (member := self.members.pop(name, None)):
             return actions
+        left = member.started.role is Role.NONE  # as it said: nobody killed it
         computed = [entry for entry in self.entries.values() if entry.computed_by == name]
-        for entry in computed if len(computed) == 1 else ():
+        for entry in computed if len(computed) == 1 and not left else ():
             entry.deaths += 1
             entry.alone = entry.deaths >= self._config.max_attempts - 1
         for entry in list(self.entries.values()):

@@ -194,6 +194,8 @@ class Router:
         while self.running and self._clock() < until:
             await asyncio.sleep(TICK_S)
         for rid, client in self._clients.items():
+            if rid not in self.dispatch.entries:
+                continue  # it has ended, and only waits for its figures
             self._act(self.dispatch.cancel(rid, self._clock()))
             client.inbox.put_nowait(PeerLostError("the service is shutting down"))
         if self._tasks:

@@ -379,7 +379,8 @@ class Worker:
 
     async def _drain(self, grace_s: float) -> None:
         """Let what is here end or move, then cut off the rest; the engine's thread ends last."""
-        self._assume(Role.NONE)
+        if self._failure is None:  # else it dies, and does not leave
+            self._assume(Role.NONE)
         until = self._loop.time() + grace_s
         while self._loop.time() < until and (
             self.prefill.attempts or self.decode.attempts or self.receiver.gauges()["reservations"]

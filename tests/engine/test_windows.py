@@ -12,7 +12,7 @@ from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.layer import StepLayers
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
-from disagg.engine.messages import Replay
+from disagg.engine.messages import Move, Replay
 from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
 from disagg.llm import LLM, SamplingParams
@@ -152,6 +152,20 @@ def test_a_longer_prompt_shares_what_it_sees_of_a_shorter_one(path, codec):
     (answer,) = llm.generate([longer], params)
     assert answer.kv.cached_bytes > 0
     assert answer.tokens == LLM(path, codec, config=config).generate([longer], params)[0].tokens
+
+
+@pytest.mark.parametrize("count", range(396, 404))
+def test_a_sequence_can_stop_anywhere_and_have_what_its_windows_need(path, count):
+    engine, states = make_engine(Runner.load(path)), []
+    handoff = SimpleNamespace(
+        begin=lambda plan, groups: states.append(groups), offer=len, has=lambda item: False
+    )
+    engine.submit(Replay(request("a", random_prompt(380), "raw", 100)))
+    engine.step()
+    engine.submit(Move("a", count, cast(Any, handoff)))
+    while not any((output := engine.step()).moved):
+        assert not output.failed
+    Checklist(engine.plan("raw"), count).match(states[-1])
 
 
 def test_a_prefix_is_known_where_its_last_window_is(path):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import ModelError
-from disagg.model.tokenizer import Tokenizer
+from disagg.model.tokenizer import MOST_PENDING, Tokenizer
 from tests.model.tiny import byte_tokenizer
 
 packaged = cache(Tokenizer.load)
@@ -59,3 +59,12 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="is no tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(tokenizer, monkeypatch):
+    decode, sizes, broken = tokenizer.decode, [], tokenizer.encode("🎉")[:1]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    stream = tokenizer.detokenizer()
+    text = "".join(stream.add(broken) for _ in range(500)) + stream.finish()
+    assert set(text) == {"\ufffd"}
+    assert max(sizes) <= 2 * MOST_PENDING

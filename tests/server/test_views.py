@@ -66,6 +66,20 @@ def test_the_times_of_a_request_are_to_its_first_token_its_last_and_between(time
         assert (line in text) == bool(seconds)
 
 
+def test_what_was_served_whole_is_no_hand_off(app, router):
+    router.kv = KV | {"wire_bytes": 0}
+    post(app)
+    assert "disagg_kv_transfer_seconds_count{" not in get(app, "/metrics").text
+
+
+def test_a_role_that_nobody_has_any_more_has_no_gauges(router):
+    gauges = {"engine_running": 5, "arena_bytes": 10, "used_bytes": 5}
+    counts, leaving = Counts("tiny"), {"name": "d", "role": "none", "gauges": gauges, "pid": 1}
+    running = b'vllm:num_requests_running{model_name="tiny",role="none"}'
+    assert running in counts.scrape([leaving | {"counts": {}}], router)
+    assert running not in counts.scrape([], router)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app, router):
     router.refuses = ConfigError("unknown codec")

@@ -667,6 +667,35 @@ def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_thir
     assert only(Reserve, join(dispatch, "d4", 1.0))  # and the other one goes on
 
 
+def test_a_worker_that_left_as_it_said_was_not_killed_by_what_it_computed() -> None:
+    dispatch = started()
+    begin(dispatch, "d")
+    for i in range(4):
+        join(dispatch, f"d{i}", float(i))
+        leaving = dispatch.entries["r"].decode
+        assert leaving
+        dispatch.load(leaving, replace(ROOM, role=Role.NONE), float(i))
+        dispatch.worker_down(leaving, float(i))
+        begin(dispatch, f"d{i}", now=float(i))
+    assert dispatch.entries["r"].deaths == 0
+
+
+def test_who_runs_alone_has_its_prefill_worker_while_that_computes() -> None:
+    dispatch = started("p", "d")
+    begin(dispatch, "d")
+    dispatch.submit(job("alone"), 0.0)
+    dispatch.entries["alone"].alone = True
+    dispatch.granted("alone", 1, GRANT)
+    dispatch.refused("p", "alone", 1, CapacityError("x"), 0.0)
+    join(dispatch, "d2", 0.0)
+    dispatch.tick(0.5)
+    assert pairs(dispatch, "alone") == [("p", "d2")]  # though what p computed before goes on
+    assert dispatch.submit(job("next"), 0.5) == []
+    begin(dispatch, "d2", "alone", 0.5)
+    dispatch.tick(0.6)
+    assert pairs(dispatch, "next") == [("p", "d")]
+
+
 def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
     dispatch = started()
     dispatch.token("d", "r", 1, 0, 7, 0.0)

@@ -19,6 +19,7 @@ from disagg.errors import (
 from disagg.transfer.messages import Job, Role
 from disagg.workers.router import TICK_S, Output, Router
 from tests.transfer.peer import until
+from tests.workers import fakes
 from tests.workers.fakes import STATS, FakeWorker, Network, answer, collect, leave
 
 PROMPT = (1, 2, 3)
@@ -247,6 +248,22 @@ async def test_a_closing_router_lets_answers_end_and_takes_no_new_ones():
         tokens, last = await asking
         assert (len(tokens), last.finish_reason) == (5, "length")
         await closing
+
+
+async def test_an_answer_that_waits_for_its_figures_alone_ends_as_it_ended(monkeypatch):
+    monkeypatch.setattr(fakes, "STATS", None)
+    async with service() as (router, _, _):
+        heard: list[Output] = []
+
+        async def listen() -> None:
+            async for output in ask(router):
+                heard.append(output)
+
+        listening = asyncio.create_task(listen())
+        await until(lambda: len(heard) == 5)
+        await router.close()
+        await listening
+        assert heard[-1].finish_reason == "length"
 
 
 async def test_status_tells_who_answers_and_who_does_not():
