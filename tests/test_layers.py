@@ -49,7 +49,7 @@ BUDGETS = {
     "bench": 4340,
     "cli": 1865,
     "codecs": 3152,
-    "engine": 1914,
+    "engine": 1920,
     "eval": 600,
     "files": 2018,  # disagg/*.py
     "kernels": 6210,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21105  # of all these rooms together
+PACKAGE_BUDGET = 21110  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

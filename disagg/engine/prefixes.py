@@ -104,19 +104,24 @@ class ExactPrefixes:
 
         The first units of a prompt go last when room is needed: without them the others are lost.
         """
-        for new in self._new:
-            sequence = new.sequence
-            if whole and sequence.error is None and new.pages:
-                assert sequence.workspace is not None
-                units = range(new.first, new.first + len(new.pages[0]))
-                notes = [sequence.workspace.squares(unit) for unit in units]
-                for keys, pages in zip(sequence.keys, new.pages, strict=True):
-                    for unit, page, note in zip(units, pages, notes, strict=True):
-                        self._pool.keep(keys[unit], [page], note)
-                sequence.kept_units = units.stop
-                self._use(sequence, sequence.kept_units)
-            self._pool.release(list(chain.from_iterable(new.pages)))
-        self._new.clear()
+        while self._new:
+            new = self._new.pop(0)
+            try:
+                if whole and new.sequence.error is None and new.pages:
+                    self._keep(new)
+            finally:
+                self._pool.release(list(chain.from_iterable(new.pages)))
+
+    def _keep(self, new: NewUnits) -> None:
+        sequence = new.sequence
+        assert sequence.workspace is not None
+        units = range(new.first, new.first + len(new.pages[0]))
+        notes = [sequence.workspace.squares(unit) for unit in units]
+        for keys, pages in zip(sequence.keys, new.pages, strict=True):
+            for unit, page, note in zip(units, pages, notes, strict=True):
+                self._pool.keep(keys[unit], [page], note)
+        sequence.kept_units = units.stop
+        self._use(sequence, sequence.kept_units)
 
     def _starts(self, sequence: Sequence, count: int) -> list[int]:
         """Of each group the first unit that is wanted of a prompt of which `count` are known."""

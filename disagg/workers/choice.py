@@ -79,7 +79,8 @@ class Choices:
     def learn(self, stats: Mapping[str, Any], pair: tuple[str, str]) -> None:
         """Take in the figures of a hand-off; of a codec's layer groups the worst one counts."""
         for codec, errors in stats.get("attention_error", {}).items():
-            self.errors.setdefault(codec, MeanError()).add(max(errors))
+            if all(map(math.isfinite, errors)):  # else outputs were no numbers, whatever the codec
+                self.errors.setdefault(codec, MeanError()).add(max(errors))
         if rate := stats.get("link_bytes_per_s"):
             self._rates[pair] = rate
 

@@ -61,7 +61,7 @@ def test_nothing_above_the_budget_and_nothing_late_while_there_is_something_bett
 
 def test_of_errors_the_mean_is_kept_and_of_layer_groups_the_worst():
     choices = Choices()
-    for worst in (0.2, 0.4):
+    for worst in (0.2, float("nan"), 0.4):
         choices.learn({"attention_error": {"kivi": [0.1, worst]}}, PAIR)
     assert choices.errors["kivi"].value == pytest.approx(0.3)
 
