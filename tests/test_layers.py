@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4340,
-    "cli": 1865,
+    "cli": 1866,
     "codecs": 3152,
     "engine": 1920,
     "eval": 600,
@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 200,
     "server": 1940,
     "transfer": 3555,
-    "workers": 2972,
+    "workers": 2973,
     "tests": 24130,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21110  # of all these rooms together
+PACKAGE_BUDGET = 21111  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from ipaddress import ip_address
 from pathlib import Path
@@ -159,7 +159,8 @@ def run_service(config: Config, as_json: bool) -> None:
 
 def interrupt(*_: object) -> None:
     """Say that the end begins, which takes seconds, and begin with it."""
-    print("stopping ...", file=sys.stderr, flush=True)
+    with suppress(OSError, RuntimeError):  # nobody reads it, or a line was just being written
+        print("stopping ...", file=sys.stderr, flush=True)
     raise KeyboardInterrupt
 
 

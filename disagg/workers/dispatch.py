@@ -231,15 +231,16 @@ class Dispatch:
     def worker_down(self, name: str, now: float) -> list[Action]:
         """A worker is dead: what it had starts again elsewhere.
 
-        A request is charged with a death where nothing else was computed there: before the last
-        that it may cost it runs alone, after it it is refused.
+        A request is charged with a death where nothing else was computed there and the worker had
+        not said that it leaves: before the last that it may cost it runs alone, after it it is
+        refused.
         """
         actions: list[Action] = []
         if not (member := self.members.pop(name, None)):
             return actions
-        left = member.started.role is Role.NONE  # as it said: nobody killed it
+        leaves = member.started.role is Role.NONE
         computed = [entry for entry in self.entries.values() if entry.computed_by == name]
-        for entry in computed if len(computed) == 1 and not left else ():
+        for entry in computed if len(computed) == 1 and not leaves else ():
             entry.deaths += 1
             entry.alone = entry.deaths >= self._config.max_attempts - 1
         for entry in list(self.entries.values()):
