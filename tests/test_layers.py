@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1940,
     "transfer": 3555,
     "workers": 2973,
-    "tests": 24130,
+    "tests": 24155,
     "training": 610,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21111  # of all these rooms together
+PACKAGE_BUDGET = 21117  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -142,9 +144,13 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int 
         return _attend_in_blocks(q, k, v, softmax, window or total)
     whole = window is None or window >= total
     if count in (1, total) and whole:
-        mask = None
+        mask: Tensor | None = None
     elif whole and q.device.type == "cpu":
         return _attend_in_two(q, k, v, softmax)
+    elif whole and can_use_flash_attention(
+        SDPAParams(q[None], k[None], v[None], None, 0, False, True)
+    ):
+        mask = causal_lower_right(count, total)  # no mask in memory: a flag of the kernel
     else:
         positions = torch.arange(total, device=q.device)
         query = positions[total - count :, None]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
 
 from disagg.kernels.view import Softmax
 from disagg.model import attention
@@ -41,6 +42,34 @@ def test_the_last_tokens_attend_on_what_they_may_see(softmax, window, count, hea
     expected = naive(q, k, v, softmax, window)
     found = attention.attend_exact(q, k, v, softmax, window)
     assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_later_chunks_make_no_mask_and_repeat_no_heads_where_flash_kernels_serve(monkeypatch):
+    given = {}
+
+    def spy(q, k, v, attn_mask, **options):
+        given.update(mask=attn_mask, heads=k.shape[1], **options)
+        return q
+
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda _: True)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
+    q, k = (torch.empty(heads, n, 8, device="meta") for heads, n in ((6, 7), (2, 23)))
+    attention.attend_exact(q, k, k, Softmax(0.3), None)
+    mask = given["mask"]
+    assert (mask.variant, mask.seq_len_q, mask.seq_len_kv) == (CausalVariant.LOWER_RIGHT, 7, 23)
+    assert (given["heads"], given["enable_gqa"], given["is_causal"]) == (2, True, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 7, 23])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_gpu_attends_as_well(count, dtype):
+    torch.manual_seed(0)
+    q = torch.randn(6, count, 64, dtype=dtype)
+    k, v = torch.randn(2, 2, 23, 64, dtype=dtype)
+    found = attention.attend_exact(q.cuda(), k.cuda(), v.cuda(), Softmax(0.1), None)
+    expected = naive(q, k, v, Softmax(0.1), None)
+    assert torch.allclose(found.double().cpu(), expected, atol=5e-3)
 
 
 def test_a_workspace_gives_back_all_chunks_so_far_and_forgets_finished_layers():
