@@ -78,7 +78,7 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     for (int i = 0; i < 16; i++) all[i] = v_set(0);
     const V most = v_mosts(found->most) + v_set(1e-30f);
     float inverse[LANES], step[LANES];
-    v_store(inverse, v_set(limit) / most), v_store(step, most / v_set(limit));
+    v_store(inverse, v_set(limit) / most), v_store(step, most * v_set(1 / limit));
     memcpy(op->step[g], step, sizeof op->step[g]);
     for (int h = 0; h < TILE; h++) {
         V rounded = v_set(0), by = v_set(inverse[h]);

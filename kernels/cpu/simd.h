@@ -33,7 +33,6 @@ INLINE V v_abs(V a) { return (V)((W)a & 0x7fffffff); }
 INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ties to even */
 INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
 INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & (x >= limit)); }
-INLINE V v_times_power(V a, V n) { return a * (V)((__builtin_convertvector(n, W) + 127) << 23); }
 
 #if LANES > 4
 #if LANES == 16
@@ -200,10 +199,10 @@ INLINE W store_rounded(int16_t *p, const float *from, V by, W sum) {
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
     static const float terms[6] = {0x1.5f44e4p-10f, 0x1.3b2cc4p-7f, 0x1.c6aed6p-5f,
                                    0x1.ebfbdcp-3f,  0x1.62e43p-1f,  1.0f};
-    V y = v_max(x, v_set(-126.0f)), r = v_round(y), f = y - r, p = v_set(0x1.4258ep-13f);
+    V whole = x + 0x1.8p23f, f = x - (whole - 0x1.8p23f), p = v_set(0x1.4258ep-13f);
 #pragma GCC unroll 6
     for (int i = 0; i < 6; i++) p = v_fma(p, f, v_set(terms[i]));
-    return v_zero_below(v_times_power(p, r), x, -90.0f);
+    return v_zero_below((V)((W)p + ((W)whole << 23)), x, -90.0f); /* its exponent counts on */
 }
 INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from the i-th on */
     if (type == FP16) return v_half(p + 2 * i);
