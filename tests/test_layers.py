@@ -46,7 +46,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4340,
+    "bench": 4270,
     "cli": 1866,
     "codecs": 3152,
     "engine": 1920,

@@ -1,11 +1,8 @@
-"""Child processes of a benchmark, and what lies between two: a link, TLS, a raw socket, a door.
+"""Child processes of a benchmark, and what lies between two: a link, a raw socket, a door.
 
-    python -m disagg.bench.child disagg.bench.handoff WorkerEnd 5
-
-A child holds one object, whose methods the parent calls over a pipe. It is a fresh interpreter that
-has what its module imports, and nothing that its parent has; or a fork of one such, for who cannot
-wait for imports. It ends when its parent does, however that ended and whatever it is doing: its end
-of the pipe closes.
+A child holds one object, whose methods the parent calls over a pipe. It is forked from a process
+that has imported the module of the first one, and has nothing that its parent has. It ends when its
+parent does, however that ended and whatever it is doing: its end of the pipe closes.
 
 The link has a chosen rate: a veth pair with the kernel's token bucket between the network
 namespaces of the two processes themselves, so it is gone when they are, however the benchmark
@@ -19,6 +16,7 @@ A door is a port in front of a child's own: shut, it cuts off whoever is behind.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import shutil
@@ -27,9 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,13 +36,12 @@ import numpy as np
 
 from disagg.errors import ConfigError, DeadlineError, DisaggError, PeerLostError
 from disagg.transfer.rpc import tune_malloc
-from disagg.transfer.security import Security
 from disagg.wire import FRAME_BYTES
 
 LOOPBACK = "127.0.0.1"
 HOSTS = ("10.78.0.1", "10.78.0.2")
 DEVICES = ("near", "far")
-ISOLATED = ("unshare", "--net")
+CLONE_NEWNET = 0x40000000  # of linux/sched.h
 BURST, QUEUE = "1mb", "20ms"
 # of what can choose, and of namespaces that may; bbr takes pauses between frames for a slow link
 CONGESTION, SETTING = "cubic", "/proc/sys/net/ipv4/tcp_congestion_control"
@@ -62,18 +57,19 @@ ANSWER_S, END_S = 300.0, 10.0  # for one call; for a process to end by itself
 class Child:
     """A process that holds one object of a class; use it as a context.
 
-    role:   a class with async methods, made without arguments
-    prefix: a command that runs the interpreter and becomes it, such as `ISOLATED`
+    role:     a class with async methods, made without arguments
+    isolated: it has a network namespace of its own, for `join`
     """
 
-    def __init__(self, role: type, prefix: Sequence[str] = ()):
+    def __init__(self, role: type, isolated: bool = False):
         self._pipe, theirs = Pipe()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([role.__module__])
         with theirs:
-            end = theirs.fileno()
-            command = [*prefix, sys.executable, "-m", __name__, role.__module__, role.__name__]
-            command.append(str(end))
-            self._process = subprocess.Popen(command, pass_fds=[end], stdin=subprocess.DEVNULL)
-        self.pid = self._process.pid
+            given = role, theirs, isolated
+            self._process = context.Process(target=_live, args=given, daemon=True)
+            self._process.start()
+        self.pid = self._process.pid or 0
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method there; raises the DisaggError it raised, PeerLostError if it died.
@@ -103,26 +99,8 @@ class Child:
 
     def _wait(self, timeout_s: float | None = None) -> int | None:
         """The exit code; None: it still runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self._process.returncode
-
-
-class Fork(Child):
-    """A process out of one that has imported the module of `role`, and is kept for the next."""
-
-    def __init__(self, role: type):
-        self._pipe, theirs = Pipe()
-        context = get_context("forkserver")
-        context.set_forkserver_preload([role.__module__])
-        with theirs:
-            self._forked = context.Process(target=_live, args=(role, theirs), daemon=True)
-            self._forked.start()
-        self.pid = self._forked.pid or 0
-
-    def _wait(self, timeout_s: float | None = None) -> int | None:
-        self._forked.join(timeout_s)
-        return self._forked.exitcode
+        self._process.join(timeout_s)
+        return self._process.exitcode
 
 
 async def _serve(role: type, pipe: Connection) -> None:
@@ -147,16 +125,10 @@ async def _serve(role: type, pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def main() -> None:
-    """A fresh process."""
-    module, name, end = sys.argv[1:]
-    pipe = Connection(int(end))
-    os.set_inheritable(pipe.fileno(), False)
-    _live(getattr(import_module(module), name), pipe)
-
-
-def _live(role: type, pipe: Connection) -> None:
+def _live(role: type, pipe: Connection, isolated: bool) -> None:
     """The garbage collector never looks at what was imported."""
+    if isolated and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        os._exit(ctypes.get_errno())
     tune_malloc()
     gc.freeze()
     asyncio.run(_serve(role, pipe))
@@ -179,20 +151,16 @@ def available() -> bool:
     tools = all(map(shutil.which, ("ip", "tc", "unshare", "nsenter")))
     if not (sys.platform.startswith("linux") and os.geteuid() == 0 and tools):
         return False
-    return not subprocess.run([*ISOLATED, "true"], capture_output=True).returncode
+    return not subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode
 
 
-def isolate() -> tuple[str, ...]:
-    """What to put before the command of a process that `join` shall link; ConfigError if none may.
-
-    It has a network namespace of its own then.
-    """
+def check_available() -> None:
+    """ConfigError where no such link can be made."""
     if not available():
         raise ConfigError(
             "a link between network namespaces needs root on Linux, where these may be made, and "
             "ip, tc, unshare and nsenter"
         )
-    return ISOLATED
 
 
 def join(pids: Sequence[int]) -> None:
@@ -253,22 +221,6 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
     return int(count)
 
 
-def make_security(hosts: Iterable[str]) -> tuple[Security, Security]:
-    """Security of a server at these addresses, and of its clients. Needs the openssl command."""
-    if shutil.which("openssl") is None:
-        raise ConfigError("measuring TLS needs the openssl command")
-    names = ",".join(f"IP:{host}" for host in hosts)
-    with tempfile.TemporaryDirectory() as folder:
-        key, certificate = Path(folder, "key"), Path(folder, "certificate")
-        command = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=benchmark"]
-        command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        command += ["-addext", f"subjectAltName={names}"]
-        command += ["-keyout", str(key), "-out", str(certificate)]
-        subprocess.run(command, check=True, capture_output=True)
-        server = Security(certificate=certificate.read_bytes(), key=key.read_bytes())
-        return server, Security(ca=certificate.read_bytes())
-
-
 class Door:
     """A port in front of another one."""
 
@@ -315,7 +267,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(CHUNK_BYTES):
         writer.write(data)
         await writer.drain()
-
-
-if __name__ == "__main__":
-    main()

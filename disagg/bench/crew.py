@@ -36,7 +36,7 @@ from itertools import count, pairwise
 from statistics import median
 from unittest.mock import patch
 
-from disagg.bench.child import LOOPBACK, Child, Door, Fork, resident_mb
+from disagg.bench.child import LOOPBACK, Child, Door, resident_mb
 from disagg.bench.handoff import WorkerEnd, prompt_of, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.config import DEFAULT_CODEC, Config, EngineConfig, RouterConfig, TransferConfig
@@ -99,7 +99,7 @@ class Crew:
     async def hire(self, role: Role) -> Hand:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
-        child = await asyncio.to_thread(Fork, self._process)
+        child = await asyncio.to_thread(Child, self._process)
         self.pids.append(child.pid)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
         door = Door(started.address)

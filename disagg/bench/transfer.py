@@ -36,13 +36,14 @@ from disagg.bench.inputs import SLAB_BYTES, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
-from disagg.config import DEFAULT_CODEC
+from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.pool import Arena
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.state import GroupState, allocate_group
+from disagg.transfer.certificates import make_authority
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
@@ -52,7 +53,7 @@ from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Terms
 from disagg.transfer.rpc import rpc_handlers, start_server
-from disagg.transfer.security import Security
+from disagg.transfer.security import Security, protected
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, Ticket
 from disagg.workers.dispatch import Started
@@ -62,7 +63,6 @@ DEADLINE_S = 3600.0
 CPU = torch.device("cpu")
 RAW = "raw:dtype=fp16"
 CODECS = (RAW, "fp8", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
-ADDRESSES = (child.LOOPBACK, *child.HOSTS)
 LEAST_FRAME = 64 << 10
 FRAME_S = 0.01  # of the link, that one frame takes
 LONG_S = 4.0  # a cell that takes longer on its link is measured once
@@ -310,10 +310,11 @@ class Pair:
 @contextmanager
 def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[Pair]:
     """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
-    prefix = child.isolate() if netns else ()
+    if netns:
+        child.check_available()
     with ExitStack() as stack:
-        sender = stack.enter_context(Child(SendingEnd, prefix))
-        receiver = stack.enter_context(Child(ReceivingEnd, prefix))
+        sender = stack.enter_context(Child(SendingEnd, netns))
+        receiver = stack.enter_context(Child(ReceivingEnd, netns))
         sender.ask("cpu_seconds")  # it runs, so it is where it shall be
         receiver.ask("open", plans, nbytes)
         if netns:
@@ -445,14 +446,14 @@ def measure_plane(options: TransferOptions) -> Row:
 
 
 def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial[Sent]]:
-    """How the bytes can be sent: by channel, and whether over TLS."""
+    """How the bytes can be sent: by channel, and whether over TLS of both sides."""
     port = pair.receiver.ask("listen_raw", pair.host, nbytes)
     found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
-    for server, client in ((None, None), child.make_security(ADDRESSES)):
-        target = pair.receiver.ask("listen", pair.host, server)
+    for security in (None, protected(SecurityConfig(), make_authority(), pair.host)):
+        target = pair.receiver.ask("listen", pair.host, security)
         for channel in ("grpc", "direct"):
-            way = Way(target, client, channel == "direct")
-            found[channel, client is not None] = partial(pair.send, codec, way)
+            way = Way(target, security, channel == "direct")
+            found[channel, security is not None] = partial(pair.send, codec, way)
     return found
 
 

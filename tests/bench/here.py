@@ -4,15 +4,14 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any, Self
 
 
 class Here:
     """What `Child` is to a benchmark."""
 
-    def __init__(self, role: type, prefix: Sequence[str] = ()):
-        assert not prefix
+    def __init__(self, role: type, isolated: bool = False):
+        assert not isolated
         self.pid = os.getpid()
         self._there = role()
         self._loop = asyncio.new_event_loop()

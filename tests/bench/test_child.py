@@ -13,13 +13,11 @@ import pytest
 from disagg.bench import child as child_module
 from disagg.bench.child import (
     HOSTS,
-    ISOLATED,
     Child,
     Door,
-    Fork,
     available,
+    check_available,
     congestion,
-    isolate,
     join,
     limit,
     send_raw,
@@ -72,9 +70,8 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", [Child, Fork])
-def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(kind):
-    with kind(Clerk) as child:
+def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process():
+    with Child(Clerk) as child:
         assert child.ask("count") == 1
         with pytest.raises(CapacityError, match="no room for \\('a', 2\\)"):
             child.ask("refuse", "a", 2)
@@ -82,20 +79,18 @@ def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process(
     assert not Path(f"/proc/{child.pid}").exists()
 
 
-@pytest.mark.parametrize("kind", [Child, Fork])
-def test_a_killed_process_is_a_lost_peer(kind):
-    with kind(Clerk) as child:
+def test_a_killed_process_is_a_lost_peer():
+    with Child(Clerk) as child:
         child.ask("count")
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerLostError, match="ended with -9"):
             child.ask("count")
 
 
-@pytest.mark.parametrize("kind", [Child, Fork])
-def test_a_process_that_hangs_is_told_of_and_does_not_stay(kind, monkeypatch):
+def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
     monkeypatch.setattr(child_module, "ANSWER_S", 0.1)
     monkeypatch.setattr(child_module, "END_S", 0.1)
-    with kind(Clerk) as child:
+    with Child(Clerk) as child:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
             child.ask("count")
@@ -111,14 +106,7 @@ def test_a_child_ends_with_its_killed_parent():
     wait_until_gone(pid)
 
 
-def permitted() -> bool:
-    try:
-        return subprocess.run([*ISOLATED, "true"], capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-needs_root = pytest.mark.skipif(not permitted(), reason="may not make network namespaces")
+needs_root = pytest.mark.skipif(not available(), reason="may not make network namespaces")
 
 
 def output(command: list[str]) -> str:
@@ -127,9 +115,8 @@ def output(command: list[str]) -> str:
 
 @needs_root
 def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
-    assert available()
     before = output(["ip", "-o", "link"])
-    with Child(Clerk, isolate()) as sink, Child(Clerk, isolate()) as source:
+    with Child(Clerk, isolated=True) as sink, Child(Clerk, isolated=True) as source:
         pids = [child.pid for child in (sink, source) if child.ask("congestion")]
         join(pids)
         limit(pids, 0.25)
@@ -149,7 +136,7 @@ def test_without_root_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert not available()
     with pytest.raises(ConfigError, match="root on Linux"):
-        isolate()
+        check_available()
 
 
 def test_the_socket_brings_every_byte():
