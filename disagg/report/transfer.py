@@ -1,14 +1,10 @@
 """Times against the rate of the link, one line for each codec.
 
-    python -m disagg.report.transfer benchmarks/results/transfer.json transfer.png
-
 Of `bench transfer` the time to the first decode token. Solid lines: encoded while it is sent;
 dashed: pages were ready. A cross marks a point where encode takes longer than the link: from there
 on a faster link helps no more. Of `bench compare` seconds of a request, beside co-located workers.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -53,9 +49,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 
 
 def make_figure(rows: Sequence[Row]) -> Figure:
-    """The picture, with a panel for each prompt length; ConfigError where there are no rows."""
-    if not rows:
-        raise ConfigError("there are no rows to draw")
+    """The picture, with a panel for each prompt length."""
     lengths = sorted({row["tokens"] for row in rows})
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     figure = new_figure(1 + 5.5 * len(lengths), 5.5)
@@ -136,16 +130,3 @@ def draw_compare(result: Row, file: Path) -> None:
         panel.set_ylabel(label)
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=150)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path, help="what `disagg bench transfer --out` wrote")
-    parser.add_argument("picture", type=Path, help="a .png, .svg or .pdf file")
-    given = parser.parse_args(arguments)
-    draw(json.loads(given.result.read_text())["rows"], given.picture)
-
-
-if __name__ == "__main__":
-    main()

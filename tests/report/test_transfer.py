@@ -1,12 +1,8 @@
-import json
-
 import pytest
-
-from disagg.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 
-from disagg.report.transfer import COLORS, draw, draw_compare, main, make_figure
+from disagg.report.transfer import COLORS, draw, draw_compare, make_figure
 
 CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
 
@@ -61,14 +57,3 @@ def test_more_codecs_than_colours_are_compared_in_the_first_colours_again(tmp_pa
     about = {"model": "m", "tokens": 9, "cached": False, "kv_bytes_per_s": 1e6}
     draw_compare({"rows": rows} | about, tmp_path / "a.svg")
     assert f"codec-{len(COLORS) + 1}" in (tmp_path / "a.svg").read_text()
-
-
-def test_a_result_file_becomes_a_picture(tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": make_rows()}))
-    main([str(tmp_path / "rows.json"), str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-
-
-def test_nothing_to_draw_is_said():
-    with pytest.raises(ConfigError, match="no rows"):
-        make_figure([])
