@@ -26,7 +26,7 @@ from disagg.bench.result import Row, result_of, tell
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth
+from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import plan_step
 from disagg.config import DEFAULT_CODEC
 from disagg.engine.arena import make_pool, slab_bytes_for
@@ -182,7 +182,8 @@ class Decoding:
         decodes = []
         for index, group in enumerate(self.plan.groups):
             growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
-            step = plan_step(group, growths, self._pool, self._arena.device)
+            fresh = take_records(group, growths, self._pool)
+            step = plan_step(group, growths, fresh, self._arena.device)
             decodes.append(Decode(codec_of(group), step, whole=True))
         batch = self._batch(decodes)
         planned = time.perf_counter()

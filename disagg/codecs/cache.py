@@ -17,7 +17,7 @@ from disagg.codecs.layer import (
     write_prompt,
     write_step,
 )
-from disagg.codecs.seals import Growth, segment_layout
+from disagg.codecs.seals import Growth, segment_layout, take_records
 from disagg.codecs.tables import (
     PageTable,
     block_size,
@@ -114,8 +114,9 @@ class CompressedKV:
         done = 0
         while done < k.shape[1]:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
-            growth = Growth(self._state, self.num_tokens, m, 0)
-            planned = plan_step(self.group, [growth], self._arena, k.device)
+            growths = [Growth(self._state, self.num_tokens, m, 0)]
+            fresh = take_records(self.group, growths, self._arena)
+            planned = plan_step(self.group, growths, fresh, k.device)
             step = upload(planned, k.device)
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)

@@ -10,7 +10,8 @@ to such a page is in it. Else, in a group with segments, a page joins the first 
 and only the first page of all begins one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +56,13 @@ class Seal:
 class Fresh:
     """Records taken for a whole step, handed out in turn."""
 
-    raws: Iterator[int]
-    pages: Iterator[int]
-    segments: Iterator[int]
+    raws: deque[int]
+    pages: deque[int]
+    segments: deque[int]
+
+    def ids(self) -> list[int]:
+        """Those that were not handed out yet."""
+        return [*self.raws, *self.pages, *self.segments]
 
 
 def flush_layout(group: LayerGroup) -> Layout:
@@ -98,7 +103,7 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
         for ids in taken:
             allocator.release(ids)
         raise
-    return Fresh(*map(iter, taken))
+    return Fresh(*map(deque, taken))
 
 
 def _more_kept(group: LayerGroup, state: GroupState) -> int:
@@ -115,7 +120,7 @@ def append_tokens(
         tail = growth.state.tail
         sealed = growth.state.num_pages * group.page.tokens
         while len(tail) * RAW_TOKENS < growth.n + growth.m - sealed:
-            tail.append(next(fresh.raws))
+            tail.append(fresh.raws.popleft())
         for position in range(growth.n - sealed, growth.n - sealed + growth.m):
             pages.append(tail[position // RAW_TOKENS])
             slots.append(position % RAW_TOKENS)
@@ -146,12 +151,12 @@ def _seal_one(
     group: LayerGroup, state: GroupState, index: int, tail: list[int], first: int, fresh: Fresh
 ) -> Seal:
     begins = begins_segment(group, state)
-    segment = next(fresh.segments) if begins else None
+    segment = fresh.segments.popleft() if begins else None
     if segment is None and segment_layout(group, flush_layout(group)) is not None:
         segment = state.runs[0].segment
-    page = next(fresh.pages)
+    page = fresh.pages.popleft()
     _extend(state, flush_layout(group), segment, first, page)
-    state.kept.extend(next(fresh.raws) for _ in range(_more_kept(group, state)))
+    state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
     state.seals += 1
     return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
 

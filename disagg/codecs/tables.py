@@ -23,13 +23,13 @@ from torch import Tensor
 
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.seals import (
+    Fresh,
     Growth,
     Seal,
     append_tokens,
     seal_rows,
     seal_tails,
     segment_layout,
-    take_records,
 )
 from disagg.kernels.formats import Format
 from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans
@@ -37,7 +37,7 @@ from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Units, View
 from disagg.page import Layout
 from disagg.plan import LayerGroup
-from disagg.state import Allocator, GroupState, Run
+from disagg.state import GroupState, Run
 
 Ints = NDArray[np.signedinteger]
 
@@ -130,15 +130,14 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
 
 
 def plan_step(
-    group: LayerGroup, growths: Sequence[Growth], allocator: Allocator, device: torch.device
+    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh, device: torch.device
 ) -> GroupStep:
-    """Grow every sequence by its m tokens; CapacityError and nothing changed if no room.
+    """Grow every sequence by its m tokens, with the records taken for that.
 
     The plan is for a device, and still on the host: see `upload`.
     """
     assert all(growth.m == block_size(group, growth.n, growth.m) for growth in growths)
     longest = max(growth.m for growth in growths)
-    fresh = take_records(group, growths, allocator)
     pages, slots = append_tokens(group, growths, fresh)
     seals = seal_tails(group, growths, fresh)
     ends = accumulate(growth.m for growth in growths)

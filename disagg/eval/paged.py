@@ -15,7 +15,7 @@ from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import attend_tables, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth
+from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Batch, Chunk, Decode
@@ -102,10 +102,11 @@ class PagedKV:
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         n, count = self.num_tokens, len(tokens)
-        steps = [
-            plan_step(group, [Growth(state, n, count, 0)], self._arena, self._runner.device)
-            for group, state in self._groups
-        ]
+        steps = []
+        for group, state in self._groups:
+            growths = [Growth(state, n, count, 0)]
+            fresh = take_records(group, growths, self._arena)
+            steps.append(plan_step(group, growths, fresh, self._runner.device))
         decodes = tuple(Decode(codec_of(step.group), step, whole=True) for step in steps)
         rows = range(n, n + count)
         batch = Batch(tokens, rows, range(count), self._arena.bytes, decodes=decodes)

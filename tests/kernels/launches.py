@@ -39,7 +39,7 @@ from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.layer import attend_step, write_prompt, write_step
-from disagg.codecs.seals import Growth
+from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import GroupStep, plan_step, upload
 from disagg.kernels.gpu import bits
 from disagg.kernels.view import Softmax
@@ -204,7 +204,8 @@ def follow(scenario: Scenario) -> None:
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
         with unset_fake_temporarily():  # plans are made of numbers on the host
-            planned = plan_step(group, growths, arena, DEVICE)
+            fresh = take_records(group, growths, arena)
+            planned = plan_step(group, growths, fresh, DEVICE)
         step = upload(planned, DEVICE)
         new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
         recorded = m == 1 and (not step.seals or codec.seal_format(head_dim) is not None)
