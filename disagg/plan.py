@@ -13,6 +13,7 @@ pages, in slot p before.
 Everywhere: append, then seal, then attend. Pure arithmetic over ids; the bytes are page.py's.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -208,12 +209,15 @@ class Plan:
         """Values of K and V that n tokens have in all layers, of those that the next query sees."""
         return sum(group.numbers(n) for group in self.groups)
 
-    def nbytes(self, n: int) -> int:
-        """Bytes resident for n tokens: pages, segments, side records and tail, all layers."""
-        total = 0
+    def records(self, n: int) -> Counter[RecordShape]:
+        """What n tokens are in, all layers: pages, segments, side records and tail, by shape."""
+        found = Counter[RecordShape]()
         for group in self.groups:
             inventory = group.inventory(n)
-            for kind in Kind:
-                if count := inventory.count(kind):
-                    total += count * group.record(group.layout(kind)).nbytes
-        return total
+            for kind in filter(inventory.count, Kind):
+                found[group.record(group.layout(kind))] += inventory.count(kind)
+        return found
+
+    def nbytes(self, n: int) -> int:
+        """Bytes resident for n tokens."""
+        return sum(count * shape.nbytes for shape, count in self.records(n).items())

@@ -56,7 +56,7 @@ BUDGETS = {
     "model": 1740,
     "report": 176,
     "server": 1940,
-    "transfer": 3555,
+    "transfer": 3549,
     "workers": 2973,
     "tests": 24155,
     "training": 610,

@@ -19,7 +19,6 @@ and the tokens kept exact, it has once here too.
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -41,7 +40,7 @@ from disagg.kernels.ops import serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import Softmax, Units
-from disagg.page import ARENA_UNIT, Kind
+from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, Plan
 
 DEVICES = ("cpu", "cuda")
@@ -72,18 +71,12 @@ def slabs_for(
 
     spare: records of every layout that each sequence has besides, to grow into
     """
-    total = 0
-    for group in plan.groups:
-        inventory = group.inventory(tokens)
-        counts = Counter(dict.fromkeys(group.layouts(), spare))
-        for kind in Kind:
-            if count := inventory.count(kind):
-                counts[group.layout(kind)] += count
-        for layout, count in (+counts).items():  # those of which there are any
-            nbytes = group.record(layout).nbytes
-            if nbytes > slab_bytes:
-                raise PromptTooLongError(f"a record of {nbytes} bytes; slabs: {slab_bytes}")
-            total += -(-sequences * count // (slab_bytes // nbytes))
+    counts, total = plan.records(tokens), 0
+    counts.update(spare * [group.record(x) for group in plan.groups for x in group.layouts()])
+    for shape, count in counts.items():
+        if shape.nbytes > slab_bytes:
+            raise PromptTooLongError(f"a record of {shape.nbytes} bytes; slabs: {slab_bytes}")
+        total += -(-sequences * count // (slab_bytes // shape.nbytes))
     return total
 
 

@@ -9,13 +9,11 @@ The pool does the keeping. Knows no peer, no lease and no clock.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
-from disagg.page import Kind
 from disagg.plan import LayerGroup, Plan, RecordShape
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
@@ -125,11 +123,7 @@ class PrefixCache:
 
         Slabs count, as a slab holds records of one shape; what others hold now does not.
         """
-        size, counts = self._pool.slab_bytes, Counter[RecordShape]()
-        for group in plan.groups:
-            inventory = group.inventory(tokens)
-            for kind in filter(inventory.count, Kind):
-                counts[group.record(group.layout(kind))] += inventory.count(kind)
+        size, counts = self._pool.slab_bytes, plan.records(tokens)
         fits = all(shape.nbytes <= size for shape in counts) and self._pool.num_slabs >= sum(
             -(-count // (size // shape.nbytes)) for shape, count in counts.items()
         )
