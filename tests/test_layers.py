@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4270,
+    "bench": 4264,
     "cli": 1866,
-    "codecs": 3152,
-    "engine": 1920,
-    "eval": 600,
-    "files": 2018,  # disagg/*.py
+    "codecs": 3156,
+    "engine": 1894,
+    "eval": 601,
+    "files": 2022,  # disagg/*.py
     "kernels": 6210,
-    "model": 1740,
+    "model": 1732,
     "report": 176,
-    "server": 1940,
+    "server": 1938,
     "transfer": 3549,
     "workers": 2973,
-    "tests": 24155,
-    "training": 610,
+    "tests": 24127,
+    "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21117  # of all these rooms together
+PACKAGE_BUDGET = 21015  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
