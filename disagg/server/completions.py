@@ -177,8 +177,11 @@ class Completions:
                     yield piece
                     if piece.finish_reason is not None:
                         return
+        except asyncio.CancelledError as error:
+            failure = failure and (str(error) or failure)  # of another answer to this request
+            raise
         except Exception as error:
-            failure = error.reason if isinstance(error, DisaggError) else DisaggError.reason
+            failure = reason_of(error)
             if request.codec and isinstance(error, ConfigError):
                 error.param = "codec"  # all that a request configures
             raise
@@ -284,6 +287,11 @@ def _shown(
     told: list[Any] = [None, *output.logprobs][:-1]
     scores = tuple(zip(prompt.tokens, told, strict=True)) if told else ()
     return replace(piece, text=prompt.text + piece.text, scores=scores + piece.scores)
+
+
+def reason_of(error: Exception) -> str:
+    """The word by which a failure is counted."""
+    return error.reason if isinstance(error, DisaggError) else DisaggError.reason
 
 
 async def _figures(outputs: AsyncGenerator[Output]) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from disagg.errors import DisaggError
+from disagg.errors import CancelledError, DisaggError
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body, usage_of
-from disagg.server.completions import Completions, TokenizedPrompt
+from disagg.server.completions import Completions, TokenizedPrompt, reason_of
 from disagg.server.schema import GenerationRequest
 from disagg.server.text import Piece
 
@@ -104,8 +104,9 @@ async def merged(
 ) -> AsyncGenerator[tuple[int, Piece]]:
     """The pieces of all streams as they come, with the place of each stream.
 
-    The first error ends it; leaving it closes every stream.
+    The first error ends it, and cancels all the others by its reason; leaving it closes them.
     """
+    reason = CancelledError.reason
     arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncGenerator[Piece]) -> None:
@@ -123,6 +124,7 @@ async def merged(
         while left:
             found = await arrived.get()
             if isinstance(found, Exception):
+                reason = reason_of(found)
                 raise found
             if found is None:
                 left -= 1
@@ -130,7 +132,7 @@ async def merged(
                 yield found
     finally:
         for task in tasks:
-            task.cancel()
+            task.cancel(reason)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -1,5 +1,8 @@
 """What the service tells of itself, and who may stop it."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from disagg import __version__
@@ -90,6 +93,17 @@ def test_what_workers_refuse_or_break_is_counted_once_by_its_reason(stream, app,
     line = 'disagg_request_failures_total{{model_name="tiny",reason="{}"}} 1.0'
     text = assert_counted(app, line.format("config"), line.format("peer_lost"))
     assert "vllm:request_success_total{" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_end_because_another_one_failed_are_counted_with_it(stream, app, router):
+    router.breaks, router.pause_at = PeerLostError("gone"), 1
+    router.go = SimpleNamespace(wait=asyncio.Semaphore(1).acquire)  # of one answer
+    post(app, stream=stream, n=3)
+    text = assert_counted(
+        app, 'disagg_request_failures_total{model_name="tiny",reason="peer_lost"} 3.0'
+    )
+    assert 'reason="cancelled"' not in text
 
 
 def test_clients_cannot_make_labels_without_end(app, router):
