@@ -4,7 +4,9 @@ Imports `tokenizers` alone, so that a router starts fast; a model without tokeni
 transformers.
 """
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +16,7 @@ from disagg.model.describe import locate_model
 
 MOST_PENDING = 64  # tokens; what is no character by then never becomes one
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
+FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
 
 
 class Tokenizer:
@@ -68,6 +71,21 @@ class Tokenizer:
         """The text of token ids. special: with that of special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
+    def spell(self, token: int) -> str:
+        """The text of one token behind another: some decoders strip a space in front of a text."""
+        once, twice = (self.decode([token] * n, special=True) for n in (1, 2))
+        return twice[len(once) :]
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        if UNFINISHED in (text := self.spell(token)):
+            written, known = self._backend.id_to_token(token) or "", _bytes_by_letter()
+            if fallback := FALLBACK.fullmatch(written):
+                return bytes.fromhex(fallback[1])
+            if known.keys() >= set(written):
+                return bytes(known[letter] for letter in written)
+        return text.encode()
+
     def detokenizer(self) -> "Detokenizer":
         """A new incremental decoder for one stream of tokens."""
         return Detokenizer(self)
@@ -108,6 +126,14 @@ class Detokenizer:
     def _unread(self) -> str:
         known = self._tokenizer.decode(self._tokens[self._context : self._pending])
         return self._tokenizer.decode(self._tokens[self._context :])[len(known) :]
+
+
+@cache
+def _bytes_by_letter() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: as the letter of that number, or as one above."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    own = [ord(letter) for letter in letters if ord(letter) < 256]
+    return dict(zip(letters, own + sorted({*range(256)} - {*own}), strict=True))
 
 
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:

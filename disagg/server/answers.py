@@ -1,12 +1,11 @@
 """What clients hear: the choices of a completion or of a chat, whole or in chunks. Plain values."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from disagg.model.tokenizer import Tokenizer
 from disagg.server.text import Piece, Score
-
-Spell = Callable[[int], str]  # the text of one token
 
 
 class CompletionAnswer:
@@ -16,8 +15,8 @@ class CompletionAnswer:
     whole_object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
 
-    def __init__(self, spell: Spell):
-        self._spell = spell
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._offsets: Counter[int] = Counter()  # by choice
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -31,7 +30,7 @@ class CompletionAnswer:
 
     def _logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, list]:
         """Lists side by side, one element for each token."""
-        tokens, offsets = [self._spell(token) for token, _ in scores], []
+        tokens, offsets = [self._tokenizer.spell(token) for token, _ in scores], []
         for text in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
@@ -48,7 +47,7 @@ class CompletionAnswer:
         """By text, the token itself among them; of tokens with the same text, the likeliest."""
         found: dict[str, float] = {}
         for each, logprob in (*likeliest, (token, own)):
-            found.setdefault(self._spell(each), logprob)
+            found.setdefault(self._tokenizer.spell(each), logprob)
         return found
 
 
@@ -59,8 +58,8 @@ class ChatAnswer:
     whole_object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, spell: Spell):
-        self._spell = spell
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -86,8 +85,8 @@ class ChatAnswer:
         return self._one(token, own) | {"top_logprobs": [self._one(*each) for each in likeliest]}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spell(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text, raw = self._tokenizer.spell(token), self._tokenizer.bytes_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 def usage_of(prompt: int, answer: int, cached: int) -> dict[str, Any]:

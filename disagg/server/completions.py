@@ -82,7 +82,7 @@ class Completions:
         self.router = router
         self.counts = Counts(served.name)
         self.doors = doors or Doors(router, {}, 0.0)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat = chat
         self._one_long_text = asyncio.Lock()  # each takes memory of many times its length
         self._unknown: set[str] = set()
@@ -157,7 +157,7 @@ class Completions:
         times = [time.monotonic()]
         failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
         stops, hidden = request.stop, request.stop_token_ids
-        text = TextStream(self._tokenizer.detokenizer(), stops, request.min_tokens, hidden)
+        text = TextStream(self.tokenizer.detokenizer(), stops, request.min_tokens, hidden)
         codec = request.codec or self.served.codec
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(prompt.tokens, params, codec, prompt.at)
@@ -189,22 +189,17 @@ class Completions:
             if failure is not None:
                 self.counts.failed(failure)
 
-    def spell(self, token: int) -> str:
-        """The text of one token behind another: some decoders strip a space in front of a text."""
-        once, twice = (self._tokenizer.decode([token] * n, special=True) for n in (1, 2))
-        return twice[len(once) :]
-
     async def text_of(self, tokens: list[Any]) -> str:
         """The text of token ids; RequestError where there is another thing among them."""
         limits.check_ids(tokens, self.served.vocab_size, "tokens")
-        return await asyncio.to_thread(self._tokenizer.decode, tokens, True)
+        return await asyncio.to_thread(self.tokenizer.decode, tokens, True)
 
     async def tokens_of(self, text: str, special: bool, field: str = "prompt") -> list[int]:
         """Token ids of the text of a field.
 
         special: with the special tokens that the model wants around it
         """
-        served, encode = self.served, self._tokenizer.encode
+        served, encode = self.served, self.tokenizer.encode
         limits.check_text(len(text), served.context_length, served.longest_token, field)
         async with self._one_long_text if len(text) > limits.LONG_TEXT_CHARS else nullcontext():
             return await asyncio.to_thread(encode, text, special) if text else []

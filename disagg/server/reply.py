@@ -32,7 +32,7 @@ class Reply:
     ):
         self._prompts = prompts
         self._request = request
-        self._answer = answer(completions.spell)
+        self._answer = answer(completions.tokenizer)
         self._pieces = merged(
             [completions.stream(request, x, i) for x in prompts for i in range(request.n)]
         )

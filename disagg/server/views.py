@@ -71,7 +71,7 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
             tokens = await completions.tokens_of(request.prompt, special)
         texts = None
         if request.return_token_strs:
-            texts = await asyncio.to_thread(lambda: [*map(completions.spell, tokens)])
+            texts = await asyncio.to_thread(lambda: [*map(completions.tokenizer.spell, tokens)])
         told = {"count": len(tokens), "max_model_len": completions.served.context_length}
         return JSONResponse(told | {"tokens": tokens, "token_strs": texts})
 

@@ -2,8 +2,10 @@ from functools import cache
 from unittest.mock import Mock
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from disagg.errors import ModelError
 from disagg.model.tokenizer import MOST_PENDING, Tokenizer
@@ -50,6 +52,23 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
     assert stream.add(ids) == ""
     assert stream.finish().startswith("ab\ufffd")
     assert stream.finish() == ""
+
+
+def byte_fallback() -> Tokenizer:
+    """A vocabulary of letters, and of the bytes of all others."""
+    named = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    backend = tokenizers.Tokenizer(models.BPE(named, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("kind", [packaged, byte_fallback])
+def test_the_bytes_of_tokens_are_those_of_the_text_where_a_character_has_several(kind):
+    tokenizer, text = kind(), "a\u6771a\U0001f389\ufffda"
+    tokens = tokenizer.encode(text, special=False)
+    assert b"".join(map(tokenizer.bytes_of, tokens)).decode() == text
+    assert b"\xf0" in map(tokenizer.bytes_of, tokens)
+    assert tokenizer.spell(tokens[-1]) == "a"
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):

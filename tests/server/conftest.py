@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from disagg.errors import DisaggError, RequestError
 from disagg.model.chat import ChatTemplate
+from disagg.model.tokenizer import Tokenizer
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.workers.choice import Choices
@@ -34,7 +35,7 @@ KV = {
 SCORE = [-0.5, [[8, -0.25]]]
 
 
-class Letters:
+class Letters(Tokenizer):
     """Token 100 is "a". Encoding counts letters, and remembers on which threads."""
 
     def __init__(self) -> None:

@@ -210,8 +210,6 @@ def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
     assert sent[0]["status"] == 499
 
 
-def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(
-    completions, letters
-):
+def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(letters):
     letters.decode = lambda ids, special: "".join(" upon" for _ in ids).lstrip()
-    assert completions.spell(1) == " upon"
+    assert letters.spell(1) == " upon"

@@ -183,8 +183,16 @@ def test_a_chat_tells_log_probabilities(client):
     assert len(choice.logprobs.content) == 3
     for token in choice.logprobs.content:
         assert token.logprob == max(x.logprob for x in token.top_logprobs)
-        assert bytes(token.bytes).decode() == token.token
+        assert bytes(token.bytes).decode(errors="replace") == token.token
         assert sum(math.exp(x.logprob) for x in token.top_logprobs) <= 1
+
+
+def test_a_part_of_a_character_is_told_by_its_own_bytes(client, service):
+    lead, *_ = ids("🎉", service)
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 1, "logprobs": True}
+    answer = client.chat.completions.create(**asked, logit_bias={str(lead): 100})
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.token, token.bytes) == ("\ufffd", ["🎉".encode()[0]])
 
 
 def test_a_chat_without_a_limit_ends_with_the_context(client):
