@@ -24,12 +24,15 @@ def doctor(
     as_json: options.Json = False,
 ) -> None:
     """Hold every kernel of every codec against its reference."""
-    from disagg.codecs.doctor import examine, name_of
-    from disagg.codecs.registry import codec_names
-    from disagg.model.device import pick_device
-
-    where, found = pick_device(device), []
     with stages() as say:
+        say("loading torch and the codecs")
+        from disagg.codecs.doctor import examine, name_of
+        from disagg.codecs.registry import codec_names, get_codec
+        from disagg.model.device import pick_device
+
+        where, found = pick_device(device), []
+        for spec in specs or ():
+            get_codec(spec, head_dim)  # its errors now
         for spec in specs or codec_names():
             say(f"{spec} on {where}")
             found += examine(spec, HEADS, head_dim, where)

