@@ -11,8 +11,9 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -82,7 +83,10 @@ class Service:
             session = stack.enter_context(Session()) if cluster.address == LOCAL else None
             self._thread.start()
             stack.callback(self._stop_http)
-            # here, not above: Ray reads its environment when it is imported
+            # here, not above: Ray reads its environment when it is imported; and on another thread,
+            # since a Ctrl-C on this one while its C module begins (2.60, Cython's) would be lost
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(import_module, "disagg.workers.launch").result()
             from disagg.workers.launch import Cluster
 
             self._say("starting a private Ray" if session else f"joining Ray at {cluster.address}")

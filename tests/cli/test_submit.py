@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -184,6 +185,23 @@ def test_ctrl_c_cancels_the_request_at_the_service(running):
     assert process.returncode == 130
     assert (shown[-1:], said) == ("\n", "error: cancelled\n")
     wait_for(lambda: running.router.running == 0)
+
+
+class Swallows:
+    """Finds Ray as what clears a Ctrl-C that comes while it is imported."""
+
+    def find_spec(self, name, path, target=None):
+        if name == "disagg.workers.launch":
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            raise PeerLostError("it went on")
+
+
+def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "disagg.workers.launch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Swallows(), *sys.meta_path])
+    assert run(["submit", "abc", "--state-file", str(state_file)]) == 130
+    assert capsys.readouterr().err.endswith("error: cancelled\n")
 
 
 @pytest.mark.parametrize(
