@@ -32,10 +32,11 @@ class Home:
 
     folder: Path
     before: set[Path] = field(default_factory=lambda: set(Path("/tmp").glob("dg-*")))
+    begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of ours."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "disagg", *arguments],
             cwd=ROOT,
             env=os.environ | {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},
@@ -43,6 +44,8 @@ class Home:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.begun.append(process)
+        return process
 
     def service(self, name: str = "disagg") -> RunningService:
         """The one that says in the state file that it is ready, soon."""
@@ -87,7 +90,11 @@ class Home:
 def home(tmp_path: Path) -> Iterator[Home]:
     found = Home(tmp_path)
     yield found
-    found.empties()
+    try:
+        found.empties()
+    finally:
+        for process in found.begun:  # of a test that failed: all of it ends with its process
+            process.kill()
 
 
 def test_a_cold_submit_answers_and_leaves_nothing(home):
