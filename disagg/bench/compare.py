@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 from statistics import mean, median
 
 from disagg.bench.child import Child
-from disagg.bench.handoff import routed, started_workers, visit
+from disagg.bench.handoff import Answer, routed, started_workers, visit
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.bench.serving import ServeOptions, summarize
 from disagg.config import (
@@ -35,6 +35,7 @@ from disagg.config import (
     RouterConfig,
     TransferConfig,
 )
+from disagg.errors import PeerLostError
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.messages import Role
 from disagg.workers.dispatch import Started
@@ -138,9 +139,16 @@ async def measure_speed(pair: Sequence[Started], model: str | None, tokens: int)
     async with routed(pair) as router:
         prompts = texts_of(model, tokens + 1, 5)
         seen = [await visit(router, x[1:], DEFAULT_CODEC, 1) for x in prompts]
-    speed = Speed(median(x.ttft_s for x, _ in seen[2:]), seen[0][1]["fp16_bytes"])
+    speed = Speed(median(x.ttft_s for x, _ in seen[2:]), figures_of(seen)[0]["fp16_bytes"])
     print(speed, file=sys.stderr, flush=True)
     return speed
+
+
+def figures_of(found: Sequence[Answer]) -> list[Row]:
+    """Of hand-offs, as far as they came in time; PeerLostError if none did."""
+    if not (told := [kv for _, kv in found if kv]):
+        raise PeerLostError("a prefill worker did not tell in time what its hand-offs took")
+    return told
 
 
 async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, codec: str) -> Row:
@@ -158,7 +166,7 @@ async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, 
         "first_decode_s": mean(x.decoded_s for x in seen),
         "request_s": mean(x.latency_s for x in seen),
         "longest_pause_s": max(gap for x in seen for gap in x.gaps_s[1:]),
-        "wire_bytes": int(mean(kv["wire_bytes"] for _, kv in found)),
+        "wire_bytes": int(mean(kv["wire_bytes"] for kv in figures_of(found))),
     } | {
         key: value
         for key, value in summarize(CLIENT, seen, time.perf_counter() - began).items()
@@ -239,6 +247,7 @@ async def _serve(
             phases.append(Counter())
             for _ in range(options.requests):
                 seen, kv = await visit(router, next(prompts), codec, 2)
+                figures_of([(seen, kv)])
                 known |= {x: max(off) for x, off in kv["attention_error"].items()}
                 phases[-1][kv["codec"]] += 1
                 timely.append(seen.latency_s <= deadline_s)

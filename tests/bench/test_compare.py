@@ -1,11 +1,14 @@
 """Serving by codec and by link, at sizes that say nothing of speed."""
 
+import asyncio
 import json
 
 import pytest
 
 from disagg.bench import compare
 from disagg.bench.result import Row
+from disagg.bench.serving import Visited
+from disagg.errors import PeerLostError
 from disagg.report.transfer import draw_compare
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
@@ -42,6 +45,21 @@ def test_one_line_says_where_disaggregation_loses():
         "raw at 0.125, 0.5 times the KV that prefill makes a second."
     )
     assert "loses nowhere here" in compare.verdict({"rows": rows[:1] + rows[3:]})
+
+
+@pytest.mark.parametrize("told", [[{}, {"wire_bytes": 7}], [{}, {}]])
+def test_figures_that_do_not_come_are_left_out_or_missed_in_words(told, monkeypatch):
+    async def visit(*asked):
+        return Visited(8, ttft_s=1.0, latency_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
+
+    monkeypatch.setattr(compare, "visit", visit)
+    options = compare.CompareOptions(prompts=2, tokens=8, answer=3)
+    cell = compare._cell(options, (), compare.Speed(0.0, 1), "raw")
+    if any(told):
+        assert asyncio.run(cell)["wire_bytes"] == 7
+    else:
+        with pytest.raises(PeerLostError, match="did not tell in time"):
+            asyncio.run(cell)
 
 
 def test_no_prompt_begins_as_another():
