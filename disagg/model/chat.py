@@ -36,7 +36,7 @@ class ChatTemplate:
         words = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
         return cls(source, {k: v for k, v in words.items() if isinstance(v, str)})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt of a conversation; RequestError for one that the template refuses.
 
         options: add_generation_prompt, continue_final_message, and what only this template knows

@@ -109,7 +109,7 @@ class Completions:
         whole = await limits.read_body(body, self.served.max_body_bytes)
         request = form.read(whole)
         self._warn(request.unknown)
-        self.check_model(request.model)
+        self.check_model(request.model or None)  # some clients write "", which vLLM takes too
         return request
 
     def check_model(self, name: str | None) -> None:

@@ -182,7 +182,7 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
     assert len(router.asked) == 1
 
 
-@pytest.mark.parametrize("name", ["tiny", "/models/tiny", None])
+@pytest.mark.parametrize("name", ["tiny", "/models/tiny", "", None])
 def test_the_model_has_the_name_it_is_served_by_and_the_one_it_was_loaded_by(name, app):
     assert post(app, model=name).json()["model"] == "tiny"
 

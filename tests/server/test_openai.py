@@ -215,6 +215,10 @@ REFUSED: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
     (openai.BadRequestError, {"response_format": {"type": "json_object"}}),
     (openai.BadRequestError, {"top_logprobs": 2}),
     (openai.NotFoundError, {"model": "gpt-4"}),
+    *(
+        (openai.BadRequestError, {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": x}})
+        for x in ({"messages": []}, {"self": 1}, {"chat_template": ""})
+    ),
 ]
 
 
