@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4264,
-    "cli": 1866,
+    "bench": 4273,
+    "cli": 1891,
     "codecs": 3156,
     "engine": 1894,
     "eval": 601,
     "files": 2022,  # disagg/*.py
     "kernels": 6210,
-    "model": 1732,
+    "model": 1758,
     "report": 176,
-    "server": 1938,
+    "server": 1946,
     "transfer": 3549,
     "workers": 2973,
-    "tests": 24127,
+    "tests": 24232,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21015  # of all these rooms together
+PACKAGE_BUDGET = 21083  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
