@@ -17,40 +17,36 @@ SMALL, ODD, ZEROED = (
 )
 
 
-def make_pool(nbytes: int = 16384, slab: int = 4096) -> Pool:
-    return Pool(HostArena(bytearray(b"\xff" * nbytes)), slab)
+def make_pool(nbytes: int = 16384) -> Pool:
+    return Pool(HostArena(bytearray(b"\xff" * nbytes)), 4096)
 
 
-def keep(pool: Pool, key: bytes, count: int, shape: RecordShape = SMALL) -> list[int]:
+@pytest.fixture
+def pool() -> Pool:
+    return make_pool()
+
+
+def keep(pool: Pool, key: bytes, count: int) -> list[int]:
     """Pages that are only cached."""
-    pages = pool.allocate(shape, count)
+    pages = pool.allocate(SMALL, count)
     pool.keep(key, pages, key.decode())
     pool.release(pages)
     return pages
 
 
-def test_a_page_id_is_its_address():
-    pool = make_pool()
+def test_a_page_id_is_its_address(pool):
     first, second = pool.allocate(ODD, 2)
     pool.arena.write([(second * 128 + 3, b"abc")])
     assert bytes(pool.arena.read(second * 128 + 3, 3)) == b"abc"
     assert abs(second - first) * 128 == 640
 
 
-def test_pages_that_may_be_partly_filled_come_zeroed():
-    pool = make_pool()
-    (page,) = pool.allocate(ZEROED, 1)
-    assert bytes(pool.arena.read(page * 128, 256)) == bytes(256)
-
-
-def test_no_pages_are_not_kept():
-    pool = make_pool()
+def test_no_pages_are_not_kept(pool):
     pool.keep(b"key", [], "note")
     assert pool.kept_keys() == pool.take([b"key"]) == []
 
 
-def test_claimed_pages_are_left_as_they_are():
-    pool = make_pool()
+def test_pages_that_may_be_partly_filled_come_zeroed_unless_they_are_claimed(pool):
     (page,) = pool.claim(ZEROED, 1)
     assert bytes(pool.arena.read(page * 128, 256)) == b"\xff" * 256
     pool.release([page])
@@ -59,8 +55,7 @@ def test_claimed_pages_are_left_as_they_are():
     assert bytes(pool.arena.read(page * 128, 256)) == bytes(256)
 
 
-def test_an_allocation_too_large_takes_nothing():
-    pool = make_pool()
+def test_an_allocation_too_large_takes_nothing(pool):
     for take in (pool.allocate, pool.claim):
         with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
             take(ODD, 25)
@@ -73,16 +68,14 @@ def test_a_record_larger_than_a_slab_is_refused_by_size():
         make_pool().allocate(RecordShape("huge", 4224, False), 1)
 
 
-def test_an_empty_slab_serves_another_shape():
-    pool = make_pool()
+def test_an_empty_slab_serves_another_shape(pool):
     pages = pool.allocate(SMALL, 64)
     assert pool.free_pages(ODD) == 0
     pool.release(pages)
     assert pool.free_pages(ODD) == 24
 
 
-def test_a_shared_page_stays_until_its_last_owner_leaves():
-    pool = make_pool()
+def test_a_shared_page_stays_until_its_last_owner_leaves(pool):
     pages = pool.allocate(SMALL, 1)
     pool.retain(pages)
     pool.release(pages)
@@ -95,16 +88,14 @@ def test_a_shared_page_stays_until_its_last_owner_leaves():
         pool.retain(pages)
 
 
-def test_integrity_check_sees_a_page_that_is_owned_and_free():
-    pool = make_pool()
+def test_integrity_check_sees_a_page_that_is_owned_and_free(pool):
     (page,) = pool.allocate(SMALL, 1)
     pool._slabs[pool._slab_index(page)].free.append(page)
     with pytest.raises(LayoutError):
         pool.check_integrity()
 
 
-def test_kept_pages_outlive_their_owners_and_are_counted_apart():
-    pool = make_pool()
+def test_kept_pages_outlive_their_owners_and_are_counted_apart(pool):
     pages = keep(pool, b"a", 3)
     assert (pool.referenced_pages, pool.used_bytes) == (0, 0)
     assert (pool.cached_pages, pool.cached_bytes) == (3, 768)
@@ -113,16 +104,14 @@ def test_kept_pages_outlive_their_owners_and_are_counted_apart():
     assert (pool.referenced_pages, pool.used_bytes, pool.cached_pages) == (3, 768, 0)
 
 
-def test_what_is_found_ends_at_the_first_unknown_key():
-    pool = make_pool()
+def test_what_is_found_ends_at_the_first_unknown_key(pool):
     keep(pool, b"a", 1)
     keep(pool, b"c", 1)
     assert [kept.note for kept in pool.take([b"a", b"b", b"c"])] == ["a"]
     assert (pool.kept_keys(str), pool.kept_keys(int)) == ([b"a", b"c"], [])  # by their notes
 
 
-def test_cached_pages_make_room_those_least_recently_used_first():
-    pool = make_pool()
+def test_cached_pages_make_room_those_least_recently_used_first(pool):
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
     pool.used([b"a", b"b"])
@@ -130,8 +119,7 @@ def test_cached_pages_make_room_those_least_recently_used_first():
     assert set(pool.kept_keys()) == {b"a", b"b", b"d"}
 
 
-def test_of_what_was_used_together_the_first_goes_last():
-    pool = make_pool()
+def test_of_what_was_used_together_the_first_goes_last(pool):
     for key in (b"a", b"b", b"c"):
         keep(pool, key, 16)
     pool.used([b"a", b"b", b"c"])
@@ -139,8 +127,7 @@ def test_of_what_was_used_together_the_first_goes_last():
     assert set(pool.kept_keys()) == {b"a", b"b"}
 
 
-def test_being_read_is_not_being_used():
-    pool = make_pool()
+def test_being_read_is_not_being_used(pool):
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
     for key in (b"b", b"a"):
@@ -160,8 +147,7 @@ def test_what_is_kept_leaves_some_slabs_to_other_shapes_and_few_of_many(slabs, s
     assert pool.cached_bytes == (slabs - spared) * 4096
 
 
-def test_what_somebody_owns_is_never_taken_for_room():
-    pool = make_pool()
+def test_what_somebody_owns_is_never_taken_for_room(pool):
     keep(pool, b"a", 32)
     keep(pool, b"b", 32)
     pool.take([b"a"])
@@ -171,23 +157,20 @@ def test_what_somebody_owns_is_never_taken_for_room():
     assert len(pool.allocate(SMALL, 32)) == 32
 
 
-def test_pages_that_are_only_kept_cannot_be_released():
-    pool = make_pool()
+def test_pages_that_are_only_kept_cannot_be_released(pool):
     pages = keep(pool, b"a", 1)
     with pytest.raises(LayoutError, match="only kept"):
         pool.release(pages)
 
 
-def test_the_first_who_keeps_under_a_key_is_right():
-    pool = make_pool()
+def test_the_first_who_keeps_under_a_key_is_right(pool):
     first = keep(pool, b"a", 1)
     keep(pool, b"a", 1)
     assert pool.take([b"a"])[0].pages == tuple(first)
     assert pool.cached_pages == 0
 
 
-def test_what_is_dropped_stays_with_its_owners():
-    pool = make_pool()
+def test_what_is_dropped_stays_with_its_owners(pool):
     pages = pool.allocate(SMALL, 2)
     pool.keep(b"a", pages, None)
     pool.drop(b"a")
@@ -222,8 +205,7 @@ def test_making_room_costs_what_it_evicts_and_not_what_is_kept():
     assert calls_to_make_room(4096) <= calls_to_make_room(512)
 
 
-def test_notes_of_the_order_of_use_do_not_pile_up():
-    pool = make_pool()
+def test_notes_of_the_order_of_use_do_not_pile_up(pool):
     for key in (b"a", b"b", b"c", b"d"):
         keep(pool, key, 16)
     for _ in range(500):
