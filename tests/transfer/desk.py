@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 from disagg.errors import CorruptFrameError
@@ -81,9 +82,8 @@ class Desk:
         sent = self.push(prompt, ticket)
         contents = self.ledger._by_nonce[ticket.nonce].contents
         assert contents
-        commit = prompt.commit()
         digests = tuple(contents.arrivals.have()[item] for item in prompt.checklist.items)
-        commit = type(commit)(**{**vars(commit), "digests": digests})
+        commit = replace(prompt.commit(), digests=digests)
         assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
         return sent
 
@@ -114,7 +114,7 @@ def corrupt(frame: PageFrame) -> PageFrame:
     """The same digests for one other bit."""
     broken = bytearray(frame.payload[-1])
     broken[0] ^= 1
-    wrong = PageFrame(**{**vars(frame), "payload": (*frame.payload[:-1], bytes(broken))})
+    wrong = replace(frame, payload=(*frame.payload[:-1], bytes(broken)))
     try:
         wrong.verify()
     except CorruptFrameError:

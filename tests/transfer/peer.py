@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
@@ -136,6 +137,12 @@ def offer_all(sender: Sender, prompt: Prompt) -> None:
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.checklist.layer(layer))
     sender.finish(42, {"ids": [1, 2]})
+
+
+async def hand_over(sender: Sender, prompt: Prompt) -> HandoffStats:
+    """All of a prompt at once."""
+    offer_all(sender, prompt)
+    return await sender.run()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

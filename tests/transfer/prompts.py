@@ -1,7 +1,8 @@
 """Prompts of random bytes under a small plan that has every kind of record."""
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
@@ -44,6 +45,25 @@ PLAN = Plan(
 OTHER_PLAN = Plan(groups=(make_group((0, 1, 2), 2, False, False),), group_of=(0, 0, 0))
 BY_PAGE = Plan((make_group((0,), 1, False, False),), (0,))
 BY_PROMPT = Plan((replace(make_group((0,), 2, True, True), final_at=FinalAt.PROMPT),), (0,))
+
+
+class SlowArena(HostArena):
+    """A host that is slow to read, as a device is. `waited`: the threads that waited for bytes."""
+
+    on_host = False
+
+    def __init__(self, buffer: bytearray | memoryview):
+        super().__init__(buffer)
+        self.waited: list[str] = []
+
+    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+        copies = [bytes(self.read(*span)) for span in spans]
+
+        def wait() -> list[memoryview]:
+            self.waited.append(threading.current_thread().name)
+            return list(map(memoryview, copies))
+
+        return wait
 
 
 def make_pool(nbytes: int = 1 << 20, slab_bytes: int = 1 << 14) -> Pool:

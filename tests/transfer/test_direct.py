@@ -19,7 +19,7 @@ from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket, pack, unpack
 from tests.transfer.desk import bend
-from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
+from tests.transfer.peer import QUICK, Peer, hand_over, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 KEY = b"k" * direct.KEY_BYTES
@@ -106,10 +106,7 @@ async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(promp
     security = Security("a secret", *map(papers.get, names), mutual=True) if tls else None
     async with open_direct(security) as (peer, channel, shelves):
         senders = [peer.sender(prompt, channel, nonce) for nonce in (1, 2, 3)]
-        for sender in senders:
-            offer_all(sender, prompt)
-        running = [asyncio.create_task(sender.run()) for sender in senders]
-        for stats in await asyncio.gather(*running):
+        for stats in await asyncio.gather(*(hand_over(x, prompt) for x in senders)):
             assert stats.payload_bytes == prompt.checklist.total_bytes
             assert stats.attaches == 1
         assert list(peer.have.values()) == 3 * [prompt.digests()]
@@ -133,9 +130,7 @@ async def test_a_direct_connection_that_breaks_is_resumed(prompt):
 
 async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
     async with open_peer(replace(QUICK, direct=True)) as (peer, channel):
-        sender = peer.sender(prompt, channel)
-        offer_all(sender, prompt)
-        await sender.run()
+        await hand_over(peer.sender(prompt, channel), prompt)
         assert peer.attaches[0].direct
         assert peer.opened == 1
 

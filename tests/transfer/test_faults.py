@@ -19,7 +19,7 @@ from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
 from tests.transfer.house import HOST, open_house, process
-from tests.transfer.peer import QUICK, offer_all, until
+from tests.transfer.peer import QUICK, hand_over, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 TOKENS = 1500
@@ -55,9 +55,8 @@ def send(address: str, attach: Attach, options: ChannelOptions, answer: Connecti
     async def scene() -> None:
         prompt = make_prompt(TOKENS)
         sender = Sender(Channel(address, None, options), attach, prompt.plan, prompt.read)
-        offer_all(sender, prompt)
         try:
-            await sender.run()
+            await hand_over(sender, prompt)
         except ReservationError as error:
             answer.send(str(error))
 
@@ -213,8 +212,7 @@ async def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budge
             options = replace(QUICK, silence_s=10.0, direct=direct)
             channel = Channel(house.address, None, options)
             sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
-            offer_all(sender, prompt)
-            stats = await sender.run()
+            stats = await hand_over(sender, prompt)
             await channel.close()
             assert proxy.struck == 1
         assert prompt.equals(house.pool.arena, house.admitted[0].groups)
@@ -226,8 +224,7 @@ async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
     async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
         channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
         sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
-        offer_all(sender, prompt)
-        running = asyncio.create_task(sender.run())
+        running = asyncio.create_task(hand_over(sender, prompt))
         await until(lambda: sender.payload_bytes >= 4000)
         await proxy.cut()
         await until(lambda: house.receiver.gauges()["streams"] == 0)

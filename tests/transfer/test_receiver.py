@@ -15,7 +15,7 @@ from disagg.errors import (
     ReservationError,
     VersionError,
 )
-from disagg.pool import HostArena, Pool
+from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
 from disagg.transfer.link import measure
@@ -44,11 +44,12 @@ from disagg.wire import (
 )
 from tests.transfer.desk import corrupt
 from tests.transfer.house import House, open_house
-from tests.transfer.peer import QUICK, offer_all, until
+from tests.transfer.peer import QUICK, hand_over, offer_all, until
 from tests.transfer.prompts import (
     EPOCH,
     MODEL,
     Prompt,
+    SlowArena,
     make_pool,
     make_prompt,
     make_related,
@@ -356,31 +357,10 @@ async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
         await asyncio.wait_for(booth.receiver.run(), 30)
 
 
-class Device(HostArena):
-    """An arena whose bytes take until somebody lets them go."""
-
-    on_host = False
-
-    def __init__(self, nbytes: int):
-        super().__init__(bytearray(nbytes))
-        self.threads: list[str] = []
-
-    def stage(self, spans):
-        import threading
-
-        copies = super().stage(spans)
-
-        def wait():
-            self.threads.append(threading.current_thread().name)
-            return copies()
-
-        return wait
-
-
-async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(monkeypatch):
+async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
 
-    booth = Booth(Pool(Device(1 << 20), 1 << 14))
+    booth = Booth(Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
     prompt = make_related(500, 1, 400)
     ticket = await booth.begin(prompt)
     await booth.push(pages(prompt, ticket))
@@ -388,8 +368,8 @@ async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told(mon
     await booth.receiver.scrub()
     assert not booth.damaged
     device = booth.pool.arena
-    assert device.threads
-    assert "MainThread" not in device.threads
+    assert device.waited
+    assert "MainThread" not in device.waited
     page = booth.admitted[0].groups[1].page_ids()[2]
     device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
     await booth.receiver.scrub()
@@ -428,9 +408,7 @@ async def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_th
     async with open_door(direct) as (house, channel):
         for rid, prompt in prompts.items():
             house.receiver.nbytes = 0
-            sender = sender_of(house, channel, prompt, rid)
-            offer_all(sender, prompt)
-            stats = await sender.run()
+            stats = await hand_over(sender_of(house, channel, prompt, rid), prompt)
             admission = house.admitted[-1]
             assert prompt.equals(house.pool.arena, admission.groups)
             assert admission.job.rid == rid

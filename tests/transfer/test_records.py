@@ -11,7 +11,6 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError, TransferError
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.pool import HostArena
 from disagg.state import Run, allocate_group
 from disagg.transfer.records import Addresses, ArenaSource, Checklist, content_keys, units_of
 from disagg.wire import Item, Ticket
@@ -21,6 +20,7 @@ from tests.transfer.prompts import (
     MODEL,
     OTHER_PLAN,
     PLAN,
+    SlowArena,
     make_group,
     make_pool,
     make_prompt,
@@ -128,37 +128,21 @@ def test_segments_come_before_the_pages_that_need_them():
     assert kinds.index(Kind.SEGMENT) < kinds.index(Kind.PAGE) < kinds.index(Kind.RAW)
 
 
-class StagingArena(HostArena):
-    """A host that is slow to read, as a device is."""
-
-    on_host = False
-    reads = 0
-
-    def stage(self, spans):
-        copies = [bytes(self.read(*span)) for span in spans]
-
-        def wait():
-            self.reads += 1
-            return list(map(memoryview, copies))
-
-        return wait
-
-
 def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     prompt = make_prompt(300)
-    arena = StagingArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
+    arena = SlowArena(prompt.pool.arena.read(0, prompt.pool.arena.nbytes))
     source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
     expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
     arena.zero(0, arena.nbytes // 2)
     wait()
     assert list(map(bytes, source.read(items[:5]))) == expected[:5]
-    assert arena.reads == 2  # the staging; and nothing, at once
+    assert len(arena.waited) == 2  # the staging; and nothing, at once
     assert list(map(bytes, source.read(items[5:]))) == [
         *expected[5:-2],
         *(bytes(prompt.bytes_of(item)) for item in items[-2:]),
     ]
-    assert arena.reads == 3
+    assert len(arena.waited) == 3
 
 
 WRONG_FRAMES = {

@@ -6,6 +6,7 @@ routers abort and fence, and the engine refuses.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError
 from disagg.transfer.messages import Ack, Attach, Grant, Nack
+from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
 from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.desk import corrupt
@@ -179,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         commit, have = self.prompts[key].commit(), self.have[ticket.nonce]
         named = zip(self.prompts[key].checklist.items, commit.digests, strict=True)
         digests = tuple(have.get(item, seen) for item, seen in named)
-        commit = Commit(**{**vars(commit), "digests": digests})
+        commit = replace(commit, digests=digests)
         try:
             answer = self.ledger.commit(CommitFrame(ticket, commit), self.now)
         except (ReservationError, CorruptFrameError):
@@ -259,15 +261,8 @@ class Machine(RuleBasedStateMachine):
         assert self.ledger.gauges()["running"] == len(self.engine)
         for key, admission in self.engine.items():
             prompt = self.prompts[key]
-            there = Prompt(
-                prompt.plan,
-                prompt.ids,
-                self.pool,
-                list(admission.groups),
-                prompt.checklist,
-                type(prompt.read)(self.pool.arena, prompt.checklist, admission.groups),
-            )
-            assert there.commit().digests == admission.commit.digests
+            read = ArenaSource(self.pool.arena, prompt.checklist, admission.groups)
+            assert replace(prompt, read=read).commit().digests == admission.commit.digests
 
     @invariant()
     def every_page_is_owned_once(self) -> None:

@@ -19,7 +19,6 @@ from disagg.errors import (
     PeerLostError,
     ReservationError,
 )
-from disagg.metrics import HandoffStats
 from disagg.page import Kind, make_layout
 from disagg.plan import Plan
 from disagg.transfer import rpc
@@ -29,7 +28,7 @@ from disagg.transfer.messages import Attach, Attached, Credit, Nack
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
-from tests.transfer.peer import QUICK, Peer, offer_all, open_peer, until
+from tests.transfer.peer import QUICK, Peer, hand_over, offer_all, open_peer, until
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
 from tests.transfer.stubs import generate_stubs, push_one
 
@@ -37,11 +36,6 @@ from tests.transfer.stubs import generate_stubs, push_one
 @pytest.fixture(scope="module")
 def prompt() -> Prompt:
     return make_prompt(1500)
-
-
-async def hand_over(sender: Sender, prompt: Prompt) -> HandoffStats:
-    offer_all(sender, prompt)
-    return await sender.run()
 
 
 # -- one hand-off

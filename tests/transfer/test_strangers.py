@@ -16,7 +16,7 @@ from disagg.transfer.rpc import tune_malloc
 from disagg.transfer.security import Security
 from disagg.wire import MAX_FRAME_BYTES
 from tests.transfer.house import process
-from tests.transfer.peer import Peer, offer_all, open_peer
+from tests.transfer.peer import Peer, hand_over, open_peer
 from tests.transfer.prompts import OTHER_PLAN, make_prompt
 
 PAGE = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (64 << 10,))])
@@ -80,8 +80,7 @@ async def bytes_per_s(address: str) -> float:
     while (seconds := time.monotonic() - began) < SECONDS:
         nonce += 1
         sender = Peer(plan=PLAN).sender(prompt, channel, nonce)
-        offer_all(sender, prompt)
-        sent += (await sender.run()).payload_bytes
+        sent += (await hand_over(sender, prompt)).payload_bytes
     await channel.close()
     return sent / seconds
 
