@@ -143,35 +143,26 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": 0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"top_k": -1},
-        {"seed": -1},
-        {"max_tokens": 2**63},
-        {"top_k": 2**64},
-        {"seed": 2**63},
-        {"temperature": 10**400},
-        {"max_tokens": 1.5},
-        {"temperature": "warm"},
-        {"min_p": 1.5},
-        {"min_tokens": -1},
-        {"min_tokens": 17},
-        {"presence_penalty": float("nan")},
-        {"frequency_penalty": 1e5},
-        {"repetition_penalty": 0.0},
-        {"logprobs": -1},
-        {"prompt_logprobs": True},
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(RequestError, match=next(iter(wrong))):
-        SamplingParams(**wrong)  # type: ignore[arg-type]
+WRONG = {
+    "max_tokens": [0, 2**63, 1.5],
+    "temperature": [-0.1, math.nan, 10**400, "warm"],
+    "top_p": [0.0, 1.5],
+    "top_k": [-1, 2**64],
+    "seed": [-1, 2**63],
+    "min_p": [1.5],
+    "min_tokens": [-1, 17],
+    "presence_penalty": [math.nan],
+    "frequency_penalty": [1e5],
+    "repetition_penalty": [0.0],
+    "logprobs": [-1],
+    "prompt_logprobs": [True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(x, y) for x, some in WRONG.items() for y in some])
+def test_parameters_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
