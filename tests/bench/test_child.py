@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,8 @@ from disagg.bench.child import (
 )
 from disagg.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
 from disagg.wire import FRAME_BYTES
+from tests.cli.conftest import lives, wait_for
 
-LIMIT_S = 30.0
 PARENT = """
 import signal
 from disagg.bench.child import Child
@@ -94,16 +93,16 @@ def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
             child.ask("count")
-    assert not running(child.pid)
+    assert not lives(child.pid)
 
 
 def test_a_child_ends_with_its_killed_parent():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
-        assert running(pid)
+        assert lives(pid)
         parent.kill()
-    wait_until_gone(pid)
+    wait_for(lambda: not lives(pid), 30)
 
 
 needs_root = pytest.mark.skipif(not available(), reason="may not make network namespaces")
@@ -129,7 +128,7 @@ def test_both_ends_reach_each_other_at_the_rate_and_nothing_is_left():
             assert "rate 2500Mbit" in queues
         assert source.ask("congestion") == sink.ask("congestion") != "bbr"
         assert output(["ip", "-o", "link"]) == before
-    assert not any(map(running, pids))
+    assert not any(map(lives, pids))
 
 
 def test_without_root_it_says_what_it_needs(monkeypatch):

@@ -84,6 +84,14 @@ def wait_for(
         time.sleep(0.05)
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there, and not only as one that nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
     """As at a terminal, for new processes too: who runs tests in the background ignores it.

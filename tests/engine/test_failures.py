@@ -133,21 +133,16 @@ class Fuse:
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("what", ["forward", "plan_step", "choose", "advance"])
+@pytest.mark.parametrize("what", ["forward", "plan_step", "choose", "_advance"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     runner, monkeypatch, what, at, done
 ):
     """The third step seals a page of the first and the second prompt."""
-    engine = make_engine(runner)
-    if what == "plan_step":
-        monkeypatch.setattr(steps_module, what, Fuse(steps_module.plan_step, at, done))
-    elif what == "forward":
-        engine._runner = StandIn(runner, Fuse(runner.forward, at, done))  # type: ignore[assignment]
-    elif what == "choose":
-        monkeypatch.setattr(engine_module, what, Fuse(engine_module.choose, at, done))
-    else:
-        monkeypatch.setattr(engine, "_advance", Fuse(engine._advance, at, done))
+    engine = make_engine(stand_in := StandIn(runner))
+    owners = {"forward": stand_in, "plan_step": steps_module, "choose": engine_module}
+    owner = owners.get(what, engine)
+    monkeypatch.setattr(owner, what, Fuse(getattr(owner, what), at, done))
     for rid in ("a", "b"):
         engine.submit(Replay(request(rid, random_prompt(126), KIVI, 9)))
     assert {x.rid for x in failures(engine)} == {"a", "b"}

@@ -1,23 +1,15 @@
 """Log-probabilities of prompts and answers, as the model of transformers has them."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from disagg.engine.messages import Admit, Prefill, Replay
 from disagg.state import allocate_group
 from tests.engine.serving import Nowhere, make_engine, request, run_until_idle
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt
 
 PROMPT = random_prompt(70)
 SCORED = {"logprobs": 2, "ignore_eos": True}
-
-
-def exact(runner, tokens):
-    """Log-probabilities [N, V] of a plain forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(runner.info.path, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
 @pytest.mark.parametrize("batch", [16, 512], ids=["chunks", "whole"])
@@ -31,7 +23,8 @@ def test_every_token_of_a_prompt_is_scored_once(batch, runner):
     assert len(first.logprobs) == len(PROMPT)  # all but its first, and the first of the answer
     assert [len(token.logprobs) for token in rest] == [1, 1]
     text = [*PROMPT, *(token.token for token in (first, *rest))]
-    known, told = exact(runner, text), [x for token in (first, *rest) for x in token.logprobs]
+    known = ReferenceModel(str(runner.info.path)).logprobs(text)
+    told = [x for token in (first, *rest) for x in token.logprobs]
     expected = [float(known[i, token]) for i, token in enumerate(text[1:])]
     assert [own for own, _ in told] == pytest.approx(expected, abs=1e-3)
     for (_, likeliest), row in zip(told, known, strict=False):

@@ -25,6 +25,11 @@ class ReferenceModel:
             info.path, dtype=torch.float32, local_files_only=True
         )
 
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """What it says of the token behind each: [N, V]."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
     def generate(self, prompt: list[int], max_tokens: int) -> Reference:
         """Exactly `max_tokens` greedy tokens behind a prompt, whatever ends a text."""
         result = self._model.generate(

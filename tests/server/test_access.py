@@ -12,7 +12,6 @@ from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
-from tests.model.tiny import save_tiny
 from tests.server.running import running
 from tests.server.visits import ask, send
 
@@ -89,11 +88,10 @@ def test_a_certificate_that_cannot_serve_is_refused(pem, tmp_path):
             check_tls(ServerConfig(**wrong))
 
 
-def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tmp_path_factory):
-    folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
+def test_https_is_served_with_a_key_to_who_trusts_the_certificate(pem, tiny):
     config = ServerConfig(port=0, api_key="one", **pem)
     body = {"prompt": "Call me", "max_tokens": 3}
-    with running(folder, config) as service:
+    with running(str(tiny), config) as service:
         ours = RunningService(service.url, 0, "one", pem["tls_certificate"])
         assert complete(ours, body, lambda piece: None).completion_tokens == 3
         assert get(replace(ours, token="owner"), "/status")["model"] == "tiny"

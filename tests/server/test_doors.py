@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,6 @@ from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
 from disagg.server.service import Service, open_doors
 from disagg.workers.dispatch import Role, Started
-from tests.model.tiny import save_tiny
 from tests.server.running import Running, running
 
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -25,9 +25,8 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, " * 3
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
-    with running(folder) as found:
+def service(tiny: Path) -> Iterator[Running]:
+    with running(str(tiny)) as found:
         yield found
         found.empty()
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from disagg.server.views import LIVE_PAGE
-from tests.model.tiny import save_tiny
 from tests.server.running import Running, running
 
 BOARD = Path(__file__).parents[2] / "docs" / "grafana" / "disagg.json"
@@ -20,10 +19,9 @@ CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def service(tiny: Path) -> Iterator[Running]:
     """One that has answered, and failed to."""
-    folder = str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
-    with running(folder) as found:
+    with running(str(tiny)) as found:
         for codec, status in (("raw", 200), ("none such", 400)):
             body = {"prompt": "Call me Ishmael", "max_tokens": 5, "codec": codec}
             answer = httpx.post(f"{found.url}/v1/completions", json=body, timeout=60)

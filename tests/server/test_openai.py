@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 import torch
-import transformers
 
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import VOCAB, save_tiny
 from tests.server.running import Running, running
 
@@ -46,13 +46,7 @@ def client(service: Running) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> Any:
     """What the model of transformers says of token ids: log-probabilities [N, V]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-
-    def of(ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(torch.tensor([ids])).logits[0].log_softmax(-1)
-
-    return of
+    return ReferenceModel(str(folder)).logprobs
 
 
 def ids(text: str, service: Running) -> list[int]:

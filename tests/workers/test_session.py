@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from disagg.workers.session import Session
+from tests.cli.conftest import lives, wait_for
 
 OWNER = """
 import json, subprocess, sys, time
@@ -35,14 +35,6 @@ os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"]
 """
 
 
-def running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def test_a_session_that_ends_leaves_no_folder_and_no_environment() -> None:
     before = dict(os.environ)
     with Session() as session:
@@ -64,10 +56,7 @@ def test_what_a_killed_owner_started_is_killed_too(child: str, environment: str)
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid, folder = owner.stdout.readline().split()
-    assert running(int(pid))
+    assert lives(int(pid))
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
-    until = time.monotonic() + 30
-    while running(int(pid)) or Path(folder).exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: not lives(int(pid)) and not Path(folder).exists(), 30)
