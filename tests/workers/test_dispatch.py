@@ -66,6 +66,13 @@ def pairs(dispatch: Rules, *rids: str) -> list[tuple[str | None, str | None]]:
     return [(dispatch.entries[rid].prefill, dispatch.entries[rid].decode) for rid in rids]
 
 
+def told(by: str) -> Rules:
+    """Request "r", of which this worker has said token 7."""
+    dispatch = started()
+    assert dispatch.token(by, "r", 1, 0, 7, 0.0) == [Deliver("r", 7)]
+    return dispatch
+
+
 def only(kind: type, actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
@@ -83,23 +90,20 @@ def test_a_token_said_twice_is_delivered_once() -> None:
 
 
 def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
-    dispatch = started()
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch = told("d")
     assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
     assert dispatch.tick(0.05) == []
     assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, left_s=99.9))]
 
 
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
-    dispatch = started()
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch = told("d")
     assert not only(Deliver, dispatch.finished("d", "r", 1, 2, "stop", 0.0))
     assert dispatch.entries["r"].phase is Phase.QUEUED
 
 
 def test_an_answer_that_its_first_token_ends_leaves_the_decode_worker() -> None:
-    dispatch = started()
-    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    dispatch = told("p")
     ended = [Deliver("r", "stop"), Forget("p", "r", 1), Forget("d", "r", 1)]
     assert dispatch.finished("p", "r", 1, 1, "stop", 0.0) == ended
 
@@ -124,10 +128,12 @@ def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
 # -- sequences that move
 
 
-def decoding(dispatch: Rules, length: int = 100) -> None:
+def decoding(length: int = 100) -> Rules:
     """Request "r" decodes at d: token 7 is known."""
+    dispatch = house("p", "d")
     dispatch.submit(job(length=length), 0.0)
     begin(dispatch, "d")
+    return dispatch
 
 
 def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Action]:
@@ -136,8 +142,7 @@ def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Acti
 
 def moving() -> Rules:
     """The same, on its way from d to d2."""
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     join(dispatch, "d2", 0.0)
     moved = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
     assert leave(dispatch) == [Reserve("d2", moved)]
@@ -147,8 +152,7 @@ def moving() -> Rules:
 
 @pytest.mark.parametrize("role", [Role.NONE, Role.PREFILL])
 def test_a_worker_that_decodes_no_longer_gets_nothing_and_what_it_has_moves(role: Role) -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     assert leave(dispatch, "d", role) == []
     dispatch.submit(job("s"), 1.0)
     assert not dispatch.entries["s"].workers
@@ -177,8 +181,7 @@ def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_prom
 
 
 def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     join(dispatch, "d2", 0.0)
     leave(dispatch)
     assert dispatch.refused("d2", "r", 1, CapacityError("full"), 1.0) == []
@@ -188,8 +191,7 @@ def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
 
 
 def test_one_that_is_almost_done_ends_where_it_is() -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch, length=MOVE_TOKENS)
+    dispatch = decoding(MOVE_TOKENS)
     join(dispatch, "d2", 0.0)
     assert leave(dispatch) == []
 
@@ -207,8 +209,7 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
 
 
 def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     join(dispatch, "d2", 0.0)
     leave(dispatch)
     assert dispatch.worker_down("d2", 1.0) == []
@@ -570,8 +571,7 @@ def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do(
 
 
 def test_an_old_answer_that_goes_on_elsewhere_closes_no_breaker() -> None:
-    dispatch = started()
-    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    dispatch = told("p")
     for index in range(1, 4):
         dispatch.token("d", "r", 1, index, 7, 0.1 * index)
         dispatch.members["p"].fails(0.1 * index, 0.1 * index)
@@ -621,8 +621,7 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
 
 
 def test_a_dead_decode_worker_costs_no_token() -> None:
-    dispatch = started()
-    dispatch.token("p", "r", 1, 0, 7, 0.0)
+    dispatch = told("p")
     dispatch.token("d", "r", 1, 1, 8, 0.0)
     assert dispatch.worker_down("d", 1.0) == [Forget("p", "r", 1)]
     assert join(dispatch, "d2", 2.0) == [Reserve("d2", at(job(), 2, 7, 8, left_s=98.0))]
@@ -630,8 +629,7 @@ def test_a_dead_decode_worker_costs_no_token() -> None:
 
 
 def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
-    dispatch = started()
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch = told("d")
     assert dispatch.worker_down("p", 1.0) == []
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
 
@@ -650,8 +648,7 @@ def test_deaths_of_a_worker_that_computed_others_too_cost_nothing() -> None:
 
 
 def test_a_request_that_killed_two_workers_runs_alone_and_is_refused_at_the_third() -> None:
-    dispatch = started()
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch = told("d")
     for i in (1, 2):
         dispatch.worker_down(f"d{i}" if i > 1 else "d", 0.0)
         join(dispatch, f"d{i + 1}", 0.0)
@@ -697,8 +694,7 @@ def test_who_runs_alone_has_its_prefill_worker_while_that_computes() -> None:
 
 
 def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
-    dispatch = started()
-    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    dispatch = told("d")
     dispatch.submit(job("new"), 0.0)
     dispatch.entries["new"].alone = True
     dispatch.granted("new", 1, GRANT)
