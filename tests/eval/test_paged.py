@@ -12,22 +12,23 @@ from disagg.model.runner import Runner
 from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt, save_tiny
 
+ROW = random_prompt(400)
 PROMPT = 310  # ten tokens later a tail of 64 is full and seals
 
 
-def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny, row):
-    kv = PagedKV(runner, EXACT, prefill(runner, row[:PROMPT]))
-    logits = kv.feed(row[PROMPT:])
+def test_exact_kv_gives_the_logits_of_the_model_itself(runner, tiny):
+    kv = PagedKV(runner, EXACT, prefill(runner, ROW[:PROMPT]))
+    logits = kv.feed(ROW[PROMPT:])
     model = AutoModelForCausalLM.from_pretrained(tiny)
     with torch.inference_mode():
-        expected = model(torch.tensor([row])).logits[0, PROMPT:]
+        expected = model(torch.tensor([ROW])).logits[0, PROMPT:]
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["kivi:bits=2,residual=64", "gear:bits=2", "h2o", "banded"])
-def test_greedy_tokens_are_those_that_an_engine_says(codec, runner, row):
-    (expected,) = serve(make_engine(runner), [row[:PROMPT]], codec, 16, ignore_eos=True)
-    kv = PagedKV(runner, codec, prefill(runner, row[:PROMPT]))
+def test_greedy_tokens_are_those_that_an_engine_says(codec, runner):
+    (expected,) = serve(make_engine(runner), [ROW[:PROMPT]], codec, 16, ignore_eos=True)
+    kv = PagedKV(runner, codec, prefill(runner, ROW[:PROMPT]))
     said = [expected[0]]  # chosen from the exact logits of the prompt
     while len(said) < len(expected):
         said.append(int(kv.feed(said[-1:]).argmax()))
@@ -35,16 +36,16 @@ def test_greedy_tokens_are_those_that_an_engine_says(codec, runner, row):
 
 
 @pytest.mark.parametrize("seals", [False, True], ids=["prompt", "streaming"])
-def test_only_streaming_seals_what_is_fed(seals, runner, row):
-    kv = PagedKV(runner, "kivi:bits=2,residual=64", prefill(runner, row[:PROMPT]), seals)
+def test_only_streaming_seals_what_is_fed(seals, runner):
+    kv = PagedKV(runner, "kivi:bits=2,residual=64", prefill(runner, ROW[:PROMPT]), seals)
     (_, state), before = kv._groups[0], kv._groups[0][1].num_pages
-    kv.feed(row[PROMPT:])
-    assert kv.num_tokens == len(row)
+    kv.feed(ROW[PROMPT:])
+    assert kv.num_tokens == len(ROW)
     assert (state.num_pages > before) == seals
 
 
-def test_layers_may_have_codecs_of_their_own(runner, row):
-    prompt = prefill(runner, row[:PROMPT])
+def test_layers_may_have_codecs_of_their_own(runner):
+    prompt = prefill(runner, ROW[:PROMPT])
     mixed = PagedKV(runner, "0:raw:dtype=model;1-:kivi:bits=2", prompt).attend(prompt)
     exact = PagedKV(runner, EXACT, prompt).attend(prompt)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(mixed, exact, strict=True)]
@@ -53,8 +54,8 @@ def test_layers_may_have_codecs_of_their_own(runner, row):
 
 
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "gear:bits=2", "h2o"])
-def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runner, row):
-    prompt = prefill(runner, row[:PROMPT])
+def test_attention_of_the_last_queries_is_that_of_a_one_layer_cache(codec, runner):
+    prompt = prefill(runner, ROW[:PROMPT])
     outputs = PagedKV(runner, codec, prompt).attend(prompt)
     for layer, kv in enumerate(prompt):
         q = kv.queries.last

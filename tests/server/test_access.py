@@ -1,6 +1,5 @@
 """API keys and HTTPS: who is served, and who is not."""
 
-import subprocess
 from dataclasses import replace
 
 import httpx
@@ -12,6 +11,7 @@ from disagg.config import ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
+from tests.papers import make_papers
 from tests.server.running import running
 from tests.server.visits import ask, send
 
@@ -68,12 +68,8 @@ def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):
 @pytest.fixture(scope="module")
 def pem(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A certificate that signs itself, for a name that is not this host's."""
-    folder = tmp_path_factory.mktemp("tls")
-    made = {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += ["-subj", "/CN=disagg", "-out", made["tls_certificate"], "-keyout", made["tls_key"]]
-    subprocess.run(command, check=True, capture_output=True)
-    return made
+    folder = make_papers(tmp_path_factory.mktemp("tls"))
+    return {"tls_certificate": str(folder / "ca"), "tls_key": str(folder / "ca.key")}
 
 
 def test_a_certificate_that_cannot_serve_is_refused(pem, tmp_path):

@@ -20,7 +20,6 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.page import Kind, make_layout
-from disagg.plan import Plan
 from disagg.transfer import rpc
 from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import Pace
@@ -29,7 +28,7 @@ from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, hand_over, offer_all, open_peer, until
-from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt, make_prompt
+from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, PLAN, Prompt, make_prompt
 from tests.transfer.stubs import generate_stubs, push_one
 
 
@@ -187,9 +186,7 @@ async def test_records_that_change_while_they_are_sent_break_their_promise(promp
 
 async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
     huge = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (2 << 20,))])
-    plan = Plan(groups=(replace(PLAN.groups[1], page=huge, heads=2),), group_of=(0, 0))
-    plan = replace(plan, groups=(replace(plan.groups[0], layers=(0, 1)),))
-
+    plan = replace(OTHER_PLAN, groups=(replace(OTHER_PLAN.groups[0], page=huge),))
     attach = Attach(Ticket(7, EPOCH, 0), MODEL, plan.fingerprint, 130)
     with pytest.raises(LayoutError, match="an item of a prompt of 130 tokens takes"):
         Sender(Channel("127.0.0.1:1"), attach, plan, None)
