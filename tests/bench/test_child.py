@@ -24,7 +24,7 @@ from disagg.bench.child import (
 )
 from disagg.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
 from disagg.wire import FRAME_BYTES
-from tests.cli.conftest import lives, wait_for
+from tests.processes import lives, wait_for
 
 PARENT = """
 import signal

@@ -3,8 +3,7 @@
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from disagg.errors import UnknownNameError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
+from tests.processes import PATIENCE_S as PATIENCE_S
+from tests.processes import wait_for as wait_for
 from tests.server.conftest import KV, FakeRouter, Letters
 
 STATS = KV | {"codec": "kivi:bits=4", "tokens": 300}
 STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_bytes": 800}
-PATIENCE_S = 120.0  # a start takes about 10 s on two idle cores, 40 s on a busy host
 
 
 class FakeStaff:
@@ -71,25 +71,6 @@ def free_port() -> int:
     """One that was free a moment ago."""
     with bind("127.0.0.1", 0) as free:
         return free.getsockname()[1]
-
-
-def wait_for(
-    condition: Callable[[], object],
-    patience_s: float = PATIENCE_S,
-    told: Callable[[], object] = lambda: "",
-) -> None:
-    until = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < until, told()
-        time.sleep(0.05)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is there, and not only as one that nobody has collected yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(autouse=True)

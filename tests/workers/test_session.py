@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.workers.session import Session
-from tests.cli.conftest import lives, wait_for
+from tests.processes import lives, wait_for
 
 OWNER = """
 import json, subprocess, sys, time
