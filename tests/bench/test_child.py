@@ -54,21 +54,6 @@ class Clerk:
         raise CapacityError(f"no room for {what}")
 
 
-def wait_until_gone(pid: int) -> None:
-    """Not there, or dead and not yet collected by whoever inherited it."""
-    deadline = time.monotonic() + LIMIT_S
-    while running(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_calls_are_answered_in_turn_and_the_end_of_the_context_ends_the_process():
     with Child(Clerk) as child:
         assert child.ask("count") == 1
