@@ -114,21 +114,28 @@ def attend_kernel(
     asked = (q_ptr, queries, stride_b, stride_m, stride_h)
     for j in tl.static_range(COUNT):
         view = (arenas[j], tables[j], bases[j], widths[j])
-        attend_unit(unit_of, asked, view, out, scale, LOOPS[j])
+        attend_unit(unit_of, asked, view, out, scale, loop_of(LOOPS, j))
+
+
+@triton.constexpr_function
+def loop_of(loops: tuple[Loop, ...], number: int) -> Loop:
+    """One of them: Triton 3.6 does not take an item as an argument."""
+    return loops[number]
 
 
 @triton.jit
 def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
     """Attention over a unit, if it is of the view that this loop is for."""
     i_view, i_b, start, end, i_segment = unit_of
+    SHAPE: tl.constexpr = LOOP.shape
     if i_view == LOOP.number:
         q_ptr, queries, stride_b, stride_m, stride_h = asked
         arena_ptr, tables, bases, width = view
         pages_ptr, lo_ptr, hi_ptr, sides_ptr = tables
         i_head, i_block, i_slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        i_m, i_row, m_c = column_of(i_head, i_block, queries, LOOP.shape)
-        rows = queries * tl.num_programs(0) * LOOP.shape.group
-        i_query = i_row - i_m * tl.num_programs(0) * LOOP.shape.group
+        i_m, i_row, m_c = column_of(i_head, i_block, queries, SHAPE)
+        rows = queries * tl.num_programs(0) * SHAPE.group
+        i_query = i_row - i_m * tl.num_programs(0) * SHAPE.group
         o_q = i_b.to(tl.int64) * stride_b + i_m.to(tl.int64) * stride_m
         p_q = q_ptr + tl.multiple_of(o_q + i_query.to(tl.int64) * stride_h, 8)
         lo = tl.load(lo_ptr + i_b * queries + i_m, mask=m_c, other=0)

@@ -39,6 +39,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
     SPELLING: tl.constexpr = LOOP.spelling
     STAGES: tl.constexpr = LOOP.stages
     CAP: tl.constexpr = LOOP.cap
+    PRECISION: tl.constexpr = LOOP.precision
     FIELDS: tl.constexpr = FMT.v.fields
     T: tl.constexpr = FMT.tokens
     W: tl.constexpr = FMT.head_dim // FMT.v.fields
@@ -84,7 +85,7 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
         b_o = field_values(segment, sums, f, V_SIDE, SHAPE.groups, SPELLING) * inverse[None, :]
         o = o + (b_o,)
     if FMT.turn is not None:
-        o = turn_back(segment, o, FMT, LOOP.precision)
+        o = turn_back(segment, o, FMT, PRECISION)
     for f in tl.static_range(FIELDS):
         tl.store(p_o[None, :] + f * W + o_w, o[f], mask=m_c[None, :] & (o_w < W))
 
