@@ -74,10 +74,9 @@ class PrefillSide:
 
     async def abort(self, rid: str, attempt: int) -> None:
         """Give up an attempt and all before it; returns when everything of it is freed."""
-        known, task = self._running.get(rid, (0, None))
-        if task is not None and known <= attempt:
-            task.cancel()
-            await asyncio.wait([task])
+        while (known := self._running.get(rid)) and known[0] <= attempt:
+            known[1].cancel()
+            await asyncio.wait([known[1]])
 
     def step(self, outputs: Iterable[Prefilled | Failed]) -> None:
         """What an engine step brought; entries that are not of this side are left alone."""

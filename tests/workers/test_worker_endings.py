@@ -14,6 +14,7 @@ from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
 from disagg.workers.offering import Offering
+from disagg.workers.prefill import PrefillSide
 from disagg.workers.worker import Worker
 from tests.transfer.peer import until
 from tests.workers.fakes import leave
@@ -57,6 +58,22 @@ async def test_a_fenced_worker_drops_what_it_decodes(home, story):
     assert not decode.decode.attempts
     assert decode.started.epoch == decode.epoch
     await leave(asking)
+
+
+async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatch):
+    """The second and the third come while the first is still being ended."""
+
+    async def hand_over(self: PrefillSide, submit: Submit) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PrefillSide, "_hand_over", hand_over)
+    first, *others = (Submit(Job("r", i, (1,)), Work.PREFILL, 1) for i in (1, 2, 3))
+    async with asyncio.TaskGroup() as tasks:
+        side = PrefillSide(None, True, tasks, say=list)
+        await side.start(first)
+        await asyncio.gather(*map(side.start, others))
+        assert side.attempts == {("r", 3)}
+        await side.abort("r", 3)
 
 
 async def test_a_draining_worker_finishes_what_it_has(home, story):
