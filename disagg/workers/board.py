@@ -90,7 +90,11 @@ class Board:
         """Where a sequence whose worker decodes no longer can go on; None: nowhere now."""
         there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
         found = self._fitting(entry, nbytes, there)
-        best = min(found, key=lambda x: (self._lives[x.name], -x.load.free_bytes), default=None)
+        best = min(
+            found,
+            key=lambda x: (x.name in entry.avoid, self._lives[x.name], -x.load.free_bytes),
+            default=None,
+        )
         self._lives.update([best.name] if best else [])
         return best
 

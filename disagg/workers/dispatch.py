@@ -40,6 +40,7 @@ from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
+STAYS_S = 1.0  # before a sequence that was refused asks another worker for room
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
@@ -261,15 +262,17 @@ class Dispatch:
         member = self.members.get(worker)
         return self._place(now) if member and member.says(load) else []
 
-    def granted(self, rid: str, attempt: int, grant: Grant) -> list[Action]:
+    def granted(self, worker: str, rid: str, attempt: int, grant: Grant) -> list[Action]:
         """A decode worker has room; if the request is over, it was told to forget it."""
         entry = self._current(rid, attempt)
+        if entry and worker not in entry.workers:  # another was asked since
+            return [Forget(worker, rid, attempt)]
         if entry and entry.prefill and entry.phase is Phase.RESERVE:
             entry.phase = Phase.PREFILL
-            return [Start(entry.prefill, entry.job, Work.PREFILL, entry.decode, grant)]
-        if entry and entry.decode and entry.target and entry.phase is Phase.DECODE:
+            return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
+        if entry and entry.decode and worker == entry.target and entry.phase is Phase.DECODE:
             entry.phase = Phase.MOVE
-            return [Start(entry.decode, entry.job, Work.MOVE, entry.target, grant)]
+            return [Start(entry.decode, entry.job, Work.MOVE, worker, grant)]
         return []
 
     def hear(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
@@ -429,7 +432,10 @@ class Dispatch:
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
-        stays = entry.phase is Phase.DECODE and worker == entry.target
+        stays = entry.phase is Phase.DECODE and worker == entry.target  # it decodes on as it did
+        if stays and not full:
+            entry.target, entry.not_before, entry.avoid = None, now + STAYS_S, frozenset({worker})
+            return [Forget(worker, entry.job.rid, entry.job.attempt)]
         if full and (stays or entry.phase is Phase.RESERVE):
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
             entry.target, entry.not_before = None, now + FULL_S * stays

@@ -333,7 +333,7 @@ class Router:
 
     async def _reserve(self, peer: Peer, job: Job) -> None:
         grant = await peer.client.reserve(job, peer.started.epoch, self.id)
-        self._act(self.dispatch.granted(job.rid, job.attempt, grant))
+        self._act(self.dispatch.granted(peer.name, job.rid, job.attempt, grant))
 
     def _submit(self, start: Start) -> Submit:
         epoch = self.peers[start.worker].started.epoch

@@ -26,7 +26,7 @@ def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
     assert isinstance(reserve, Reserve)
     assert reserve.job.codec == "fp8", "600 bytes of raw take 1.7 s; 1.6 s of 2 may be counted on"
     rules.choices.learn({"link_bytes_per_s": 1e9}, ("p", "d"))
-    rules.granted("r", 1, GRANT)
+    rules.granted("d", "r", 1, GRANT)
     rules.hear("p", TokenEvent("r", 1, 0, error=TransferError("broken")), 0.5)
     (again,) = only(Reserve, rules.tick(1.0))
     assert isinstance(again, Reserve)

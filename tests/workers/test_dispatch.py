@@ -51,14 +51,20 @@ def started(*names: str, **config: float) -> Rules:
     """Request "r" on its way from p to d."""
     dispatch = house(*(names or ("p", "d")), **config)
     assert dispatch.submit(job(), 0.0) == [Reserve("d", at(job(), 1))]
-    assert dispatch.granted("r", 1, GRANT) == [Start("p", at(job(), 1), Work.PREFILL, "d", GRANT)]
+    assert room(dispatch) == [Start("p", at(job(), 1), Work.PREFILL, "d", GRANT)]
     return dispatch
+
+
+def room(dispatch: Rules, rid: str = "r") -> list[Action]:
+    """The decode worker that was asked last has room."""
+    entry = dispatch.entries[rid]
+    return dispatch.granted(entry.workers[-1], rid, entry.job.attempt, GRANT)
 
 
 def begin(dispatch: Rules, worker: str, rid: str = "r", now: float = 0.0) -> None:
     """It gets its room, and this worker says its first token."""
     attempt = dispatch.entries[rid].job.attempt
-    dispatch.granted(rid, attempt, GRANT)
+    room(dispatch, rid)
     dispatch.token(worker, rid, attempt, 0, 7, now)
 
 
@@ -146,7 +152,7 @@ def moving() -> Rules:
     join(dispatch, "d2", 0.0)
     moved = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
     assert leave(dispatch) == [Reserve("d2", moved)]
-    assert dispatch.granted("r", 1, GRANT) == [Start("d", moved, Work.MOVE, "d2", GRANT)]
+    assert room(dispatch) == [Start("d", moved, Work.MOVE, "d2", GRANT)]
     return dispatch
 
 
@@ -190,10 +196,37 @@ def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
     assert dispatch.tick(2.0) == [Reserve("d2", moved)]
 
 
+def test_a_sequence_that_is_refused_decodes_on_and_asks_another() -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    join(dispatch, "d2", 0.0)
+    leave(dispatch)
+    join(dispatch, "d3", 1.0)
+    error = LayoutError("no such plan")
+    assert dispatch.refused("d2", "r", 1, error, 1.0) == [Forget("d2", "r", 1)]
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    assert [x.worker for x in only(Reserve, dispatch.tick(2.0))] == ["d3"]
+    dispatch.refused("d3", "r", 1, RequestError("nobody can"), 2.0)
+    assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.DECODE, 0)
+
+
 def test_one_that_is_almost_done_ends_where_it_is() -> None:
     dispatch = decoding(MOVE_TOKENS)
     join(dispatch, "d2", 0.0)
     assert leave(dispatch) == []
+
+
+def test_room_that_comes_when_another_was_asked_since_is_given_back() -> None:
+    dispatch = house("p", "d")
+    decoding(dispatch)
+    join(dispatch, "d2", 0.0)
+    leave(dispatch)
+    dispatch.worker_down("d2", 1.0)
+    join(dispatch, "d3", 1.0)
+    assert dispatch.granted("d2", "r", 1, GRANT) == [Forget("d2", "r", 1)]
+    (start,) = room(dispatch)
+    assert isinstance(start, Start)
+    assert (start.work, start.decode) == (Work.MOVE, "d3")
 
 
 @pytest.mark.parametrize("broken", ["d", "d2"])
@@ -508,7 +541,7 @@ def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
     while dispatch.entries:
         entry = dispatch.entries["r"]
         if entry.phase is Phase.RESERVE:
-            dispatch.granted("r", entry.job.attempt, GRANT)
+            room(dispatch)
         dispatch.refused("p", "r", entry.job.attempt, error, now)
         now += 0.5
         failed = dispatch.tick(now)
@@ -524,7 +557,7 @@ def test_a_refused_hand_off_goes_to_another_pair() -> None:
     for i in range(12):
         dispatch.submit(job(f"r{i}"), float(i))
         entry = dispatch.entries[f"r{i}"]
-        dispatch.granted(f"r{i}", 1, GRANT)
+        room(dispatch, f"r{i}")
         if entry.prefill == "p":
             refused += 1
             last = entry.workers
@@ -543,7 +576,7 @@ def test_a_worker_that_fails_fast_gets_ever_less() -> None:
         for entry in list(dispatch.entries.values()):
             if entry.phase is Phase.RESERVE:
                 tries.append(now)
-                dispatch.granted(entry.job.rid, entry.job.attempt, GRANT)
+                room(dispatch, entry.job.rid)
                 error = PeerLostError("broken")
                 dispatch.refused("p", entry.job.rid, entry.job.attempt, error, now)
             dispatch.cancel(entry.job.rid, now)
@@ -557,7 +590,7 @@ def test_requests_go_round_a_worker_that_fails_fast_and_health_says_when_all_do(
     for i in range(4):
         dispatch.submit(job(f"r{i}"), now)
         entry = dispatch.entries[f"r{i}"]
-        dispatch.granted(f"r{i}", 1, GRANT)
+        room(dispatch, f"r{i}")
         if entry.prefill == "p":
             dispatch.refused("p", f"r{i}", 1, DisaggError("a bug"), now)
         now += 0.01
@@ -594,7 +627,7 @@ def test_a_request_that_fails_wherever_it_is_opens_no_breaker() -> None:
     dispatch.submit(job(), now)
     while "r" in dispatch.entries:
         attempt = dispatch.entries["r"].job.attempt
-        dispatch.granted("r", attempt, GRANT)
+        room(dispatch)
         dispatch.refused("p", "r", attempt, DisaggError("half a character"), now)
         now += 1.0
         dispatch.tick(now)
@@ -682,7 +715,7 @@ def test_who_runs_alone_has_its_prefill_worker_while_that_computes() -> None:
     begin(dispatch, "d")
     dispatch.submit(job("alone"), 0.0)
     dispatch.entries["alone"].alone = True
-    dispatch.granted("alone", 1, GRANT)
+    room(dispatch, "alone")
     dispatch.refused("p", "alone", 1, CapacityError("x"), 0.0)
     join(dispatch, "d2", 0.0)
     dispatch.tick(0.5)
@@ -697,7 +730,7 @@ def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None
     dispatch = told("d")
     dispatch.submit(job("new"), 0.0)
     dispatch.entries["new"].alone = True
-    dispatch.granted("new", 1, GRANT)
+    room(dispatch, "new")
     dispatch.refused("p", "new", 1, CapacityError("x"), 0.0)
     assert not only(Reserve, dispatch.tick(0.5))  # r is there still
     assert dispatch.submit(job("third"), 0.5) == []  # and nothing more comes between

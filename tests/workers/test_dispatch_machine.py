@@ -146,7 +146,8 @@ class Interleavings(RuleBasedStateMachine):
         if worker is not None and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
-            self.act(self.dispatch.granted(job.rid, job.attempt, Grant(1, 1, 9.0)))
+            grant = asked.worker, job.rid, job.attempt, Grant(1, 1, 9.0)
+            self.act(self.dispatch.granted(*grant))
         else:
             said = self.dispatch.refused(asked.worker, job.rid, job.attempt, error, self.now)
             self.act(said)
@@ -238,6 +239,7 @@ class Interleavings(RuleBasedStateMachine):
         if entry.phase in (Phase.PREFILL, Phase.DECODE):
             worker = data.draw(st.sampled_from(entry.workers))
             if worker in self.workers:
+                self.asked = [x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)]
                 said = self.dispatch.refused(worker, rid, entry.job.attempt, error, self.now)
                 self.act(said)
 
