@@ -15,24 +15,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token, named
-from disagg.engine.sequence import handoff_stats
-from disagg.errors import DisaggError, RequestError, ReservationError
+from disagg.engine.sequence import Logprobs, handoff_stats
+from disagg.errors import CorruptFrameError, DisaggError, ReservationError
 from disagg.page import FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.transfer.records import ids_by_kind
 from disagg.transfer.reservations import Admission
-from disagg.wire import Item
+from disagg.wire import Commit, Item
 from disagg.workers.offering import Exit, Offering
 from disagg.workers.prefill import Say, request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
 PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
 EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
+Made = TypeVar("Made")
 log = logging.getLogger(__name__)
 
 
@@ -69,15 +70,15 @@ class DecodeSide:
         request = request_of(job, "d")
         emitted = job.emitted or (commit.first_token,)
         if job.moved:
-            emitted = tuple(commit.extras.get(EMITTED, ()))  # type: ignore[arg-type]
+            emitted = _plain(commit, EMITTED, _token)
             if len(job.prompt) + len(emitted) - 1 != job.moved:
-                raise RequestError(f"{job.moved} tokens moved, with an answer of {len(emitted)}")
+                raise CorruptFrameError(f"{job.moved} tokens, with an answer of {len(emitted)}")
             known = len(job.emitted)
             again = enumerate(emitted[known:-1], known)
             self.say(TokenEvent(job.rid, job.attempt, index, token) for index, token in again)
+        said = () if job.emitted else _plain(commit, "logprobs", _score)
         self._jobs[request.rid] = job
-        said: Any = () if job.emitted else commit.extras.get("logprobs", ())
-        self.way.engine.submit(Admit(request, admission.groups, emitted, job.moved, tuple(said)))
+        self.way.engine.submit(Admit(request, admission.groups, emitted, job.moved, said))
 
     def start(self, job: Job) -> None:
         """Serve a request whole, from its prompt on; a higher attempt replaces a lower one."""
@@ -211,6 +212,28 @@ class Departure(Offering):
         if part:
             super()._pass(part)
             self._loop.call_later(PART_S, self._trickle)
+
+
+def _plain(commit: Commit, name: str, read: Callable[[Any], Made]) -> tuple[Made, ...]:
+    """What a commit carries along under a name; CorruptFrameError for what no worker says."""
+    try:
+        return tuple(map(read, commit.extras.get(name, ())))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise CorruptFrameError(f"{name} of a commit: {error}") from error
+
+
+def _token(value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 31:
+        return value
+    raise ValueError(f"{value!r:.40} is no token")
+
+
+def _score(value: Any) -> Logprobs:
+    own, likeliest = value
+    found = own, tuple((_token(token), score) for token, score in likeliest)
+    if all(type(x) is float and x <= 1.0 for x in (own, *(score for _, score in likeliest))):
+        return found
+    raise ValueError(f"{value!r:.40} is no log-probability")
 
 
 def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int]:

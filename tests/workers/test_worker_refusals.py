@@ -1,12 +1,14 @@
 """What a worker refuses, by name, and what it asks again: real gRPC, nothing is left."""
 
 import asyncio
+import math
 
 import pytest
 
 from disagg.config import Config, EngineConfig
 from disagg.errors import (
     ConfigError,
+    CorruptFrameError,
     DisaggError,
     LayoutError,
     PeerLostError,
@@ -15,7 +17,10 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.plan import Plan
-from disagg.transfer.messages import Job, Submit, Work
+from disagg.transfer.messages import Job, Submit, TokenEvent, Work
+from disagg.transfer.reservations import Admission
+from disagg.wire import Commit
+from disagg.workers.decode import DecodeSide
 from tests.workers.pairs import KIVI, paired
 
 
@@ -111,3 +116,28 @@ async def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(home):
         await prefill.submit(Submit(job, Work.PREFILL, prefill.epoch - 1))
     with pytest.raises(ReservationError, match="epoch"):
         await decode.reserve(job, decode.epoch + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("emitted", [7, "7", 7]),
+        ("emitted", [7, True, 7]),
+        ("emitted", [7, 7.5, 7]),
+        ("emitted", [7, 1 << 40, 7]),
+        ("emitted", 7),
+        ("logprobs", [[math.nan, []]]),
+        ("logprobs", [[b"-1", []]]),
+        ("logprobs", [[-1.0, [[-7, -1.0]]]]),
+        ("logprobs", [[-1.0, [[7, None]]]]),
+        ("logprobs", [-1.0]),
+    ],
+)
+def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
+    said = list[TokenEvent]()
+    side = DecodeSide(None, None, said.extend, on_done=None, on_left=None)
+    job = Job("r", 1, (1, 2), moved=4 if name == "emitted" else 0)
+    with pytest.raises(CorruptFrameError, match=name):
+        side.admit(Admission(job, (), Commit(2, "", (), 7, {name: value})))
+    assert not said
+    assert not side.attempts
