@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -304,7 +305,11 @@ class PushStream:
 
 
 class Peers:
-    """The channels of a worker by address, and what their links can do."""
+    """The channels of a worker by address, and what their links can do.
+
+    A channel that no hand-off has and no stream is on is closed: workers come and go. Those that
+    were measured stay.
+    """
 
     def __init__(self, security: Security | None, config: TransferConfig):
         size, pace = config.frame_bytes, None
@@ -314,13 +319,14 @@ class Peers:
         direct = config.channel == "direct"
         self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
         self._security = security
-        self._channels: dict[str, Channel] = {}
+        self._channels = WeakValueDictionary[str, Channel]()
+        self._met: dict[str, Channel] = {}
 
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
-        if address not in self._channels:
-            self._channels[address] = Channel(address, self._security, self.options)
-        return self._channels[address]
+        if (channel := self._channels.get(address)) is None:
+            channel = self._channels[address] = Channel(address, self._security, self.options)
+        return channel
 
     async def meet(self, addresses: Iterable[str]) -> list[str]:
         """Measure links before they are needed; what each can do, in words."""
@@ -328,6 +334,7 @@ class Peers:
         for channel in channels:
             try:
                 channel.report = await measure(channel.link)
+                self._met[channel.address] = channel
                 size = channel.report.frame_bytes(self.options.frame_bytes)
                 channel.options = replace(self.options, frame_bytes=size)
                 log.info("%s", channel.report)
@@ -337,9 +344,9 @@ class Peers:
 
     def as_info(self) -> list[dict[str, Any]]:
         """What was measured, as plain values."""
-        return [asdict(x.report) for x in self._channels.values() if x.report]
+        return [asdict(x.report) for x in self._met.values() if x.report]
 
     async def close(self) -> None:
         """End everything."""
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             await channel.close()

@@ -1,7 +1,9 @@
 """Hand-offs over a real loopback server to a scripted receiver: whole, broken, resumed, refused."""
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -461,6 +463,24 @@ async def test_links_close_when_idle_and_with_their_channel_and_leak_nothing(pro
         await hand_over(peer.sender(prompt, peers.get(peer.address), 10), prompt)
         await peers.close()
         await until(lambda: open_files() <= before)
+
+
+async def test_the_channel_to_a_worker_that_is_gone_is_closed(prompt):
+    peers = Peers(None, TransferConfig())
+    peers.options = QUICK
+    async with open_peer() as (peer, _):
+        sender = peer.sender(prompt, peers.get(peer.address))
+        gone = weakref.ref(sender._channel)
+        await hand_over(sender, prompt)
+        del sender
+        gc.collect()
+        assert peers.get(peer.address) is gone(), "the next hand-off finds its stream open"
+
+    def closed() -> bool:
+        gc.collect()
+        return gone() is None
+
+    await until(closed)
 
 
 async def test_a_paced_channel_takes_the_time_of_the_link(prompt):
