@@ -10,9 +10,11 @@ byte is checked, each once. Packing joins nothing and unpacking copies nothing.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgpack
@@ -45,6 +47,22 @@ class Item(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.record} of layer {self.layer}"
+
+
+def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list[Item]:
+    """The items of these records of a layer. A long prompt has 70,000, so nothing here is slow."""
+    fields = zip(repeat(kind), repeat(group), repeat(layer), records, strict=False)
+    return [*map(partial(tuple.__new__, Item), fields)]
+
+
+class Known(NamedTuple):
+    """Items of one kind and layer that a receiver has, with their digests."""
+
+    kind: Kind
+    group: int
+    layer: int
+    records: Sequence[int]
+    digests: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, ClassVar, Self, TypeVar
 
 from google.protobuf.descriptor import Descriptor
@@ -23,7 +24,7 @@ from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_fr
 from disagg.page import Kind
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.wire import Item, Ticket, pack_digests, unpack_digests
+from disagg.wire import Item, Known, Ticket, items_of, pack_digests, unpack_digests
 
 Parsed = TypeVar("Parsed", bound=Message)
 
@@ -202,15 +203,22 @@ class Attach(Told, form=kv.AttachRequest):
 class Attached(Told, form=kv.AttachResponse):
     """The answer: what is here, verified; or that all was, so that the commit can be repeated.
 
-    have: items with their digests, which the sender takes for its own
+    have: which the sender takes for its own
     """
 
     admitted: bool = False
-    have: Mapping[Item, int] = field(default_factory=dict)
+    have: Sequence[Known] = ()
     lease_s: float = 0.0
     credit: int = 0
     port: int = 0
     key: bytes = b""
+
+    def digests(self) -> dict[Item, int]:
+        """Those of all items that are here."""
+        found: dict[Item, int] = {}
+        for known in self.have:
+            found.update(zip(items_of(*known[:4]), known.digests, strict=True))
+        return found
 
 
 @dataclass(frozen=True)
@@ -328,33 +336,30 @@ def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
     return lambda value: json.dumps(value) if value or value == {} else "", back
 
 
-def _items_to(items: Iterable[Item], digests: Mapping[Item, int] | None = None) -> list[kv.ItemSet]:
-    """Items as sets of one kind, group and layer, with their digests if there are any."""
-    sets = []
-    for (kind, group, layer), run in groupby(sorted(items), lambda item: item[:3]):
-        chosen = list(run)
-        packed = pack_digests([digests[item] for item in chosen]) if digests else b""
-        records = [item.record for item in chosen]
-        fields = {"kind": _KIND[0](kind), "group": group, "layer": layer}
-        sets.append(kv.ItemSet(**fields, records=records, digests=packed))
-    return sets
+def _items_to(items: Iterable[Item]) -> list[kv.ItemSet]:
+    """Items as sets of one kind, group and layer."""
+    return [
+        _known_to(Known(kind, group, layer, [x.record for x in run], ()))
+        for (kind, group, layer), run in groupby(sorted(items), itemgetter(0, 1, 2))
+    ]
 
 
 def _items_from(sets: Iterable[kv.ItemSet]) -> tuple[Item, ...]:
-    return tuple(
-        Item(_KIND[1](x.kind), x.group, x.layer, record) for x in sets for record in x.records
-    )
+    some = (items_of(_KIND[1](x.kind), x.group, x.layer, x.records) for x in sets)
+    return tuple(chain.from_iterable(some))
 
 
-def _digests_from(sets: Iterable[kv.ItemSet]) -> dict[Item, int]:
+def _known_to(x: Known) -> kv.ItemSet:
+    where = {"kind": _KIND[0](x.kind), "group": x.group, "layer": x.layer}
+    return kv.ItemSet(**where, records=x.records, digests=pack_digests(x.digests))
+
+
+def _known_from(x: kv.ItemSet) -> Known:
     """CorruptFrameError unless each item has a digest."""
-    found: dict[Item, int] = {}
-    for one in sets:
-        digests, items = unpack_digests(one.digests), _items_from([one])
-        if len(digests) != len(items):
-            raise CorruptFrameError(f"{len(digests)} digests for {len(items)} items")
-        found.update(zip(items, digests, strict=True))
-    return found
+    digests, records = unpack_digests(x.digests), tuple(x.records)
+    if len(digests) != len(records):
+        raise CorruptFrameError(f"{len(digests)} digests for {len(records)} items")
+    return Known(_KIND[1](x.kind), x.group, x.layer, records, digests)
 
 
 _KIND = _words("KIND", kv.Kind, Kind)
@@ -373,6 +378,6 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "info": _json("info", dict, dict),
     "stats": _json("stats", dict, lambda: None),
     "logprobs": _json("logprobs", list, tuple),
-    "have": (lambda have: _items_to(have, have), _digests_from),
+    "have": _several((_known_to, _known_from)),
     "missing": (_items_to, _items_from),
 }

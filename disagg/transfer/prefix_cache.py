@@ -27,7 +27,7 @@ from disagg.transfer.records import (
     ids_by_kind,
     units_of,
 )
-from disagg.wire import Item, digest
+from disagg.wire import digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
 
@@ -52,7 +52,8 @@ class Note:
 
     def seen(self) -> list[int]:
         """The digests of the unit's items, in their order."""
-        return [self.digests[self.checklist.place(x)] for x in self.unit.items(self.group)]
+        places = self.checklist.places(self.unit)
+        return [x for some in places for x in self.digests[some.start : some.stop]]
 
     def spans(self) -> list[Span]:
         """Where these items lie."""
@@ -71,7 +72,7 @@ class Holding:
 
     keys:    of its units, by layer group
     cached:  how many leading units of each layer group were found
-    digests: of their items
+    digests: of their items, by place
     shared:  page ids that others may own too
     """
 
@@ -79,7 +80,7 @@ class Holding:
     keys: Keys
     groups: tuple[GroupState, ...]
     cached: tuple[int, ...]
-    digests: dict[Item, int]
+    digests: dict[int, int]
     shared: frozenset[int]
 
     @property
@@ -208,10 +209,11 @@ class PrefixCache:
         except BaseException:
             self._pool.release(owned)
             raise
-        digests, here = dict[Item, int](), units_of(checklist.plan, checklist.tokens)
-        for group, units, notes in zip(checklist.plan.groups, here, found, strict=True):
+        digests, here = dict[int, int](), units_of(checklist.plan, checklist.tokens)
+        for units, notes in zip(here, found, strict=True):
             for unit, note in zip(units, notes, strict=False):  # by this prompt's record numbers
-                digests.update(zip(unit.items(group), note.seen(), strict=True))
+                places = chain.from_iterable(checklist.places(unit))
+                digests.update(zip(places, note.seen(), strict=True))
         pages = frozenset(chain.from_iterable(note.pages for note in shared))
         return Holding(checklist, keys, groups, tuple(map(len, found)), digests, pages)
 

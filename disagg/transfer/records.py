@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 
 from disagg.errors import CorruptFrameError, LayoutError, TransferError
 from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, PageFrame
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, Known, PageFrame, items_of
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
@@ -90,22 +91,36 @@ class Checklist:
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """All items: layer by layer, segments, pages, side records, raw pages."""
-        return tuple(x for layer in range(len(self.plan.group_of)) for x in self.layer(layer))
+        return tuple(chain.from_iterable(map(self.layer, range(len(self.plan.group_of)))))
 
     def layer(self, layer: int) -> Iterator[Item]:
         """The items of one model layer."""
         group = self.plan.group_of[layer]
         for kind, count in self._counts[group].items():
-            for record in range(count):
-                yield Item(kind, group, layer, record)
+            yield from items_of(kind, group, layer, range(count))
 
     def count(self, group: int, kind: Kind) -> int:
         """How many records of a kind a layer group has."""
         return self._counts[group].get(kind, 0)
 
+    def runs(self) -> Iterator[tuple[Kind, int, int, range]]:
+        """Kind, group and layer of items that follow each other, and their places."""
+        for layer, group in enumerate(self.plan.group_of):
+            for kind, count in self._counts[group].items():
+                first = self._firsts[layer, kind]
+                yield kind, group, layer, range(first, first + count)
+
     def place(self, item: Item) -> int:
         """Which of all items it is, in their order."""
         return self._firsts[item.layer, item.kind] + item.record
+
+    def places(self, unit: "Unit") -> Iterator[range]:
+        """Where the items of a unit are in that order; as many as it has, in the unit's order."""
+        parts = unit.parts()
+        for layer in self.plan.groups[unit.group].layers:
+            for kind, records in parts:
+                first = self._firsts[layer, kind]
+                yield range(first + records.start, first + records.stop)
 
     def nbytes(self, item: Item) -> int:
         """Bytes of an item: one block per KV head, or the rows of a tail."""
@@ -270,15 +285,15 @@ class ArenaSource:
 class Arrivals:
     """Which items of a prompt are verified and in place at a receiver.
 
-    digests: of those that are there from the beginning
+    digests: by place, of those that are there from the beginning
     """
 
     def __init__(
-        self, checklist: Checklist, states: Sequence[GroupState], digests: Mapping[Item, int]
+        self, checklist: Checklist, states: Sequence[GroupState], digests: Mapping[int, int]
     ):
         self._checklist = checklist
         self._addresses = Addresses(checklist, states)
-        self._here = {checklist.place(item): seen for item, seen in digests.items()}
+        self._here = dict(digests)
 
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here: digests by place, and bytes with their offsets.
@@ -305,9 +320,14 @@ class Arrivals:
         """These are verified and in place now."""
         self._here |= new
 
-    def have(self) -> dict[Item, int]:
+    def have(self) -> list[Known]:
         """Items that are here, with their digests."""
-        return {self._checklist.items[place]: seen for place, seen in self._here.items()}
+        found = list[Known]()
+        for kind, group, layer, run in self._checklist.runs():
+            if here := [place for place in run if place in self._here]:
+                records, digests = [x - run.start for x in here], [self._here[x] for x in here]
+                found.append(Known(kind, group, layer, records, digests))
+        return found
 
     def missing(self, commit: Commit) -> tuple[Item, ...]:
         """The items of a commit that are not here.
@@ -360,10 +380,14 @@ class Unit:
     segments: range = range(0)
     raws: range = range(0)
 
-    def records(self) -> list[tuple[Kind, int]]:
-        """The records, those that others depend on first."""
+    def parts(self) -> list[tuple[Kind, range]]:
+        """The records by kind, those that others depend on first."""
         kinds = (Kind.SEGMENT, self.segments), (Kind.PAGE, self.pages), (Kind.RAW, self.raws)
-        return [(kind, record) for kind, records in kinds for record in records]
+        return [(kind, records) for kind, records in kinds if records]
+
+    def records(self) -> list[tuple[Kind, int]]:
+        """The records, in that order."""
+        return [(kind, record) for kind, records in self.parts() for record in records]
 
     def items(self, group: LayerGroup) -> list[Item]:
         """The items of all layers of the group."""

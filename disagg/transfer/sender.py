@@ -138,7 +138,10 @@ class Outbox:
 
     def attached(self, have: Mapping[Item, int], credit: int) -> None:
         """Start over with a receiver that has these items, sent before or found by their keys."""
-        self.there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
+        self.there = {**have}
+        for item in self._sent.keys() & have.keys():
+            if self._sent[item] != have[item]:
+                del self.there[item]
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
@@ -329,7 +332,7 @@ class Sender:
             if not isinstance(answer, Ack):
                 raise ReservationError(f"{self} was admitted before all of it was sent")
             return answer
-        self.outbox.attached(attached.have, attached.credit)
+        self.outbox.attached(attached.digests(), attached.credit)
         self._note_drained()
         with self._channel.carries(self, attached):
             while True:

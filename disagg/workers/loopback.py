@@ -57,7 +57,7 @@ class Loopback:
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach, time.monotonic())
         self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
-        self._outbox.attached(attached.have, attached.credit)
+        self._outbox.attached(attached.digests(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final."""

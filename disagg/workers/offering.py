@@ -80,8 +80,9 @@ class Offering:
     async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
         """All is computed: what was kept back goes, and what was left out as it is there; then the
         commit; the figures of the wire."""
-        self._left_out = set(self.checklist.items) - self._offered
-        if items := [*self._kept, *sorted(self._left_out)]:
+        left_out = [x for x in self.checklist.items if x not in self._offered]
+        self._left_out.update(left_out)
+        if items := [*self._kept, *left_out]:
             self._pass(items)
         self.sender.finish(first_token, extras)
         return await self._sending

@@ -69,7 +69,7 @@ class Desk:
         """Send all that is not there; the bytes of it."""
         reservation = self.ledger._by_nonce[ticket.nonce]
         assert reservation.contents
-        have, sent = reservation.contents.arrivals.have(), 0
+        have, sent = Attached(have=reservation.contents.arrivals.have()).digests(), 0
         for item in prompt.checklist.items:
             if item not in have:
                 self.store(prompt.frame(ticket, [item]), now)

@@ -38,7 +38,8 @@ class House:
     def arrived(self) -> int:
         """Items of all prompts that are here."""
         held = self.receiver.reservations._by_nonce.values()
-        return sum(len(x.contents.arrivals.have()) for x in held if x.contents is not None)
+        known = [x.contents.arrivals.have() for x in held if x.contents is not None]
+        return sum(len(x.records) for some in known for x in some)
 
     @property
     def held(self) -> int:

@@ -25,7 +25,7 @@ from disagg.transfer.records import Checklist
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
+from disagg.wire import CommitFrame, Item, Known, PageFrame, Ticket, message_frame, unpack
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt
 
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
@@ -61,7 +61,7 @@ class Peer:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        honest = Attached(False, have, self.lease_s, self.credit)
+        honest = Attached(False, known(have), self.lease_s, self.credit)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -110,6 +110,11 @@ class Peer:
     ) -> Sender:
         attach = Attach(Ticket(nonce, EPOCH, 0), MODEL, prompt.plan.fingerprint, prompt.tokens)
         return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+
+
+def known(have: dict[Item, int]) -> list[Known]:
+    """One by one."""
+    return [Known(*item[:3], [item.record], [seen]) for item, seen in have.items()]
 
 
 @asynccontextmanager

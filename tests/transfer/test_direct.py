@@ -88,7 +88,7 @@ async def open_direct(
         open_door(peer, security) as (server, port, shelves),
     ):
         peer.on_attach = lambda attach: Attached(
-            have=peer.have.get(attach.ticket.nonce, {}),
+            have=known(peer.have.get(attach.ticket.nonce, {})),
             lease_s=10.0,
             credit=8000,
             port=port,

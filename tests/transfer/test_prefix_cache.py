@@ -11,7 +11,14 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import HostArena, Pool
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
-from disagg.transfer.records import Addresses, content_keys, ids_by_kind, units_of
+from disagg.transfer.records import (
+    Addresses,
+    Checklist,
+    Unit,
+    content_keys,
+    ids_by_kind,
+    units_of,
+)
 from disagg.transfer.reservations import Admission, State
 from disagg.wire import CommitFrame, Item, Ticket
 from tests.transfer.desk import Desk
@@ -63,7 +70,18 @@ def test_a_reservation_says_how_much_is_here_and_what():
     named = [*units[0][:1], *units[1][:32]]
     items = {item for unit in named for item in unit.items(PLAN.groups[unit.group])}
     commit = dict(zip(first.checklist.items, first.commit().digests, strict=True))
-    assert attached.have == {item: commit[item] for item in items}
+    assert attached.digests() == {item: commit[item] for item in items}
+
+
+def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
+    """A long one has 70,000: making them stopped its loop for longer than a decode step takes."""
+    prompt, desk = make_prompt(2300), Desk(1 << 21)
+    desk.give(prompt, "one")
+    monkeypatch.setattr(Unit, "items", lambda *none: 1 / 0)
+    monkeypatch.setattr(Checklist, "items", property(lambda none: 1 / 0))
+    attached = desk.ask(prompt, desk.reserve(prompt, rid="two"))
+    layers = [(x.kind, x.layer) for x in attached.have]
+    assert len(layers) == len(set(layers)) > len(PLAN.group_of)
 
 
 def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
@@ -283,8 +301,9 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
             for unit in chain.from_iterable(units_of(plan, len(tokens)))
             for i, item in enumerate(unit.items(plan.groups[unit.group]))
         }
-        assert all(seen[item] == known for item, known in holding.digests.items())
-        cache.keep(holding, [seen.get(item, 0) for item in holding.checklist.items])
+        items = holding.checklist.items
+        assert all(seen[items[place]] == known for place, known in holding.digests.items())
+        cache.keep(holding, [seen.get(item, 0) for item in items])
         return holding
 
     hold(prompt[:1000])

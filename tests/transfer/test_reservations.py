@@ -271,7 +271,7 @@ def test_a_new_stream_learns_what_arrived_and_verified(desk, prompt):
         desk.store(frame)
     with pytest.raises(CorruptFrameError):
         desk.store(corrupt(frames[3]))
-    have = desk.ask(prompt, desk.reserve(prompt), 2).have
+    have = desk.ask(prompt, desk.reserve(prompt), 2).digests()
     assert have == {x: d for f in frames[:3] for x, d in zip(f.items(), f.digests, strict=True)}
 
 

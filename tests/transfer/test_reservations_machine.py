@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
             return
         if not attached.admitted:
             self.tickets.append((ticket, key))
-            self.have[nonce] = dict(attached.have)
+            self.have[nonce] = attached.digests()
             assert gen > self.gens.get(nonce, 0)
             self.gens[nonce] = gen
 
