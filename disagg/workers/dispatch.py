@@ -68,8 +68,9 @@ class Started:
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def bytes_of(self, codec: str, tokens: int) -> float:
-        """Of a prompt, on the line through those two; 0 for a codec that is not listed."""
-        (short, few), (long, many) = self.sizes.get(codec, {0: 0, 1: 0}).items()
+        """Of a prompt, on the line through those two; under another name, of who names none."""
+        first = next(iter(self.sizes.values()), {0: 0, 1: 0})
+        (short, few), (long, many) = self.sizes.get(codec, first).items()
         return few + (many - few) * (tokens - short) / (long - short)
 
 

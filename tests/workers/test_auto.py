@@ -34,6 +34,19 @@ def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
     assert (rules.entries["r"].choice, rules.choices.chosen["fp8", "deadline"]) == ("deadline", 1)
 
 
+def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
+    rules = Rules()
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        rules.worker_up(Started(name, role, name, 1, sizes=SIZES), 0.0)
+    rules.submit(replace(job("default", tokens=1024), codec=""), 0.0)
+    rules.submit(replace(job("spelled", tokens=1024), codec="raw:dtype=model"), 0.0)
+    assert [x.nbytes for x in rules.entries.values()] == [2048, 2048]
+    learned = {"attention_error": {"raw": [0.0], "fp8": [0.1]}, "link_bytes_per_s": 2850.0}
+    rules.choices.learn(learned, ("p", "d"))
+    rules.submit(replace(job(tokens=300), codec="auto"), 0.0)
+    assert rules.entries["r"].job.codec == "fp8", "464 bytes cross in time behind the others"
+
+
 def test_local_work_is_late_on_no_link() -> None:
     rules = Rules()
     rules.worker_up(Started("b", Role.BOTH, "b", 1, sizes=SIZES), 0.0)
