@@ -290,6 +290,8 @@ class Dispatch:
         if event.error is not None:
             if worker not in entry.workers or worker not in self.members:
                 return []  # it was given up when that worker died
+            if entry.decodes and worker not in (entry.decode, entry.target):
+                return [Forget(worker, rid, event.attempt)]  # it did its part, and never heard so
             return self._refuse(entry, worker, event.error, now)
         known, actions = len(entry.emitted), self._progress(entry, worker, index, now)
         if token is not None and index < known:

@@ -131,6 +131,16 @@ def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
     assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
 
 
+def test_a_prefill_worker_that_never_heard_that_all_has_arrived_ends_no_answer() -> None:
+    """The link broke after the commit; what the decode worker says proves that it came."""
+    dispatch = started()
+    dispatch.token("d", "r", 1, 0, 7, 0.0)
+    lost = PeerLostError("no acknowledgement")
+    assert dispatch.refused("p", "r", 1, lost, 5.0) == [Forget("p", "r", 1)]
+    assert dispatch.token("d", "r", 1, 1, 8, 5.0) == [Deliver("r", 8)]
+    assert dispatch.retries == 0
+
+
 # -- sequences that move
 
 
