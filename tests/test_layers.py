@@ -51,18 +51,18 @@ BUDGETS = {
     "codecs": 3156,
     "engine": 1894,
     "eval": 601,
-    "files": 2022,  # disagg/*.py
+    "files": 2040,  # disagg/*.py
     "kernels": 6218,
     "model": 1758,
     "report": 176,
     "server": 1946,
-    "transfer": 3549,
-    "workers": 2973,
-    "tests": 24075,
+    "transfer": 3590,
+    "workers": 3009,
+    "tests": 24225,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21083  # of all these rooms together
+PACKAGE_BUDGET = 21178  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -19,7 +19,7 @@ from disagg.transfer.messages import Attached, Credit
 from disagg.transfer.security import Security
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket, pack, unpack
 from tests.transfer.desk import bend
-from tests.transfer.peer import QUICK, Peer, hand_over, open_peer, until
+from tests.transfer.peer import QUICK, Peer, hand_over, known, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 KEY = b"k" * direct.KEY_BYTES
