@@ -82,7 +82,8 @@ class Desk:
         sent = self.push(prompt, ticket)
         contents = self.ledger._by_nonce[ticket.nonce].contents
         assert contents
-        digests = tuple(contents.arrivals.have()[item] for item in prompt.checklist.items)
+        have = Attached(have=contents.arrivals.have()).digests()
+        digests = tuple(map(have.__getitem__, prompt.checklist.items))
         commit = replace(prompt.commit(), digests=digests)
         assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
         return sent
