@@ -137,7 +137,7 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
 async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(
     prompt, slow
 ):
-    async with open_house(lease_s=1.0) as house:
+    async with open_house(lease_s=3.0) as house:
         attach = house.reserve(prompt)
         with process(send, house.address, attach, slow) as (child, answer):
             await until(lambda: house.arrived() > 5)
