@@ -207,8 +207,7 @@ def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
 
 
 def test_a_sequence_that_is_refused_decodes_on_and_asks_another() -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     join(dispatch, "d2", 0.0)
     leave(dispatch)
     join(dispatch, "d3", 1.0)
@@ -227,8 +226,7 @@ def test_one_that_is_almost_done_ends_where_it_is() -> None:
 
 
 def test_room_that_comes_when_another_was_asked_since_is_given_back() -> None:
-    dispatch = house("p", "d")
-    decoding(dispatch)
+    dispatch = decoding()
     join(dispatch, "d2", 0.0)
     leave(dispatch)
     dispatch.worker_down("d2", 1.0)
