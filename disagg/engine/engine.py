@@ -110,7 +110,8 @@ class Engine:
 
     def may_reserve(self) -> bool:
         """Whether room may be promised to others: no sequence here waits for any. Any thread."""
-        return self._refused is None or self._refused.status is not Status.QUEUED
+        refused = self._refused is not None and self._refused.status is Status.QUEUED
+        return not refused and self._scheduler.sole is None
 
     @property
     def idle(self) -> bool:
@@ -251,7 +252,8 @@ class Engine:
     def _grow(self) -> tuple[list[Share], Stash]:
         """Decoding shares with the records they need; newer sequences make room for older ones.
 
-        The answer of one that had the whole pool to itself ends there.
+        The answer of one that had the whole pool to itself from the start ends there; one that
+        lies scattered, since others left, starts again with the pool to itself.
         """
         while True:
             shares = self._scheduler.decode_shares()
@@ -264,7 +266,10 @@ class Engine:
                     continue
                 self._requeued(victim)
                 if not self.pool.referenced_pages:
-                    self._say(victim, "length")
+                    if victim in (self._scheduler.alone, self._scheduler.sole):
+                        self._say(victim, "length")
+                    else:
+                        self._scheduler.sole = victim
 
     def _requeued(self, sequence: Sequence) -> None:
         """A sequence lost its records: it starts again when there is room."""

@@ -56,6 +56,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # both in order of arrival
         self.held: dict[str, Sequence] = {}
+        self.alone: Sequence | None = None  # has had the pool to itself all along
+        self.sole: Sequence | None = None  # is to start again with the pool to itself
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
@@ -77,6 +79,7 @@ class Scheduler:
 
     def activate(self, sequence: Sequence) -> None:
         """Compute from the next step on."""
+        self.alone = None
         insort(self.active, sequence, key=lambda x: x.order)
 
     def hold(self, sequence: Sequence) -> None:
@@ -96,18 +99,22 @@ class Scheduler:
                 queue.remove(sequence)
         self.held.pop(sequence.rid, None)
         self._free(sequence)
+        self.sole = None if self.sole is sequence else self.sole
 
     def decode_shares(self) -> list[Share]:
         """One token of every decoding sequence; more where known tokens wait to be fed.
 
-        Decoding is never held back by the token budget; replays use what it leaves.
+        Decoding is never held back by the token budget; replays use what it leaves. One with
+        the pool to itself feeds a token that seals alone: those behind it use what that frees.
         """
         decoding = [x for x in self.active if x.status is Status.DECODE]
         spare = max(0, self._max_batch_tokens - len(decoding))
         shares = []
         for sequence in decoding:
-            wanted = min(sequence.length - sequence.n, 1 + spare)
-            count = min(block_size(group, sequence.n, wanted) for group in sequence.plan.groups)
+            groups, n = sequence.plan.groups, sequence.n
+            seals = sequence is self.sole and any(x.sealed(n + 1) > x.sealed(n) for x in groups)
+            wanted = 1 if seals else min(sequence.length - n, 1 + spare)
+            count = min(block_size(group, n, wanted) for group in groups)
             shares.append(Share(sequence, count))
             spare -= count - 1
         return shares
@@ -116,7 +123,7 @@ class Scheduler:
         """Whose prompts are not computed, the most urgent first; some have no room yet."""
         begun = [x for x in self.active if x.status is Status.PREFILL]
         key = {x: urgency(x.length - x.n, now - x.born) for x in (*begun, *self.waiting)}
-        return sorted(key, key=lambda x: (key[x], x.order))
+        return sorted(key, key=lambda x: (x is not self.sole, key[x], x.order))
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence records for its prompt; False: there is no room now.
@@ -126,6 +133,10 @@ class Scheduler:
         if len(self.active) >= self._max_sequences:
             return False
         alone = not self._pool.referenced_pages
+        if self.sole is not None and not (alone and sequence is self.sole):
+            return False
+        if self.active and self._pool.used_bytes >= sequence.crowd:
+            return False
         if not alone and sequence.plan.nbytes(sequence.length + 1) > self.free_bytes:
             return False
         try:
@@ -138,6 +149,7 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self.activate(sequence)
+        self.alone = None if sequence.emitted or not alone else sequence
         return True
 
     def preempt(self) -> Sequence | None:
@@ -148,12 +160,14 @@ class Scheduler:
         for sequence in reversed(self.active):
             if sequence.handoff is None:
                 self.restart(sequence)
+                sequence.crowd = self._pool.used_bytes
                 return sequence
         return None
 
     def restart(self, sequence: Sequence) -> None:
         """Free what a sequence has, and let it wait."""
-        self.remove(sequence)
+        self.active.remove(sequence)
+        self._free(sequence)
         self.queue(sequence)
 
     def _free(self, sequence: Sequence) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from disagg.errors import DisaggError, RequestError
@@ -191,6 +192,7 @@ class Sequence:
     cached:    leading tokens of the prompt that were not computed here
     keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
     born:      when it came, on the clock of the engine · order: who came first keeps its place
+    crowd:     bytes that others had when it was preempted: where they compute, it waits for fewer
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
     error:     why it has to end with the step that is running
@@ -211,6 +213,7 @@ class Sequence:
     keys: Seq[Seq[bytes]] = ()
     kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
+    crowd: float = inf
     hold_at: int | None = None
     workspace: "Workspace | None" = None
     encode_s: float = 0.0

@@ -234,7 +234,7 @@ class Worker:
         spare = int(pool.arena.nbytes * self.config.engine.watermark)
         here = gauges["reservations"] + gauges["running"]
         slots = min(engine.slots, self.config.engine.max_sequences - here)
-        waiting = 0 if self.engine.may_reserve() else engine.waiting
+        waiting = 0 if self.engine.may_reserve() else max(1, engine.waiting)
         free_bytes = max(0, pool.arena.nbytes - pool.used_bytes - spare)
         return Load(free_bytes, max(0, slots), engine.running, waiting, self.role)
 

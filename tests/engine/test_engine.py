@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Replay, StepOutput
 from disagg.model.runner import Runner
@@ -108,6 +109,19 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     assert 10 < len(said) < 300
     assert said == expected[: len(said)]
     assert last.token == said[-1]
+
+
+def test_who_lies_scattered_over_slabs_starts_again_alone_before_its_answer_is_cut(
+    runner, monkeypatch
+):
+    monkeypatch.setattr(engine_module, "slab_bytes_for", lambda *_: 1 << 18)
+    engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
+    for rid, n in (("0", 340), ("1", 300), ("2", 250)):
+        how = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
+        engine.submit(Replay(how))
+    outputs = run_until_idle(engine)
+    assert [len(answer) for answer in answers(outputs).values()] == [150] * 3
+    assert sum(len(output.preempted) for output in outputs) < 6  # who finds no room waits for it
 
 
 def test_prefill_offers_every_item_once_and_holds_the_records(runner):

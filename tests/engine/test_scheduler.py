@@ -134,3 +134,25 @@ def test_what_another_worker_was_offered_is_not_preempted():
     assert victim is not None
     assert victim.order == 0
     assert scheduler.preempt() is None
+
+
+def test_who_is_to_have_the_pool_to_itself_comes_first_and_nobody_beside_it():
+    scheduler, _ = make()
+    for order, prompt in ((0, 20), (1, 90), (2, 20)):
+        scheduler.queue(sequence(order, prompt))
+    scheduler.sole = scheduler.waiting[1]
+    assert [x.order for x in admit_all(scheduler)] == [1]
+    scheduler.remove(scheduler.active[0])
+    assert [x.order for x in admit_all(scheduler)] == [0, 2]
+
+
+def test_who_was_preempted_waits_until_the_others_have_less():
+    scheduler, _ = make()
+    for order in range(3):
+        scheduler.queue(sequence(order, 30))
+    first, *_ = admit_all(scheduler)
+    victim = scheduler.preempt()
+    assert victim is not None
+    assert not scheduler.admit(victim)
+    scheduler.remove(first)
+    assert scheduler.admit(victim)
