@@ -6,9 +6,11 @@ static.py has the buffers and says which steps are alike.
 
 Not recorded are steps with chunks of prompts or replayed blocks, steps that seal a page which an
 append cannot seal by itself, and shapes whose recording failed: something in them asks the host.
+Where one found no memory it is tried again later.
 """
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from disagg.model.attention import Batch
 from disagg.model.static import Key, StaticStep, is_plain, key_of
 
 MOST_SHAPES = 256  # recorded at one time; the one unused for longest makes room
+LATER = 1000  # steps after one that found no memory to be recorded
 WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allocated in them
 
 log = logging.getLogger(__name__)
@@ -52,10 +55,12 @@ class CudaRecorder:
     def record(self, call: Callable[[], Tensor]) -> Recording:
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                call()
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    call()
+        finally:
+            current.wait_stream(stream)  # what a broken run has started still reads its inputs
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads copy pages meanwhile; only what this one does may break a recording
@@ -73,14 +78,15 @@ class DecodeGraphs:
         self._step = step
         self._recorder = recorder
         self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()
-        self._refused: set[Key] = set()
+        self._refused: dict[Key, float] = {}  # the step from which it may be tried again
+        self._steps = 0
 
     def accepts(self, batch: Batch) -> bool:
         """Whether `run` can serve this batch: it is recorded, or has been recorded now."""
         if not is_plain(batch):
             return False
-        key = key_of(batch)
-        if key not in self._found and key not in self._refused:
+        key, self._steps = key_of(batch), self._steps + 1
+        if key not in self._found and self._steps >= self._refused.get(key, 0):
             self._record(key, batch)
         return key in self._found
 
@@ -100,7 +106,8 @@ class DecodeGraphs:
             recording = self._recorder.record(lambda: self._step(static))
         except RuntimeError as error:
             log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
-            self._refused.add(key)
+            full = isinstance(error, torch.OutOfMemoryError)
+            self._refused[key] = self._steps + LATER if full else math.inf
             return
         if len(self._found) >= MOST_SHAPES:
             self._found.popitem(last=False)

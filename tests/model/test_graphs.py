@@ -1,8 +1,10 @@
 """Recorded decode steps: the bookkeeping, with a recorder that runs eagerly in the same buffers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from disagg.codecs import codec_names
 from disagg.kernels.sealing import NO_PAGE
 from disagg.model.attention import Batch
-from disagg.model.graphs import Recording
+from disagg.model.graphs import CudaRecorder, Recording
 from disagg.model.runner import Runner
 from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_of
 from tests.engine.forced import allowed, forced_logits
@@ -43,12 +45,12 @@ class EagerRecorder:
 class RefusingRecorder:
     """A device on which no step can be recorded."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, error: Exception) -> None:
+        self.asked, self.error = 0, error
 
     def record(self, call: Callable[[], Tensor]) -> Recording:
         self.asked += 1
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise self.error
 
 
 @pytest.fixture
@@ -176,11 +178,31 @@ def test_buckets_are_close_above_what_they_hold_and_tables_as_wide_as_a_power_of
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     codecs = dict.fromkeys("ab", "kivi")
     expected = logits_of(runner, codecs)
-    recorder = RefusingRecorder()
+    recorder = RefusingRecorder(RuntimeError("operation not permitted when stream is capturing"))
     graphs = runner.record_steps(recorder)
     assert_alike(logits_of(runner, codecs), expected)
     assert len(graphs._found) == 0
     assert 0 < recorder.asked < 5
+
+
+def test_a_recording_that_found_no_memory_is_tried_again_later(runner, monkeypatch):
+    monkeypatch.setattr("disagg.model.graphs.LATER", 3)
+    recorder = RefusingRecorder(torch.OutOfMemoryError("CUDA out of memory"))
+    runner.record_steps(recorder)
+    serve(make_engine(runner), [random_prompt(70)], "int8", 11)
+    assert recorder.asked == 4  # in ten steps of one shape
+
+
+def test_whoever_goes_on_waits_for_a_warm_up_that_broke(monkeypatch):
+    current, side, waited = MagicMock(), MagicMock(), list[object]()
+    current.wait_stream = waited.append
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: current)
+    monkeypatch.setattr("torch.cuda.Stream", lambda: side)
+    monkeypatch.setattr("torch.cuda.stream", nullcontext)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaRecorder().record(MagicMock(side_effect=torch.OutOfMemoryError))
+    assert waited == [side]
 
 
 def test_the_shape_unused_for_longest_makes_room(runner, monkeypatch):
