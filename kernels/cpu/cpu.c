@@ -2,7 +2,6 @@
  * work. A unit is computed alike by any thread, so answers do not depend on their number. */
 #include <pthread.h>
 #include <stdatomic.h>
-#include <unistd.h>
 #include "pages.h"
 
 enum { MOST_THREADS = 256 };
@@ -12,7 +11,6 @@ static struct {
     pthread_mutex_t busy, lock;
     pthread_cond_t go, done;
     int threads, wanted, running;
-    pid_t process;
     unsigned long turn;
     Work work;
     const void *job;
@@ -43,15 +41,19 @@ static void *serve(void *number) {
 }
 
 static void start(int threads) { /* as many as there can be, under the lock */
-    if (pool.process != getpid()) { /* a child has no threads but the one that forked */
-        pool.process = getpid(), pool.threads = 0;
-        pthread_cond_init(&pool.go, NULL);
-        pthread_cond_init(&pool.done, NULL);
-    }
     for (pthread_t id; pool.threads < threads; pool.threads++) {
         if (pthread_create(&id, NULL, serve, (void *)(intptr_t)pool.threads)) break;
         pthread_detach(id);
     }
+}
+
+static void forget(void) { /* a child has no threads but the one that forked, and nobody to unlock */
+    pool.threads = 0;
+    pthread_mutex_init(&pool.busy, NULL), pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.go, NULL), pthread_cond_init(&pool.done, NULL);
+}
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, forget);
 }
 
 static void share(Work work, const void *job, int64_t units, int64_t threads) {

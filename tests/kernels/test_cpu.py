@@ -343,6 +343,31 @@ def test_threads_and_children_of_a_process_attend_alike():
         torch.set_num_threads(threads)
 
 
+def test_a_child_forked_while_others_attend_has_threads_of_its_own():
+    case = make_case(quant_format(4, 64, 32, 32), [900, 400], 4, 2)
+    if not is_served(case.view.fmt, case.q):
+        pytest.skip("no library was built")
+    threads, forking = torch.get_num_threads(), threading.Event()
+    torch.set_num_threads(3)
+
+    def work():
+        while not forking.is_set():
+            answer(case)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(30):  # in some of them the locks are somebody else's
+            if (child := os.fork()) == 0:
+                answer(case)
+                os._exit(len(os.listdir("/proc/self/task")))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    finally:
+        forking.set()
+        worker.join()
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(dtype, path, monkeypatch):
     """As by an append and an attention, in any layer page; what no number holds saturates."""
