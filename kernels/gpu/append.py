@@ -169,11 +169,10 @@ def append(
 
     Shapes as in reference/encode.append; bytes as there, but for what encode.py says.
     """
-    if k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError("the channels of k and v are not adjacent in memory")
     if not k.shape[0]:
         return
-    pages, slots = rows.pages, rows.slots
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    pages, slots = rows.pages.contiguous(), rows.slots.contiguous()
     tables, offsets, fmt = (pages, pages, pages, pages), (0, 0, 0), None
     if sealing is not None:
         seals, fmt = sealing.rows, sealing.fmt

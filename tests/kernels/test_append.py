@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu.append import append as cpu_append
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.gpu.append import append
 from disagg.kernels.reference import codes
@@ -58,12 +59,18 @@ def test_bytes_equal_those_of_the_reference(dtype):
     assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
 
-def test_scattered_channels_are_refused():
-    fmt = raw_format("float32", 64)
-    x = torch.zeros(1, 64, 2).transpose(1, 2)
-    ids = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="adjacent"):
-        append(torch.zeros(65536, dtype=torch.uint8), x, x, NewRows(ids, ids, fmt, 0))
+def test_scattered_channels_and_ids_are_read_where_they_are():
+    """As on a CPU: how a model lays its K out, and a step its tables, is their own affair."""
+    fmt, there = raw_format("float32", 64), torch.zeros(3, 9 * 65536, dtype=torch.uint8)
+    k, v = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2], torch.randn(2, 2, 128)[..., ::2]
+    pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
+    for run, arena in zip((reference.append, cpu_append), there, strict=False):
+        run(arena, k, v, NewRows(pages, slots, fmt, BASE))
+    arena, *moved = to_device(there[2], k, v, pages, slots)
+    append(arena, *moved[:2], NewRows(*moved[2:], fmt, BASE))
+    assert there[0].any()
+    assert torch.equal(there[0], there[1])
+    assert torch.equal(there[0], arena.cpu())
 
 
 def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
