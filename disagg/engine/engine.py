@@ -333,7 +333,7 @@ class Engine:
         """
         wanted = max(1, *(codec_of(group).last_queries for group in sequence.plan.groups))
         limit = 0 if sequence.scored else max(0, sequence.prompt_len - wanted)
-        sequence.n = sequence.cached = self._prefixes.restore(sequence, limit)
+        sequence.begin(self._prefixes.restore(sequence, limit))
 
     # -- forward
 
@@ -468,13 +468,13 @@ class Engine:
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.status is Status.HELD:
             self._scheduler.hold(sequence)
-            told = rid, token, reason, 1e3 * sequence.encode_s, sequence.cached, scores
+            told = rid, token, reason, 1e3 * sequence.encode_s, sequence.known or 0, scores
             self._events.append(Prefilled(*told, relative_errors(sequence)))
             return
         if reason is not None:
             self._end(sequence)
         index = len(sequence.emitted) - 1
-        self._events.append(Token(rid, index, token, reason, sequence.cached, scores))
+        self._events.append(Token(rid, index, token, reason, sequence.known or 0, scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)

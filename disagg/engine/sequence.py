@@ -189,7 +189,8 @@ class Sequence:
 
     n:         tokens in the pool · groups: their records, one state per layer group; empty: none
     emitted:   tokens generated so far, here or elsewhere
-    cached:    leading tokens of the prompt that were not computed here
+    cached:    leading tokens of the prompt that were known when it started, or started again
+    known:     what that was at first: later some of it is its own; None: it has not started
     keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
     born:      when it came, on the clock of the engine · order: who came first keeps its place
     crowd:     bytes that others had when it was preempted: where they compute, it waits for fewer
@@ -210,6 +211,7 @@ class Sequence:
     emitted: list[int] = field(default_factory=list)
     n: int = 0
     cached: int = 0
+    known: int | None = None
     keys: Seq[Seq[bytes]] = ()
     kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
@@ -226,6 +228,11 @@ class Sequence:
         """Follow an arrow of the drawing."""
         assert status in ARROWS[self.status], f"{self.status} does not become {status}"
         self.status = status
+
+    def begin(self, cached: int) -> None:
+        """Compute from here on: so many tokens are known."""
+        self.n = self.cached = cached
+        self.known = cached if self.known is None else self.known
 
     @property
     def rid(self) -> str:

@@ -166,3 +166,16 @@ def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
     assert load.engine.pool.cached_bytes == room
     assert total / 3 < cached
     assert cached == pytest.approx(expected, rel=0.05)
+
+
+def test_who_starts_again_has_nothing_of_its_own_as_cached(runner):
+    engine = make_engine(runner)
+    engine.submit(Replay(request("a", random_prompt(130), "kivi", 3)))
+    outputs = [engine.step()]
+    victim = engine._scheduler.preempt()
+    assert victim is not None
+    engine._requeued(victim)
+    outputs += run_until_idle(engine)
+    assert engine.counts["cached_tokens"] == 128
+    said = [(x.index, x.cached_tokens) for output in outputs for x in output.tokens]
+    assert said == [(0, 0), (1, 0), (2, 0)]
