@@ -28,7 +28,6 @@ SAME_WINDOW = ("mistral", "mixtral", "starcoder2")  # in all layers
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 STATE_SPACES = ("mamba_", "ssm_", "time_step_")  # how what belongs to them is called
 ALIBI = ("bloom", "mpt")  # where no key says so
-GROWING_ROPE = ("dynamic", "longrope")  # frequencies change with the longest sequence of a batch
 
 
 @dataclass(frozen=True)
@@ -230,12 +229,15 @@ def _windows(sizes: dict[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def _context_length(sizes: dict[str, Any]) -> int:
-    """max_position_embeddings, or the length up to which rotary frequencies do not change."""
-    rope = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) in GROWING_ROPE:
-        original = "original_max_position_embeddings"
-        return rope.get(original) or sizes.get(original) or sizes["max_position_embeddings"]
-    return sizes["max_position_embeddings"]
+    """max_position_embeddings, or the length up to which rotary frequencies do not change.
+
+    For LongRoPE the least that any key says: which one counts differs by architecture.
+    """
+    ropes = [sizes.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+    switching = [rope for rope in ropes if "long_factor" in rope]
+    said = [x.get("original_max_position_embeddings") for x in (*switching, sizes) if switching]
+    return min(filter(None, (*said, sizes["max_position_embeddings"])))
 
 
 def stored_dtype(config: dict[str, Any]) -> str:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.errors import ModelError
 from disagg.model.describe import describe_model
-from tests.model.tiny import CONTEXT, VOCAB, save_tiny
+from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,6 +23,12 @@ PLAIN: dict[str, Any] = {
     "vocab_size": 100,
     "max_position_embeddings": 2048,
 }
+
+ORIGINAL = "original_max_position_embeddings"
+ROPE = {"rope_theta": 1e4, "factor": 8.0}
+DYNAMIC_ROPE = ROPE | {"rope_type": "dynamic"}
+LONG_ROPE = ROPE | {"rope_type": "longrope", ORIGINAL: 64}
+LONG_ROPE |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
 def write(folder: Path, **changes: Any) -> str:
@@ -72,9 +81,33 @@ def test_what_a_config_leaves_to_its_architecture_comes_from_transformers(tmp_pa
     assert info.head_dim == 32
 
 
-def test_contexts_end_where_rotary_frequencies_would_change(tmp_path):
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
-    assert describe_model(write(tmp_path, rope_parameters=rope)).context_length == 512
+@pytest.mark.parametrize(
+    ("kind", "max_length", "in_json"),
+    [
+        ("llama", 512, {"rope_parameters": LONG_ROPE}),
+        ("llama", 512, {"rope_parameters": DYNAMIC_ROPE}),
+        ("llama", 64, {"rope_parameters": DYNAMIC_ROPE | {ORIGINAL: 512}}),
+        ("llama", 512, {"rope_parameters": LONG_ROPE | {ORIGINAL: 256}, ORIGINAL: 64}),
+        ("qwen3", 512, {"rope_scaling": LONG_ROPE}),  # beside rope_parameters, as saved
+        ("gemma3_text", 512, {"rope_parameters": {"full_attention": LONG_ROPE}}),
+        ("phi3", 512, {"rope_parameters": LONG_ROPE | {"rope_type": "su"}, ORIGINAL: 64}),
+    ],
+)
+def test_contexts_end_where_rotary_frequencies_change(kind, max_length, in_json, tmp_path):
+    sizes = {"hidden_size": 128, "max_position_embeddings": max_length}
+    file = save_config(kind, tmp_path, **sizes) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | in_json))
+    length = describe_model(str(tmp_path)).context_length
+    config = AutoConfig.from_pretrained(tmp_path)
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    layer = ["full_attention"] if kind == "gemma3_text" else []
+
+    def first_turns(count: int) -> Tensor:
+        return rotary(torch.zeros(1), torch.arange(count)[None], *layer)[0][:, :64]
+
+    short = first_turns(64)
+    assert torch.equal(first_turns(length), short)
+    assert not torch.equal(first_turns(length + 1), short)
 
 
 @pytest.mark.parametrize(
