@@ -233,6 +233,7 @@ def disagg_attention(
         raise ModelError(f"{name} does not pass keyword arguments to its attention: not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, softcap or 0.0, s_aux)
+    options["attention_mask"] = attention_mask
     out = disagg.attend(module, query[0], key[0], value[0], softmax, options)
     return out[None], None
 

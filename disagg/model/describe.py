@@ -190,7 +190,10 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
             full = AutoConfig.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"transformers cannot read {path / 'config.json'}: {error}") from error
-        sizes = _rename(full.get_text_config().to_dict())
+        text = full.get_text_config()
+        sizes = _rename(text.to_dict())
+        if not hasattr(type(text), "sliding_window"):
+            sizes["sliding_window"] = None  # a key left over: the architecture knows no windows
         refuse_unsupported(sizes)
     missing = [name for name in SIZES if not isinstance(sizes.get(name), int)]
     if missing:

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
-from disagg.model.attention import IMPLEMENTATION, attend_exact
+from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
 from disagg.model.cache import PassThrough
 from disagg.model.describe import ModelInfo
 
+MASKED = "disagg-masked"  # our attention, and masks that only say which window they are of
 LENGTHS = (9, 14)  # two prompts packed into one row: positions must come from position_ids
 FOREIGN_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
@@ -42,13 +43,23 @@ class Probe:
         if options.get("position_bias") is not None:
             self.objections.append("a position bias")
         window = self.windows[layer]
-        if options.get("sliding_window", window) != window:
-            asked = options["sliding_window"]
-            self.objections.append(f"a window of {asked} where its config says {window}")
+        mask = options["attention_mask"]
+        masked = window if mask is None else int(mask) or None  # models may mask and say nothing
+        for other in {masked, options.get("sliding_window", window)} - {window}:
+            self.objections.append(f"a window of {other} where its config says {window}")
         self.seen.append((layer, q.shape[0], k.shape[0], k.shape[2]))
         prompts = zip(*(x.split(LENGTHS, dim=1) for x in (q, k, v)), strict=True)
         parts = [attend_exact(a, b, c, softmax, window) for a, b, c in prompts]
         return torch.cat(parts, dim=1).transpose(0, 1).contiguous()  # as some models view it
+
+
+def window_as_mask(local_size: int | None = None, device: Any = None, **_: object) -> Tensor:
+    """What transformers asks for in place of a mask: [1, 1, 1, 1], its window; 0: none."""
+    return torch.full((1, 1, 1, 1), local_size or 0, device=device)
+
+
+AttentionInterface.register(MASKED, disagg_attention)
+AttentionMaskInterface.register(MASKED, window_as_mask)
 
 
 def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
@@ -57,6 +68,7 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
     prompts = torch.arange(sum(LENGTHS), device=model.device).mul(7919).remainder(info.vocab_size)
     positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
     probe = Probe(info.windows)
+    model.set_attn_implementation(MASKED)
     logits = _logits(
         model,
         name,

@@ -14,6 +14,7 @@ from disagg.model.probe import check_attention
 from disagg.model.runner import Runner
 from disagg.model.weights import fingerprint_model
 from tests.engine.serving import make_engine, serve
+from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
 
 
@@ -48,11 +49,28 @@ def test_weights_that_are_cut_short_are_refused(tiny, tmp_path):
         Runner.load(str(copy))
 
 
-def test_windows_that_the_model_does_not_share_are_refused(tmp_path):
-    runner = Runner.load(str(save_tiny("mistral", tmp_path)))
-    whole = replace(runner.info, windows=(None, None, None))
+@pytest.mark.parametrize("kind", ["mistral", "phimoe"])  # one tells attention, one only masks
+def test_windows_that_the_model_does_not_share_are_refused(kind, tmp_path):
+    runner = Runner.load(str(save_tiny(kind, tmp_path, sliding_window=20)))
+    assert runner.info.windows == (20, 20, 20)
     with pytest.raises(ModelError, match="a window of 20"):
-        check_attention(runner._model, whole)
+        check_attention(runner._model, replace(runner.info, windows=(None, None, None)))
+
+
+@pytest.mark.parametrize("kind", ["glm4", "granite", "gpt_neox", "seed_oss"])
+def test_a_window_that_the_architecture_does_not_know_is_none(kind, tmp_path):
+    path = str(save_tiny(kind, tmp_path, sliding_window=20))
+    prompt = random_prompt(70)
+    (answer,) = serve(make_engine(Runner.load(path), max_batch_tokens=61), [prompt], "raw", 8)
+    said = ReferenceModel(path).logprobs([*prompt, *answer])  # a cache would have the window
+    assert said[len(prompt) - 1 : -1].argmax(1).tolist() == answer
+
+
+def test_windows_by_layer_that_the_architecture_does_not_know_are_refused(tmp_path):
+    strange = {"sliding_window": 20, "layer_types": ["sliding_attention"] * 3}
+    path = save_tiny("seed_oss", tmp_path, **strange)
+    with pytest.raises(ModelError, match="a window of None where its config says 20"):
+        Runner.load(str(path))
 
 
 def test_models_run_in_16_bits_too(tiny):
