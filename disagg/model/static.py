@@ -21,13 +21,13 @@ from disagg.codecs.tables import GroupStep, PageTable, Upload, room_for_units
 from disagg.kernels.sealing import NO_PAGE, SealRows
 from disagg.kernels.view import Units
 from disagg.model.attention import Batch, Decode
-from disagg.page import RAW_TOKENS
 from disagg.plan import LayerGroup
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # above, buckets are multiples of this
 
 Key = tuple[object, ...]
+Width = tuple[int, int]  # of tables: tokens of pages, and segments
 
 
 def bucket_of(count: int) -> int:
@@ -54,12 +54,13 @@ def is_plain(batch: Batch) -> bool:
 
 def key_of(batch: Batch) -> Key:
     """What a plain batch has in common with those that one recorded step can serve."""
+    least = _least_width(batch)
     groups = [
         (
             decode.step.group.fingerprint,
             decode.whole,
             bucket_of(len(decode.step.rows)),
-            *(_shape_of(table, decode.step.group) for table in decode.step.tables),
+            *(_shape_of(table, decode.step.group, least) for table in decode.step.tables),
         )
         for decode in _in_order(batch)
     ]
@@ -92,7 +93,8 @@ def _padded(batch: Batch) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]
         _extended(torch.tensor(x, dtype=torch.int32), bucket, 0)
         for x in (batch.tokens, batch.positions, batch.outputs)
     )
-    steps = tuple(_padded_step(decode, device) for decode in _in_order(batch))
+    least = _least_width(batch)
+    steps = tuple(_padded_step(decode, device, least) for decode in _in_order(batch))
     return tokens[None], positions[None], outputs, steps
 
 
@@ -109,23 +111,41 @@ def _in_order(batch: Batch) -> list[Decode]:
     return sorted(batch.decodes, key=lambda decode: decode.step.group.fingerprint)
 
 
-def _shape_of(table: PageTable, group: LayerGroup) -> Key:
+def _least_width(batch: Batch) -> Width:
+    """Where codecs share a batch, what the widest of their tables has: widths of their own would
+    multiply to a new key every few steps."""
+    shared = [decode.step for decode in batch.decodes if not decode.whole]
+    tables = [x for step in shared for x in step.tables if not _is_tail(x, step.group)]
+    tokens = (x.pages.shape[1] * x.layout.tokens for x in tables)
+    segments = (x.segments.shape[1] for x in tables if x.segments is not None)
+    return max(tokens, default=0), max(segments, default=0)
+
+
+def _shape_of(table: PageTable, group: LayerGroup, least: Width) -> Key:
     """The layout of a table, and how wide its columns are."""
-    widths = (0 if x is None else _width(x, table, group) for x in (table.pages, table.segments))
+    columns = (table.pages, table.segments)
+    widths = (0 if x is None else _width(x, table, group, least) for x in columns)
     return (table.layout.fingerprint, table.sides is None, *widths)
 
 
-def _width(x: Tensor, table: PageTable, group: LayerGroup) -> int:
+def _is_tail(table: PageTable, group: LayerGroup) -> bool:
+    return table.layout == group.raw != group.page
+
+
+def _width(x: Tensor, table: PageTable, group: LayerGroup, least: Width) -> int:
     """Of the columns of a padded table; a tail, which is short, is as wide as it ever is."""
-    tokens = group.sink + group.residual + group.page.tokens
-    is_tail = table.layout == group.raw != group.page
-    return width_of(max(x.shape[1], -(-tokens // RAW_TOKENS) if is_tail else 0))
+    tokens, segments = least
+    if _is_tail(table, group):
+        tokens = group.sink + group.residual + group.page.tokens
+    if x is table.segments:
+        return width_of(max(x.shape[1], segments))
+    return width_of(max(x.shape[1], -(-tokens // table.layout.tokens)))
 
 
-def _padded_step(decode: Decode, device: torch.device) -> GroupStep:
+def _padded_step(decode: Decode, device: torch.device, least: Width) -> GroupStep:
     step = decode.step
     rows = bucket_of(len(step.rows))
-    tables = tuple(_padded_table(table, rows, step.group) for table in step.tables)
+    tables = tuple(_padded_table(table, rows, step.group, least) for table in step.tables)
     units = step.units
     if units is not None:
         room = room_for_units(step.group, tables, device)
@@ -154,11 +174,11 @@ def _padded_rows(step: GroupStep, rows: int) -> SealRows:
     return SealRows(**padded)
 
 
-def _padded_table(table: PageTable, rows: int, group: LayerGroup) -> PageTable:
+def _padded_table(table: PageTable, rows: int, group: LayerGroup, least: Width) -> PageTable:
     """A table with more rows and columns, which see nothing and point to what is there."""
 
     def wider(x: Tensor) -> Tensor:
-        wide = x[:1, :1].repeat(rows, _width(x, table, group))
+        wide = x[:1, :1].repeat(rows, _width(x, table, group, least))
         wide[: x.shape[0], : x.shape[1]] = x
         return wide
 

@@ -86,6 +86,12 @@ def test_codecs_of_one_batch_share_a_recorded_step(runner):
     assert 0 < len(graphs._found) < 6
 
 
+def test_tables_of_codecs_in_one_batch_are_as_wide_as_the_widest(runner):
+    graphs = runner.record_steps(EagerRecorder())
+    logits_of(runner, {"a": "kivi", "b": "int8"}, 140)  # both grow out of their pages
+    assert len(graphs._found) == 4  # two widths, of b with a tail and without
+
+
 def test_padding_writes_where_the_step_writes_and_nowhere_else(runner):
     written = [x.view(-1, 128).any(1) for x in eager_and_replayed(runner, LENGTHS, 6, "kivi")]
     assert written[0].any()
