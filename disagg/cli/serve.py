@@ -52,6 +52,7 @@ MinTokens = Annotated[
 OwnName = Annotated[
     str | None, typer.Option("--name", help="Of this service among those on a cluster.")
 ]
+ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last one: a terminal was closed
 STOP_S = 10.0  # beyond the grace of its workers
 POLL_S = 0.05
 DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
@@ -123,7 +124,7 @@ def running(state_file: Any) -> RunningService:
 
 
 def run_service(config: Config, as_json: bool) -> None:
-    """Serve until SIGINT, SIGTERM or `disagg stop`; the state file lives as long."""
+    """Serve until a signal of ENDS or `disagg stop`; the state file lives as long."""
     path = options.state_path(config.server.state_file, config.cluster.name)
     client.check_unannounced(path)
     from disagg.model.describe import describe_model
@@ -131,13 +132,16 @@ def run_service(config: Config, as_json: bool) -> None:
 
     for spec in config.listed:
         check_codec(spec, describe_model(config.model.name, config.model.dtype))
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
-        signal.signal(signal.SIGINT, interrupt)
+    take_signals()
     try:
         with ExitStack() as stack:
             with stages() as say:
-                service = Service(config, say, client.left_token(path))
+
+                def tell(stage: str) -> None:
+                    take_signals()
+                    say(stage)
+
+                service = Service(config, tell, client.left_token(path))
                 tls = config.server.tls_certificate
                 tls = tls and os.path.abspath(tls)  # clients are in other folders
                 mine = os.getpid(), service.secret, tls, config.cluster.grace_s
@@ -150,11 +154,20 @@ def run_service(config: Config, as_json: bool) -> None:
             told = f"serving {service.name} at {service.url}"
             for line in (*service.links, *service.doors, *_open_to_all(config), told):
                 print(line, file=sys.stderr, flush=True)
-            signal.signal(signal.SIGTERM, interrupt)  # Ray sets one of its own when it starts
             while not service.stopped.wait(1.0):
-                signal.signal(signal.SIGTERM, interrupt)  # a Ray that starts anew takes it again
+                take_signals()  # a Ray that starts anew has its own again
     except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
         print("stopped", file=sys.stderr)
+
+
+def take_signals() -> None:
+    """Let the signals of ENDS end the service, unless they are ignored.
+
+    Again after each start of Ray: its C++ handler of SIGTERM aborts the process.
+    """
+    for number in ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
 
 
 def interrupt(*_: object) -> None:

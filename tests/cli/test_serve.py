@@ -152,6 +152,29 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, 
     assert said[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_workers_load_ends_the_service(number, state_file, capsys, monkeypatch):
+    """Though Ray took it when it started."""
+    taken = []
+
+    class Loading(Started):
+        def __enter__(self) -> "Loading":
+            signal.signal(number, lambda *_: taken.append(number))
+            self._say("loading tiny")
+            signal.raise_signal(number)
+            return self
+
+    monkeypatch.setattr("disagg.server.service.Service", Loading)
+    before = signal.getsignal(number)
+    try:
+        assert run(["serve", "--state-file", str(state_file)]) == 0
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err.splitlines()[-2:] == ["stopping ...", "stopped"]
+    assert not taken
+    assert not state_file.exists()
+
+
 def test_a_service_with_keys_is_not_open_to_all(state_file, capsys, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     keys = ["--set", "server.api_key=sk-1", "--host", "0.0.0.0"]
