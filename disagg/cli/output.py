@@ -10,6 +10,7 @@ from typing import Any
 from disagg.cli.client import Answer
 
 MAX_WIDTH = 1 << 16  # columns; a table is as wide as its cells, and a spec is never cut
+HEIGHT = 25  # any: rich believes the width only beside one where TERM is "dumb"
 
 COLUMNS = ["", ">bytes", ">% of fp16", ">% of fp8"]
 TIMES = {
@@ -39,7 +40,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=MAX_WIDTH).print(table)
+    Console(highlight=False, width=MAX_WIDTH, height=HEIGHT).print(table)
 
 
 def print_savings(answer: Answer, max_tokens: int) -> None:

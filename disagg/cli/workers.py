@@ -21,8 +21,8 @@ Wanted = Annotated[list[str], typer.Argument(help="prefill=2 decode=3; or one of
 Name = Annotated[str, typer.Argument(help="A worker, as `disagg status` calls it.")]
 PAUSE_S = 1.0
 CLEAR = "\033[H\033[2J"
-COLUMNS = ["worker", "role", "node", ">epoch", ">running", ">waiting", ">pages %", ">tokens fit"]
-COLUMNS += ["backend", ""]
+COLUMNS = ["worker", "role", ">running", ">waiting", ">pages %", ">tokens fit"]
+COLUMNS += ["node", "backend"]  # last, so that a narrow terminal breaks nothing else
 
 
 def status(
@@ -91,9 +91,9 @@ def row_of(worker: dict[str, Any]) -> list[str]:
     """A line about one worker."""
     gauges, cells = worker.get("gauges", {}), [worker["name"], worker["role"]]
     if "error" in worker:
-        return [*cells, worker["address"], *[""] * 6, worker["error"]]
+        return [*cells, *[""] * 4, worker["address"], worker["error"]]
     pages = 100 * gauges.get("used_bytes", 0) / gauges.get("arena_bytes", 1)
     busy = [f"{gauges.get(f'engine_{x}', 0):.0f}" for x in ("running", "waiting")]
     fit = f"{worker.get('tokens_fit', 0):,}"
-    cells += [worker.get("node", ""), str(worker["epoch"]), *busy, f"{pages:.0f}", fit]
-    return [*cells, worker.get("backend", ""), ""]
+    cells += [*busy, f"{pages:.0f}", fit]
+    return [*cells, worker.get("node", ""), worker.get("backend", "")]

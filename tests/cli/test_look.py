@@ -34,6 +34,14 @@ def test_codecs_may_be_asked_for_by_spec(capsys):
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
 
 
+def test_no_cell_is_cut_on_any_terminal(capsys, monkeypatch):
+    for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}.items():
+        monkeypatch.setenv(name, value)
+    spec = "ott:bits=2,group=64,residual=32,outliers=3,aux=32,skip_layers=2,rank=0"
+    assert run(["codecs", spec]) == 0
+    assert {spec, "82,048"} <= set(capsys.readouterr().out.split())
+
+
 def test_codecs_tell_what_was_measured_of_them(capsys, monkeypatch):
     spec = "kivi:bits=2,group=64,residual=128"
     costs = {"model": "smollm2", "codecs": {spec: {"ppl_pct": 25.3, "kl": 0.2506}}}
