@@ -29,7 +29,7 @@ from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
 from disagg.workers.dispatch import Started, serves
 from disagg.workers.session import Session
-from disagg.workers.shares import equal_share, gpu_share, torch_threads
+from disagg.workers.shares import check_place, equal_share, gpu_share, torch_threads
 
 LOCAL, AUTO = "local", "auto"
 KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
@@ -176,8 +176,8 @@ class Cluster:
     def connect(self) -> None:
         """A new Ray, the one at an address, or the one that this process is a part of.
 
-        PeerLostError where none starts or answers. Never "auto" unless that was said: it joins
-        whichever cluster is near.
+        PeerLostError where none starts or answers, ConfigError where a new one can never have
+        a place for all workers. Never "auto" unless that was said: it joins whichever is near.
         """
         self._guest = not self._private and ray.is_initialized()
         try:
@@ -186,6 +186,7 @@ class Cluster:
                 ray.init(**self._where(), **quiet)
             if self._private:
                 (node,) = ray.nodes()
+                check_place(int(node["Resources"].get("GPU", 0)), self._config)
                 gcs = host_and_port(ray.get_runtime_context().gcs_address)
                 self._doors = [gcs, (node["NodeManagerAddress"], node["NodeManagerPort"])]
             else:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from disagg.config import Config
+from disagg.errors import ConfigError
 
 
 def equal_share(units: int, config: Config) -> float:
@@ -17,6 +18,20 @@ def gpu_share(gpus: int, config: Config) -> float:
     if config.cluster.gpus is not None:
         return config.cluster.gpus
     return equal_share(gpus if config.model.device != "cpu" else 0, config)
+
+
+def check_place(gpus: int, config: Config) -> None:
+    """ConfigError where workers would wait for ever for a place on the only host there is."""
+    each, workers = config.cluster.gpus, sum(config.cluster.roles.values())
+    if config.cluster.pools:
+        raise ConfigError(
+            "cluster.pools is true on a private Ray, which has none; set cluster.address"
+        )
+    room = workers if not each else int(gpus // each) if each > 1 else gpus * int(1 / each)
+    if room < workers:
+        wanted = "fewer, or null, which shares what there is"
+        there = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
+        raise ConfigError(f"cluster.gpus is {each:g}; {there}: {wanted}")
 
 
 def torch_threads(config: Config, here: Mapping[str, float]) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -368,6 +369,36 @@ def test_every_worker_finds_a_place_on_the_gpus(
     assert equal_share(gpus, load_config(None, flags)) == share
     assert not gpus or gpus * int(1 / share) >= prefill + decode
     assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "told"),
+    [
+        (
+            {"cluster.gpus": 1},
+            0,
+            "cluster.gpus is 1; this host has 0 GPUs, room for 0 of 2 workers",
+        ),
+        ({"cluster.gpus": 1}, 1, "room for 1 of 2"),
+        ({"cluster.gpus": 2}, 3, "room for 1 of 2"),
+        ({"cluster.gpus": 0.6}, 1, "room for 1 of 2"),
+        ({"cluster.pools": True}, 8, "cluster.pools is true on a private Ray"),
+        ({"cluster.gpus": 1}, 2, ""),
+        ({"cluster.gpus": 0.1, "cluster.decode": 9}, 1, ""),
+        ({"cluster.gpus": 0}, 0, ""),
+        ({}, 0, ""),
+    ],
+)
+def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
+    flags: dict[str, object], gpus: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = {"Resources": {"CPU": 2.0, "GPU": float(gpus)}, "NodeManagerAddress": "", "NodeID": ""}
+    monkeypatch.setattr(launch.ray, "init", Mock())
+    monkeypatch.setattr(launch.ray, "nodes", lambda: [node | {"NodeManagerPort": 1}])
+    monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: Mock(gcs_address="here:1"))
+    monkeypatch.setattr(launch.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
 
 
 def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
