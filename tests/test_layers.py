@@ -46,8 +46,8 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4273,
-    "cli": 1905,
+    "bench": 4278,
+    "cli": 1918,
     "codecs": 3156,
     "engine": 1894,
     "eval": 601,

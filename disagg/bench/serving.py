@@ -127,11 +127,16 @@ class Visited:
         self.latency_s = now
 
 
-def first_model(base_url: str) -> str:
-    """The first model of a server; PeerLostError where nobody answers."""
+def find_model(base_url: str, name: str | None = None) -> tuple[str, str]:
+    """A model as its server calls it, the first unless named, and as it was found: vLLM's `root`.
+
+    PeerLostError where nobody answers.
+    """
     try:
-        found = httpx.get(f"{base_url}/v1/models", timeout=30).raise_for_status().json()
-        return str(found["data"][0]["id"])
+        found = httpx.get(f"{base_url}/v1/models", timeout=30).raise_for_status().json()["data"]
+        named = found[0] if name is None else {"id": name}
+        model = next((x for x in found if x["id"] == name), named)
+        return str(model["id"]), str(model.get("root") or model["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise PeerLostError(f"no model is served at {base_url}: {error}") from error
 

@@ -23,7 +23,7 @@ from disagg.bench.serving import (
     Visit,
     Visited,
     WorkloadOptions,
-    first_model,
+    find_model,
     make_visits,
     visit_all,
 )
@@ -156,7 +156,7 @@ def measure_streams(options: StreamsOptions) -> Row:
     engine, more = replace(Config().engine, torch_threads=1), Row()
     config = Config(model=ModelConfig(options.model), engine=engine, server=ServerConfig(port=0))
     with Service(config) as service, Child(ClientEnd) as client:
-        asked = ServeOptions(service.url, first_model(service.url), ignore_eos=True)
+        asked = ServeOptions(service.url, find_model(service.url)[0], ignore_eos=True)
         client.ask("ask", asked, questions.make(2, *one))
         for row, visits in zip(
             rows, tell(batches, lambda x: f"{len(x)} streams, served"), strict=True

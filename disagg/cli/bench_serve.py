@@ -2,19 +2,22 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from disagg.cli import options
 from disagg.cli.output import print_json
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from disagg.model.tokenizer import Tokenizer
 
 Backend = Annotated[str, typer.Option(help="openai or openai-chat.")]
 BaseUrl = Annotated[str, typer.Option(help="Of the server, without the path.")]
 Endpoint = Annotated[str | None, typer.Option(help="The path, if not that of the backend.")]
 ModelId = Annotated[str | None, typer.Option(help="As the server calls it; its first one.")]
-TokenizerRef = Annotated[str | None, typer.Option(help="Folder or name; that of --model.")]
+TokenizerRef = Annotated[str | None, typer.Option(help="Folder or name; what the server says.")]
 Dataset = Annotated[str, typer.Option(help="random, sharegpt, azure or mooncake.")]
 DatasetPath = Annotated[Path | None, typer.Option(help="The file of all others but random.")]
 Count = Annotated[int, typer.Option(min=1, help="Requests.")]
@@ -69,10 +72,10 @@ def serve(
 ) -> None:
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
     from disagg.bench import serving
-    from disagg.model.tokenizer import Tokenizer
 
     base_url = base_url.rstrip("/").removesuffix("/v1")
-    name = model or serving.first_model(base_url)
+    said = model and tokenizer and (model, tokenizer)
+    name, root = said or serving.find_model(base_url, model)
     asked = serving.ServeOptions(
         base_url,
         name,
@@ -91,12 +94,22 @@ def serve(
     )
     lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
     wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
-    visits = serving.make_visits(wanted, Tokenizer.load(tokenizer or name))
-    found = serving.describe(asked, tokenizer or name, len(visits))
+    visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
+    found = serving.describe(asked, tokenizer or root, len(visits))
     found |= serving.measure_serving(asked, visits)
     stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
     file = result_dir / (result_filename or stem) if save_result or save_detailed else None
     _tell(found, file, save_detailed, as_json)
+
+
+def load_tokenizer(ref: str) -> "Tokenizer":
+    """ModelError that names the option where a server found its model in a place of its own."""
+    from disagg.model.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(ref)
+    except ModelError as error:
+        raise ModelError(f"{error}; --tokenizer FOLDER names one that is here") from error
 
 
 def _tell(found: dict[str, Any], file: Path | None, detailed: bool, as_json: bool) -> None:

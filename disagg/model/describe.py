@@ -7,6 +7,7 @@ sizes to the defaults of its architecture. Never touches the network.
 import json
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class ModelInfo:
 
 def locate_model(ref: str | None = None) -> Path:
     """The folder of a model: a path, what `disagg fetch` made, a name in the Hugging Face cache, or
-    the packaged one."""
+    the packaged one, which is called "default" too."""
     if ref is None:
         return DEFAULT_MODEL
     folder = Path(ref).expanduser()
@@ -63,6 +64,8 @@ def locate_model(ref: str | None = None) -> Path:
         return folder
     if folder.exists():
         raise ModelError(f"model {ref!r} is a file; a folder with config.json is wanted")
+    if ref == DEFAULT_MODEL.name:
+        return DEFAULT_MODEL
     if ref in FETCHED_NAMES:
         fetched = fetched_folder(ref)
         if not fetched.is_dir():
@@ -72,9 +75,11 @@ def locate_model(ref: str | None = None) -> Path:
     if cached is None:
         if ref.startswith(("/", ".", "~")):
             raise ModelError(f"no model {ref!r}: no such folder; one with config.json is wanted")
+        close = get_close_matches(ref.lower(), FETCHED_NAMES, 1)
+        way = f"disagg fetch {close[0]}" if close else f"hf download {ref}"
         raise ModelError(
             f"no model {ref!r}: no such folder, and not in the Hugging Face cache; "
-            f"`hf download {ref}` fetches one by name"
+            f"`{way}` fetches one by name"
         )
     return cached
 

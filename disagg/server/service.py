@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
+from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 LOCAL = "local"
 EVERYWHERE = "0.0.0.0"
 GRACE_S = 2  # for answers on their way when the service stops
-DEFAULT_NAME = "default"
 
 
 class Service:
@@ -214,7 +214,7 @@ class Service:
 
 def served_name(config: Config) -> str:
     """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
-    name = config.server.served_model_name or config.model.name or DEFAULT_NAME
+    name = config.server.served_model_name or config.model.name or DEFAULT_MODEL.name
     folder = Path(name).expanduser()
     is_folder = name == config.model.name and folder.is_dir()
     return folder.resolve().name if is_folder else name

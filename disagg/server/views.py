@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from disagg import __version__
+from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.admin import Staff
 from disagg.server.completions import Completions
 from disagg.server.schema import DetokenizeRequest, TokenizeRequest
@@ -19,7 +20,7 @@ def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None
     """GET / · /health · /ready · /version · /v1/models · /v1/models/{id} · /status · /metrics."""
     served, router = completions.served, completions.router
     model = {"id": served.name, "object": "model", "created": int(time.time())}
-    model |= {"owned_by": "disagg", "root": served.alias or served.name}
+    model |= {"owned_by": "disagg", "root": served.alias or DEFAULT_MODEL.name}
     model |= {"max_model_len": served.context_length}
 
     @app.get("/")

@@ -22,12 +22,13 @@ class Server(BaseHTTPRequestHandler):
     """Answers with three tokens, and at /v1/teapot with an error."""
 
     bodies: list[dict]
+    root = "default"
 
     def log_message(self, *_: object) -> None:
         pass
 
     def do_GET(self) -> None:
-        self.reply(json.dumps({"data": [{"id": "some-model"}]}).encode())
+        self.reply(json.dumps({"data": [{"id": "some-model", "root": self.root}]}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -98,6 +99,19 @@ def test_failed_requests_are_counted_and_told(url, capsys):
     said = capsys.readouterr()
     assert "a request failed: status 418: no tea" in said.err
     assert f"{'Failed requests:':<40} 5" in said.out
+
+
+def test_without_a_tokenizer_it_takes_that_of_the_model_as_the_server_found_it(
+    url, capsys, monkeypatch
+):
+    flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
+    assert run([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model_id"], found["tokenizer_id"]) == ("some-model", "default")
+    assert run([*flags, "--model", "some-model"]) == 0
+    monkeypatch.setattr(Server, "root", "/of/another/host")
+    assert run(flags) == 3
+    assert "--tokenizer FOLDER" in capsys.readouterr().err
 
 
 def test_where_nobody_answers_it_says_so(capsys):

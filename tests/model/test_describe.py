@@ -133,6 +133,18 @@ def test_a_missing_model_is_named_together_with_the_way_to_get_it():
     assert "hf download" not in str(refused.value)
 
 
+def test_a_name_that_is_nearly_one_to_fetch_is_told_so():
+    with pytest.raises(ModelError, match="`disagg fetch smollm2`"):
+        locate_model("SmolLM")
+
+
+def test_the_packaged_model_has_a_name_unless_a_folder_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert locate_model("default") == locate_model()
+    (tmp_path / "default").mkdir()
+    assert locate_model("default") != locate_model()
+
+
 def test_folders_without_a_readable_config_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         describe_model(str(tmp_path))

@@ -27,7 +27,8 @@ def test_models_and_status_tell_what_is_served(app, router):
     missing = get(app, "/v1/models/gpt-4")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "model")
     assert get(app, "/version").json() == {"version": __version__}
-    assert (model["id"], model["max_model_len"]) == ("tiny", 20)
+    told = model["id"], model["root"], model["max_model_len"]
+    assert told == ("tiny", "/models/tiny", 20)
     router.says["d"] = PeerLostError("gone")
     status = get(app, "/status").json()
     assert (status["model"], status["codec"], status["requests"]) == ("tiny", "raw", 0)
