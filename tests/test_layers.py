@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4278,
-    "cli": 1918,
+    "cli": 1924,
     "codecs": 3156,
     "engine": 1894,
     "eval": 601,

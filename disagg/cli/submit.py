@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from disagg.cli import options
-from disagg.cli.client import RunningService, persist
+from disagg.cli.client import RunningService, persist, read_state
 from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service, ready
 from disagg.errors import CancelledError, RequestError
@@ -103,11 +103,14 @@ def somewhere(
         yield given
         return
     config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})
-    if path is None and not sets:
-        running = ready(options.state_path(config.server.state_file))
-        if running is not None:
-            yield running
-            return
+    there = options.state_path(config.server.state_file)
+    if path is not None or sets:
+        if running := read_state(there):
+            own = f"a service of its own with these settings; {running.url} has others"
+            print(f"starting {own}", file=sys.stderr)
+    elif running := ready(there):
+        yield running
+        return
     with private_service(config, body) as url:
         yield RunningService(url, os.getpid(), "")
 

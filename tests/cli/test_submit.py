@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from disagg.cli import client
+from disagg.cli import client, submit
 from disagg.cli.app import run
 from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
@@ -79,6 +79,18 @@ def test_json_is_one_object_with_the_promised_keys(running, capsys):
     assert answer["finish_reason"] == "length"
     assert answer["kv"] == STATS
     assert answer["ttft_ms"] > 0
+
+
+def test_settings_start_a_service_of_their_own_which_is_said(
+    known, state_file, capsys, monkeypatch
+):
+    monkeypatch.setattr(submit, "private_service", lambda config, body: nullcontext(known.url))
+    where = ["submit", "abc", "--state-file", str(state_file), "--max-tokens", "2"]
+    assert run([*where, "--set", "engine.max_sequences=2"]) == 0
+    assert f"{known.url} has others" in capsys.readouterr().err
+    state_file.unlink()
+    assert run([*where, "--set", "engine.max_sequences=2"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_state_file_leads_to_the_running_service(known, state_file, capsys):
