@@ -67,3 +67,5 @@ def _draw(fit: "ModelFit") -> None:
         for row, codec in zip(rows, fit.codecs, strict=True):
             row.append(f"{codec.tokens or 0:,}" if not codec.refused else "")
     print_table(f"in prompts of {fit.context_length:,} tokens", columns, rows)
+    if len(columns) == 2:
+        print("how many tokens fit on an accelerator, --memory 24GiB tells")

@@ -61,6 +61,7 @@ def print_config(config: Config, as_json: bool) -> None:
         return
     import yaml
 
+    print("# null: not set; of engine.arena_bytes 256 MiB on a CPU, by memory_share on a GPU")
     print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
 
 

@@ -36,7 +36,8 @@ HEAD = f"""# Models
 Small random models of each architecture, tried out with transformers {transformers.__version__} by
 `python -m tests.model.architectures --out docs/models.md`: exact pages (`raw`) against `generate`,
 or the reason of the refusal. `disagg models check REF` says the same of a real one from its config,
-with the tokens that fit; what a config cannot say is found out by a probe when the weights load.
+with the tokens that fit into `--memory`; what a config cannot say is found out by a probe when the
+weights load.
 
 Caps of scores (`gemma2`, `vaultgemma`) and sinks (`gpt_oss`) are computed in all kernels; of
 prompts, which attend exactly, without a fused kernel of torch. `gpt_oss` is tried out in fp32. The

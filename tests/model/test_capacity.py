@@ -76,6 +76,7 @@ def test_the_command_needs_no_weights(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "recommended: banded:bits=3" in told
     assert (told.count("banded:bits=3"), "tokens that fit" in told) == (2, False)
+    assert "--memory 24GiB" in told
 
 
 def test_sizes_are_written_with_units() -> None:
