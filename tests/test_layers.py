@@ -49,20 +49,20 @@ BUDGETS = {
     "bench": 4278,
     "cli": 1924,
     "codecs": 3156,
-    "engine": 1894,
+    "engine": 1923,
     "eval": 601,
     "files": 2040,  # disagg/*.py
-    "kernels": 6218,
-    "model": 1758,
+    "kernels": 6217,
+    "model": 1808,
     "report": 176,
-    "server": 1946,
+    "server": 1947,
     "transfer": 3590,
-    "workers": 3009,
-    "tests": 24224,
+    "workers": 3025,
+    "tests": 24487,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21178  # of all these rooms together
+PACKAGE_BUDGET = 21312  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.errors import ModelError
-from disagg.model.describe import describe_model
+from disagg.model.describe import describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
 
 PLAIN: dict[str, Any] = {
