@@ -151,7 +151,7 @@ def connect(address: str, security: Security | None = None) -> Link:
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DisaggError:
     """The error that a peer named; of a failure without a name, what the transport means by it."""
-    trailing = dict(failure.trailing_metadata() or ())
+    trailing = dict(iter(failure.trailing_metadata() or ()))  # of grpcio 1.76 keys() gives pairs
     if reason := trailing.get(REASON_KEY):
         message = bytes(trailing.get(MESSAGE_KEY, b"")).decode(errors="replace")
         return error_from(str(reason), message)
