@@ -63,3 +63,19 @@ def test_the_console_script_runs_from_elsewhere(tmp_path: Path) -> None:
         [script, "codecs", "--json"], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     assert '"kivi"' in done.stdout
+
+
+def test_an_editable_install_of_a_clone_runs_from_the_folder_that_holds_it(tmp_path: Path) -> None:
+    """Where `disagg`, the clone, is a folder that could pass for the package."""
+    clone, site = tmp_path / "disagg", tmp_path / "site"
+    for name in ("disagg", "kernels", "protos"):
+        shutil.copytree(ROOT / name, clone / name, True, shutil.ignore_patterns("default", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = "import setuptools.build_meta as build; build.build_editable('..')"
+    environment = {**os.environ, "CC": "false"}  # the library is not asked for
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=clone, env=environment)
+    (archive,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(archive).extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); import disagg.protos.v1"
+    subprocess.run([sys.executable, "-ES", "-c", code], check=True, cwd=tmp_path)
