@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21312  # of all these rooms together
+PACKAGE_BUDGET = 21317  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

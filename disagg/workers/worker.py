@@ -363,10 +363,15 @@ class Worker:
                 self._begin_stop(0.0)
 
     async def _drop_all(self, reason: str) -> set[tuple[str, int]]:
-        """Free everything; (rid, attempt) of what it was."""
-        attempts = self.decode.attempts | self.prefill.attempts
-        for rid, attempt in attempts:
-            await self.abort(rid, attempt, reason)
+        """Free everything; (rid, attempt) of what it was.
+
+        A submit that waited for an older attempt to end begins when that one is dropped here.
+        """
+        attempts = set[tuple[str, int]]()
+        while here := self.decode.attempts | self.prefill.attempts:
+            for rid, attempt in here:
+                await self.abort(rid, attempt, reason)
+            attempts |= here
         return attempts
 
     def _assume(self, role: Role) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,21 @@ async def test_a_fenced_worker_drops_what_it_decodes(home, story):
     assert not decode.decode.attempts
     assert decode.started.epoch == decode.epoch
     await leave(asking)
+
+
+async def test_a_fence_drops_an_attempt_that_waited_for_the_one_before_it(home, story):
+    worker = home.workers["p"]
+
+    async def fence_between() -> set[tuple[str, int]]:
+        first = Submit(Job("r", 1, story), Work.PREFILL, worker.epoch, "127.0.0.1:1")
+        await worker.submit(first)
+        second = asyncio.create_task(worker.submit(replace(first, job=Job("r", 2, story))))
+        await asyncio.sleep(0)
+        await worker.fence(worker.epoch + 1, home.router.id)
+        await second
+        return worker.prefill.attempts
+
+    assert not await on_loop(worker, fence_between())
 
 
 async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatch):
