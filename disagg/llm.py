@@ -16,7 +16,7 @@ from itertools import count
 from operator import index
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
-from disagg.engine.arena import measure_memory
+from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
@@ -73,7 +73,8 @@ class LLM:
         config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
-        self._decode.plan(codec)  # its errors now
+        plans = [self._decode.plan(codec)]  # its errors now
+        check_slabs(self._decode.pool, plans, self._runner.info.context_length)
         self._rids = count()
         terms = Terms(
             model=self._runner.fingerprint,

@@ -49,9 +49,9 @@ BUDGETS = {
     "bench": 4278,
     "cli": 1924,
     "codecs": 3156,
-    "engine": 1923,
+    "engine": 1935,
     "eval": 601,
-    "files": 2040,  # disagg/*.py
+    "files": 2041,  # disagg/*.py
     "kernels": 6217,
     "model": 1808,
     "report": 176,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21317  # of all these rooms together
+PACKAGE_BUDGET = 21333  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

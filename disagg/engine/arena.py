@@ -1,7 +1,7 @@
 """The arena of a worker: one uint8 tensor that kernels read and a pool that hands out its pages."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from disagg.config import EngineConfig
+from disagg.errors import ConfigError
 from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, RAW_TOKENS, align
+from disagg.plan import Plan
 from disagg.pool import DEFAULT_SLAB_BYTES, HostArena, Pool
 
 CPU_ARENA_BYTES = 256 << 20
@@ -120,6 +122,16 @@ def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool,
         return Pool(HostArena(buffer.data), slab_bytes), torch.from_numpy(buffer)
     tensor = torch.empty(size, dtype=torch.uint8, device=device)
     return Pool(DeviceArena(tensor), slab_bytes), tensor
+
+
+def check_slabs(pool: Pool, plans: Iterable[Plan], context: int) -> None:
+    """ConfigError for an arena without a slab for each shape of the records of a plan."""
+    for plan in plans:
+        if (shapes := len(plan.records(context))) > pool.num_slabs:
+            raise ConfigError(
+                f"config key engine.arena_bytes is {pool.arena.nbytes}; {plan.spec} has records of "
+                f"{shapes} shapes, which want at least {shapes * pool.slab_bytes}"
+            )
 
 
 def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:

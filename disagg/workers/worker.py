@@ -26,6 +26,7 @@ from typing import Any
 
 from disagg.codecs.doctor import check_plans
 from disagg.config import Config
+from disagg.engine.arena import check_slabs
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.engine.warm import warm_up
@@ -87,6 +88,8 @@ class Worker:
         self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.records else ()
         self.engine = Engine(self._runner, config.engine, codecs=compiled, guarded=self._listed)
+        plans = map(self.engine.plan, self._listed)
+        check_slabs(self.engine.pool, plans, self._runner.info.context_length)
         self._started: Future[Started] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),
