@@ -29,7 +29,7 @@ class Piece:
 class TextStream:
     """One answer. Text that may be the begin of a stop string is held back until that is clear.
 
-    min_tokens: stop strings in the text of so many tokens end nothing
+    min_tokens: stop strings that end in the text of so many tokens end nothing, as in vLLM
     hidden:     tokens that have no text
     """
 
@@ -50,10 +50,9 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text to show after one more token; `stopped` tells that a stop string was found."""
         text = "" if token in self._hidden else self._decoder.add([token])
-        if self._early > 0:
-            self._early -= 1
-            return text
-        return self._show(text)
+        shown = self._show(text)
+        self._early -= 1
+        return shown
 
     def finish(self) -> str:
         """What was held back, now that no token follows."""
@@ -66,9 +65,10 @@ class TextStream:
     def _show(self, text: str) -> str:
         if self.stopped:
             return ""
-        text = self._held + text
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        known, text = len(self._held), self._held + text
+        new = [(stop, max(0, known + 1 - len(stop))) for stop in self._stops]
+        ends = [at for stop, start in new if (at := text.find(stop, start)) >= 0]
+        if ends and self._early <= 0:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)

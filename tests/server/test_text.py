@@ -27,8 +27,8 @@ class Letters:
         return self.waiting
 
 
-def shown(text: str, stops: list[str]) -> str:
-    stream = TextStream(Letters(), stops)
+def shown(text: str, stops: list[str], min_tokens: int = 0) -> str:
+    stream = TextStream(Letters(), stops, min_tokens)
     pieces = []
     for letter in text:
         pieces.append(stream.add(ord(letter)))
@@ -51,6 +51,13 @@ def test_the_text_ends_at_the_first_stop_string(text, stops):
 
 def test_a_begun_stop_string_is_shown_when_it_is_not_completed():
     assert shown("one two\nthr", ["\nthree"]) == "one two\nthr"
+
+
+def test_a_stop_string_ends_an_answer_only_where_it_ends_behind_min_tokens():
+    assert shown("one two", ["e t"], 4) == "on"
+    assert shown("one one", ["one"], 4) == "one "
+    assert shown("one two", ["two"], 7) == "one two"
+    assert shown("ab?", ["ab", "abc"], 2) == "ab?"
 
 
 def test_without_stop_strings_everything_is_shown_at_once():
