@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21333  # of all these rooms together
+PACKAGE_BUDGET = 21346  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -83,7 +83,7 @@ def draw(found: dict[str, Any]) -> None:
     there = Counter(worker["role"] for worker in found["workers"])
     for role, number in found.get("wanted", {}).items():
         if there[role] != number:
-            rest = "more are loading" if there[role] < number else "others leave"
+            rest = "more load, or wait for a place" if there[role] < number else "others leave"
             print(f"{role}: {there[role]} there, {number} wanted; {rest}")
 
 

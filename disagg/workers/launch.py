@@ -29,7 +29,7 @@ from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
 from disagg.workers.dispatch import Started, serves
 from disagg.workers.session import Session
-from disagg.workers.shares import check_place, equal_share, gpu_share, torch_threads
+from disagg.workers.shares import check_counts, check_place, equal_share, gpu_share, torch_threads
 
 LOCAL, AUTO = "local", "auto"
 KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
@@ -161,6 +161,7 @@ class Cluster:
         self._config = replace(config, server=ServerConfig())  # a new front end may have another
         self._session = session
         self._authority = Authority(session.token) if session else None
+        self._gpus: int | None = None  # of a private Ray: a cluster may grow
         self._guest = False  # of a process that had joined Ray before
         self._actors: list[Actor] = []
         self.wanted = {Role(role): number for role, number in config.cluster.roles.items()}
@@ -186,7 +187,8 @@ class Cluster:
                 ray.init(**self._where(), **quiet)
             if self._private:
                 (node,) = ray.nodes()
-                check_place(int(node["Resources"].get("GPU", 0)), self._config)
+                self._gpus = int(node["Resources"].get("GPU", 0))
+                check_place(self._gpus, self._config, sum(self.wanted.values()))
                 gcs = host_and_port(ray.get_runtime_context().gcs_address)
                 self._doors = [gcs, (node["NodeManagerAddress"], node["NodeManagerPort"])]
             else:
@@ -272,10 +274,9 @@ class Cluster:
         if self._config.cluster.colocated:
             raise ConfigError("all workers of this service do both; they stay as many")
         given = {Role.PREFILL: prefill, Role.DECODE: decode}
-        for role, number in given.items():
-            if number is not None and number < 1:
-                raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
-        self.wanted |= {role: number for role, number in given.items() if number is not None}
+        wanted = self.wanted | {role: x for role, x in given.items() if x is not None}
+        check_counts(wanted, self._gpus, self._config)
+        self.wanted = wanted
         self._keep_counts()
 
     def drain(self, name: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from disagg.config import Config
 from disagg.errors import ConfigError
+from disagg.transfer.messages import Role
 
 
 def equal_share(units: int, config: Config) -> float:
@@ -20,17 +21,28 @@ def gpu_share(gpus: int, config: Config) -> float:
     return equal_share(gpus if config.model.device != "cpu" else 0, config)
 
 
-def check_place(gpus: int, config: Config) -> None:
+def check_counts(wanted: Mapping[Role, int], gpus: int | None, config: Config) -> None:
+    """ConfigError where so many workers cannot be; gpus: of the only host, where there is one."""
+    for role, number in wanted.items():
+        if number < 1:
+            raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
+    if gpus is not None:
+        check_place(gpus, config, sum(wanted.values()))
+
+
+def check_place(gpus: int, config: Config, workers: int) -> None:
     """ConfigError where workers would wait for ever for a place on the only host there is."""
-    each, workers = config.cluster.gpus, sum(config.cluster.roles.values())
+    each = gpu_share(gpus, config)
     if config.cluster.pools:
         raise ConfigError(
             "cluster.pools is true on a private Ray, which has none; set cluster.address"
         )
-    room = workers if not each else int(gpus // each) if each > 1 else gpus * int(1 / each)
+    room = workers if not each else int(gpus // each) if each > 1 else gpus * int(1 / each + 1e-9)
     if room < workers:
-        wanted = "fewer, or null, which shares what there is"
         there = f"this host has {gpus} GPUs, room for {room} of {workers} workers"
+        if config.cluster.gpus is None:
+            raise ConfigError(f"each worker has {each:g} GPUs since the start; {there}")
+        wanted = "fewer, or null, which shares what there is"
         raise ConfigError(f"cluster.gpus is {each:g}; {there}: {wanted}")
 
 

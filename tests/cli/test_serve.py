@@ -212,7 +212,7 @@ def test_status_shows_every_worker(known, state_file, capsys):
     assert run(["status", *where]) == 0
     told = capsys.readouterr().out
     assert "prefill" in told
-    assert told.endswith("decode: 1 there, 2 wanted; more are loading\n")
+    assert told.endswith("decode: 1 there, 2 wanted; more load, or wait for a place\n")
     assert "prefill:" not in told
     assert run(["status", *where, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["workers"]) == 2

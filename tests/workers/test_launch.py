@@ -307,6 +307,10 @@ def test_what_cannot_be_wanted_is_refused_by_name() -> None:
     cluster.start()
     with pytest.raises(ConfigError, match="0 decode"):
         cluster.scale(1, 0)
+    cluster._gpus = 2
+    with pytest.raises(ConfigError, match="this host has 2 GPUs, room for 2 of 3 workers"):
+        cluster.scale(None, 2)
+    assert cluster.wanted == {"prefill": 1, "decode": 1}
     with pytest.raises(ConfigError, match="'decode-7'; known: decode-0, prefill-0"):
         cluster.drain("decode-7")
 
