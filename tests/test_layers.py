@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4278,
-    "cli": 1924,
+    "cli": 1930,
     "codecs": 3156,
     "engine": 1935,
     "eval": 601,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21346  # of all these rooms together
+PACKAGE_BUDGET = 21352  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

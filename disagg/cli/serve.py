@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from ipaddress import ip_address
@@ -136,12 +136,7 @@ def run_service(config: Config, as_json: bool) -> None:
     try:
         with ExitStack() as stack:
             with stages() as say:
-
-                def tell(stage: str) -> None:
-                    take_signals()
-                    say(stage)
-
-                service = Service(config, tell, client.left_token(path))
+                service = Service(config, ending(say), client.left_token(path))
                 tls = config.server.tls_certificate
                 tls = tls and os.path.abspath(tls)  # clients are in other folders
                 mine = os.getpid(), service.secret, tls, config.cluster.grace_s
@@ -168,6 +163,16 @@ def take_signals() -> None:
     for number in ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
+
+
+def ending(say: Callable[[str], None]) -> Callable[[str], None]:
+    """What tells of stages, and takes the signals of ENDS before each."""
+
+    def tell(stage: str) -> None:
+        take_signals()
+        say(stage)
+
+    return tell
 
 
 def interrupt(*_: object) -> None:
@@ -205,9 +210,10 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     config = replace_keys(config, {"server": alone})
     from disagg.server.service import Service
 
+    take_signals()
     with ExitStack() as stack:
         with stages() as say:
-            service = stack.enter_context(Service(config, say))
+            service = stack.enter_context(Service(config, ending(say)))
         yield service.url
 
 

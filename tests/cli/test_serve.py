@@ -108,7 +108,7 @@ class Started:
     url, name, secret, links = "http://127.0.0.1:7", "tiny", "secret", ("a link",)
     doors = ("a door",)
 
-    def __init__(self, config: Config, say: Callable[[str], None], secret: str | None):
+    def __init__(self, config: Config, say: Callable[[str], None], secret: str | None = None):
         self.stopped = threading.Event()
         self.stopped.set()
         self._say = say
@@ -152,8 +152,17 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, 
     assert said[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_workers_load_ends_the_service(number, state_file, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "number", "status", "last"),
+    [
+        (["serve"], signal.SIGTERM, 0, "stopped"),
+        (["serve"], signal.SIGHUP, 0, "stopped"),
+        (["submit", "Once"], signal.SIGTERM, 130, "error: cancelled"),
+    ],
+)
+def test_a_signal_while_workers_load_ends_the_service(
+    command, number, status, last, state_file, capsys, monkeypatch
+):
     """Though Ray took it when it started."""
     taken = []
 
@@ -167,10 +176,10 @@ def test_a_signal_while_workers_load_ends_the_service(number, state_file, capsys
     monkeypatch.setattr("disagg.server.service.Service", Loading)
     before = signal.getsignal(number)
     try:
-        assert run(["serve", "--state-file", str(state_file)]) == 0
+        assert run([*command, "--state-file", str(state_file)]) == status
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().err.splitlines()[-2:] == ["stopping ...", "stopped"]
+    assert capsys.readouterr().err.splitlines()[-2:] == ["stopping ...", last]
     assert not taken
     assert not state_file.exists()
 
