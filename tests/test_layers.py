@@ -55,14 +55,14 @@ BUDGETS = {
     "kernels": 6217,
     "model": 1808,
     "report": 176,
-    "server": 1947,
+    "server": 1949,
     "transfer": 3590,
     "workers": 3025,
     "tests": 24496,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21352  # of all these rooms together
+PACKAGE_BUDGET = 21354  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

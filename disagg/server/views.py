@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -22,39 +23,40 @@ def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None
     model = {"id": served.name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "disagg", "root": served.alias or DEFAULT_MODEL.name}
     model |= {"max_model_len": served.context_length}
+    read = partial(app.api_route, methods=["GET", "HEAD"])  # load balancers ask for heads
 
-    @app.get("/")
+    @read("/")
     async def live() -> Response:
         return FileResponse(LIVE_PAGE)
 
-    @app.get("/health")
+    @read("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @read("/ready")
     async def ready() -> Response:
         told = {"status": "ok" if router.ready else "starting"}
         return JSONResponse(told, 200 if router.ready else 503)
 
-    @app.get("/version")
+    @read("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/v1/models")
+    @read("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}")
+    @read("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         completions.check_model(name)
         return JSONResponse(model)
 
-    @app.get("/status")
+    @read("/status")
     async def status() -> Response:
         wanted = {} if staff is None else {"wanted": staff.wanted}
         return JSONResponse(await completions.status() | wanted)
 
-    @app.get("/metrics")
+    @read("/metrics")
     async def metrics() -> Response:
         return Response(await completions.scrape(), media_type="text/plain; version=0.0.4")
 

@@ -10,7 +10,14 @@ from disagg.errors import ConfigError, PeerLostError
 from disagg.server.counts import Counts
 from disagg.server.text import Piece
 from tests.server.conftest import KV, said
-from tests.server.visits import assert_counted, get, post
+from tests.server.visits import assert_counted, get, post, send
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics"])
+def test_a_load_balancer_may_ask_for_heads_alone(path, app):
+    """The server leaves the body out."""
+    whole, head = get(app, path), send(app, "HEAD", path)
+    assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
 
 
 def test_ready_follows_the_workers_and_health_does_not(app, router):
