@@ -121,7 +121,7 @@ class TransferConfig(Bounded):
 class RouterConfig(Bounded):
     """How requests are kept alive.
 
-    deadline_s:   a request that takes longer is given up
+    deadline_s:   a request of which no token comes for so long is given up
     max_attempts: workers that may die under one request before it is refused
     silence_s:    a worker that does not answer for so long counts as dead
     max_queue:    requests that may wait for workers; more are refused

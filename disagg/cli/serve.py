@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
 
 Codecs = Annotated[
-    str | None, typer.Option(help='That --codec auto chooses from: "fp8,kivi:bits=4,banded".')
+    str | None, typer.Option(help='Of --codec auto, and all there are on a GPU: "fp8,kivi:bits=4".')
 ]
 Budget = Annotated[
     float | None, typer.Option(min=0, help="Of --codec auto: relative error of attention outputs.")
