@@ -92,18 +92,23 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
         codec: str | None = None,
+        n: int = 1,
     ) -> list[Completion]:
-        """Answer prompts, all in one batch; one completion for each, in order.
+        """Answer prompts, all in one batch; `n` completions for each, in order.
 
         prompts: texts, or sequences of token ids · codec: instead of the one of this object
+        n:       of the seed of `params` and those that follow, as over HTTP
         Raises RequestError for a prompt that cannot be answered; then none is.
         """
         if not isinstance(params, SamplingParams | None):
             raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
+        if not isinstance(n, int) or n < 1:
+            raise RequestError(f"n is {reprlib.repr(n)}; an integer from 1 is wanted")
         params, codec = params or SamplingParams(), codec or self._codec
         try:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
-            work = [self._prepare(text, params, codec) for text in texts]
+            seeded = [replace(params, seed=params.seed + i) for i in range(n)]
+            work = [self._prepare(text, each, codec) for text in texts for each in seeded]
         except TypeError as error:
             wanted = "texts or lists of token ids, one for each prompt, are wanted"
             raise RequestError(f"prompts are {reprlib.repr(prompts)}; {wanted}") from error

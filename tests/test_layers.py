@@ -51,7 +51,7 @@ BUDGETS = {
     "codecs": 3156,
     "engine": 1935,
     "eval": 601,
-    "files": 2041,  # disagg/*.py
+    "files": 2046,  # disagg/*.py
     "kernels": 6217,
     "model": 1808,
     "report": 176,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21354  # of all these rooms together
+PACKAGE_BUDGET = 21359  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

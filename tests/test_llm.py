@@ -52,6 +52,16 @@ def test_text_goes_in_and_comes_out(llm):
     assert (len(answer.tokens), answer.finish_reason) == (9, "length")
 
 
+def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
+    prompts = [random_prompt(40), random_prompt(50)]
+    params = [SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in (7, 8)]
+    apart = [llm.generate([prompt], each)[0].tokens for prompt in prompts for each in params]
+    assert [answer.tokens for answer in llm.generate(prompts, params[0], n=2)] == apart
+    assert len(set(apart)) == 4
+    with pytest.raises(RequestError, match="n is 0; an integer from 1"):
+        llm.generate(prompts, n=0)
+
+
 def test_an_answer_says_what_its_handoff_took(llm):
     n, plan = 300, llm._decode.plan(KIVI)
     (answer,) = llm.generate([random_prompt(n)], SamplingParams(max_tokens=2))
