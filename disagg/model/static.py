@@ -25,6 +25,7 @@ from disagg.plan import LayerGroup
 
 SMALL_BUCKETS = (1, 2, 4)
 BUCKET = 8  # above, buckets are multiples of this
+FEW_UNITS = 1024  # of a GPU: those that find no work in a table of as many cost little
 
 Key = tuple[object, ...]
 Width = tuple[int, int]  # of tables: tokens of pages, and segments
@@ -60,6 +61,7 @@ def key_of(batch: Batch) -> Key:
             decode.step.group.fingerprint,
             decode.whole,
             bucket_of(len(decode.step.rows)),
+            _bucket_of_units(decode),
             *(_shape_of(table, decode.step.group, least) for table in decode.step.tables),
         )
         for decode in _in_order(batch)
@@ -128,6 +130,12 @@ def _shape_of(table: PageTable, group: LayerGroup, least: Width) -> Key:
     return (table.layout.fingerprint, table.sides is None, *widths)
 
 
+def _bucket_of_units(decode: Decode) -> int:
+    """As most rows are short, steps need few of the units that tables of their width can have."""
+    units = decode.step.units
+    return 0 if units is None else width_of(max(FEW_UNITS, len(units.table)))
+
+
 def _is_tail(table: PageTable, group: LayerGroup) -> bool:
     return table.layout == group.raw != group.page
 
@@ -148,7 +156,7 @@ def _padded_step(decode: Decode, device: torch.device, least: Width) -> GroupSte
     tables = tuple(_padded_table(table, rows, step.group, least) for table in step.tables)
     units = step.units
     if units is not None:
-        room = room_for_units(step.group, tables, device)
+        room = min(_bucket_of_units(decode), room_for_units(step.group, tables, device))
         units = Units(
             _extended(units.table, room, 0), _extended(units.starts, rows + 1, units.starts[-1])
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from disagg.codecs import codec_names
 from disagg.kernels.sealing import NO_PAGE
+from disagg.kernels.view import Units
 from disagg.model.attention import Batch
 from disagg.model.graphs import CudaRecorder, Recording
 from disagg.model.runner import Runner
@@ -179,6 +181,21 @@ def test_buckets_are_close_above_what_they_hold_and_tables_as_wide_as_a_power_of
     counts = (1, 2, 3, 4, 5, 9, 17, 24)
     assert [*map(bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
     assert [*map(width_of, (1, 2, 3, 33, 64))] == [1, 2, 4, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("need", "most", "room"), [(3, 9, 9), (3, 70_000, 1024), (1500, 70_000, 2048)]
+)
+def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, need, most, room):
+    monkeypatch.setattr("disagg.model.static.room_for_units", lambda *_: most)
+    batch = batches_of(runner, [70], 3, "kivi")[-1]
+    starts = torch.tensor([0, need], dtype=torch.int32)
+    units = Units(torch.ones(need, 5, dtype=torch.int32), starts)
+    decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
+    (found,) = StaticStep(replace(batch, decodes=tuple(decodes))).batch.decodes
+    assert found.step.units.table.shape == (room, 5)
+    assert found.step.units.table.sum() == need * 5
+    assert room in (most, *key_of(replace(batch, decodes=tuple(decodes)))[2])
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
