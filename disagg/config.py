@@ -83,7 +83,7 @@ class EngineConfig(Bounded):
 
     max_batch_tokens: int = at_least(1, default=512)
     max_sequences: int = at_least(1, default=64)
-    arena_bytes: int | None = at_least(1 << 20, default=None)
+    arena_bytes: int | None = at_least(1 << 20, most=1 << 38, default=None)  # int32 ids of 128 B
     workspace_bytes: int | None = at_least(1, default=None)
     memory_share: float = at_least(0.01, most=1, default=0.9)
     watermark: float = at_least(0, most=1, default=0.02)

@@ -88,6 +88,7 @@ def test_a_flag_can_switch(text, value):
         ("transfer.link_mbps", ["0"], "is .*; at least .* is wanted"),
         ("router.deadline_s", ["nan"], "is .*; at least .* is wanted"),
         ("engine.memory_share", ["5"], "is 5.0; at most 1 is wanted"),
+        ("engine.arena_bytes", ["300000000000"], "is 3.*; at most 274877906944 is wanted"),
         ("engine.watermark", ["2"], "is 2.0; at most 1 is wanted"),
         ("engine.torch_threads", ["1000000"], "is 1000000; at most 1024 is wanted"),
         (
