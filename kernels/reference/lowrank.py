@@ -8,6 +8,7 @@ from torch import Tensor
 
 LOOPS = 3
 SMALLEST_RATIO = 1e-4  # of the least to the largest singular value that a rotation keeps apart
+FAINTEST = 1e-11  # of the least one: of less, fp16 has too few digits for T_S to be invertible
 MASK = 0xFFFFFFFF
 
 
@@ -43,7 +44,7 @@ def rotation(x: Tensor, block: int) -> Tensor:
     squares, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
     values = squares.clamp_min(0).sqrt()
     floor = values.amax(1, keepdim=True) * SMALLEST_RATIO
-    values = torch.where(floor > 0, torch.maximum(values, floor), torch.ones_like(values))
+    values = torch.where(floor > FAINTEST, torch.maximum(values, floor), torch.ones_like(values))
     return (values.sqrt().unsqueeze(2) * vectors.transpose(1, 2)).half()
 
 

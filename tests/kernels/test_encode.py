@@ -13,7 +13,7 @@ from disagg.kernels.gpu.encode import encode, in_order
 from disagg.kernels.gpu.lowrank import encode_low_rank
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.codes import decode
-from disagg.kernels.reference.lowrank import low_rank
+from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import store_blocks
 from disagg.kernels.sealing import HEAD_STRIDE, Segmentation, Target
 from tests.kernels.cases import (
@@ -245,6 +245,12 @@ def test_a_frozen_rotation_is_kept():
     found = encode(*(x.to(DEVICE) for x in (k[:, T:], v[:, T:])), fmt, cut)
     assert torch.equal(found[0].cpu(), expected[0])
     assert torch.equal(found[1].cpu(), segments)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1e-5])
+def test_a_rotation_of_numbers_that_are_nearly_nothing_can_be_undone(size):
+    x = size * torch.ones(2, 64, 1) * torch.arange(64)  # of rank one
+    assert (unrotate(x, rotation(x, 16)).abs() <= 64 * size**0.5).all()
 
 
 def test_formats_that_the_kernels_do_not_know_are_left_to_the_reference():
