@@ -719,7 +719,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
             float total = v_sum(v_load(tiles[i].total[h])), *to = a->o + ROW(i, h) * dim;
             float by = total > 0 ? 1 / total : 0;
             for (int64_t d = 0; d < dim; d++) to[d] = tiles[i].o[h][d] * by;
-            if (a->lse) a->lse[ROW(i, h)] = total > 0 ? (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f
-                                          : -__builtin_inff();
+            if (a->lse) a->lse[ROW(i, h)] = total == 0 ? -__builtin_inff()
+                                          : (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f;
         }
 }

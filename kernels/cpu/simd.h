@@ -32,7 +32,7 @@ INLINE V v_set(float x) { return x - (V){0}; }
 INLINE V v_abs(V a) { return (V)((W)a & 0x7fffffff); }
 INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ties to even */
 INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
-INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & (x >= limit)); }
+INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & ~(x < limit)); }
 
 #if LANES > 4
 #if LANES == 16

@@ -155,6 +155,17 @@ def test_what_no_query_sees_may_be_no_number(path):
     assert torch.equal(answer(case)[0], wanted)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
+    case = make_case(raw_format("float16", 64), [60, 40], 2, width)
+    at = (int(case.view.pages[0, 1]) * 128 + BASE) // 2 + 4 * 64  # of token 20 and head 0
+    case.view.arena.view(torch.float16)[at] = torch.nan
+    for x in answer(case):
+        assert x[0, 0, :width].isnan().all()
+        assert x[0, 0, width:].isfinite().all()
+        assert x[1].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"]
 )
