@@ -21,7 +21,7 @@ from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
 from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 from disagg.kernels.reference.quantize import to_fp16
 from disagg.kernels.sealing import SealFormat, Target
-from disagg.kernels.view import View
+from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -84,7 +84,8 @@ class H2O(Codec):
             raise RequestError("h2o drops by attention: q=, last queries of the prompt, is wanted")
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS
-        weights = weights_received(prompt.queries.last, k, head_dim**-0.5, prompt.total)
+        softmax = prompt.queries.softmax or Softmax(head_dim**-0.5)
+        weights = weights_received(prompt.queries.last, k, softmax, prompt.total)
         kept = heaviest_and_recent(weights, count * self.slots, count * self.slots // 2)
         fmt = exact_format(self.page_layout(head_dim))
         blocks = torch.zeros(count, heads, fmt.block_bytes, dtype=torch.uint8, device=k.device)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from disagg.kernels.formats import FREE, POOL, RETIRED, ExactFormat, SlotsFormat
 from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
+from disagg.kernels.reference.softmax import capped
+from disagg.kernels.view import Softmax
 
 
 @dataclass
@@ -98,16 +100,16 @@ def keep(kept: KeptSlots, won: Tensor, scores: Tensor, k: Tensor, v: Tensor, fir
         into[:, :room] = torch.where(taken, x.gather(1, token), into[:, :room])
 
 
-def weights_received(q: Tensor, k: Tensor, scale: float, total: int) -> Tensor:
+def weights_received(q: Tensor, k: Tensor, softmax: Softmax, total: int) -> Tensor:
     """How much attention each of the first n tokens gets from the last W of `total`: [H, n] fp32.
 
     q: [Hq, W, D] - queries of tokens total - W .. total - 1; k: [H, n, D]. The softmax is over
-    these n tokens, which only scales what a query gives them
+    these n tokens, which only scales what a query gives them, as sinks would
     """
     heads, n, head_dim = k.shape
     width, last = q.shape[0] // heads, q.shape[1]
-    rows = q.float().reshape(heads, width * last, head_dim) * scale
-    scores = rows @ k.float().transpose(1, 2)  # [H, width * W, n]
+    rows = q.float().reshape(heads, width * last, head_dim) * softmax.scale
+    scores = capped(rows @ k.float().transpose(1, 2), softmax.cap)  # [H, width * W, n]
     own = torch.arange(total - last, total, device=k.device).repeat(width)
     future = torch.arange(n, device=k.device) > own[:, None]
     return scores.masked_fill(future, -torch.inf).softmax(-1).sum(1)

@@ -1,10 +1,14 @@
 """H2O keeps the heaviest and the most recent tokens of a prompt, and all that come later."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from disagg.codecs import get_codec
+from disagg.codecs.contract import Queries
 from disagg.errors import RequestError
+from disagg.kernels.view import Softmax
 from tests.synthetic import realistic
 
 
@@ -27,6 +31,17 @@ def test_query_heads_of_a_kv_head_choose_together() -> None:
     q = torch.cat([40 * torch.nn.functional.normalize(k[:, [t]].float(), dim=2) for t in (9, 33)])
     there = get_codec("h2o:keep=0.25").compress(k, v, q=q).present()
     assert there[0, [9, 33]].all()
+
+
+@pytest.mark.parametrize(("softmax", "times"), [(Softmax(1 / 64), 1 / 8), (Softmax(1 / 8, 1e6), 1)])
+def test_tokens_are_weighed_with_the_scale_and_cap_of_the_model(softmax, times) -> None:
+    k, v = realistic(2, 320, 64)
+    q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    queries, codec = Queries.of(q, 2, 320), get_codec("h2o:keep=0.25")
+    there = codec.compress(k, v, q=replace(queries, softmax=softmax)).present()
+    assert torch.equal(there, codec.compress(k, v, q=q * times).present())
+    flat = replace(queries, softmax=Softmax(1 / 8, 1e-3))
+    assert not torch.equal(there, codec.compress(k, v, q=flat).present())
 
 
 def test_decoded_tokens_are_all_kept() -> None:
