@@ -63,7 +63,7 @@ static void choose_scales(Group *g, int64_t columns, int bits, uint8_t *scales, 
         v_store_half(scales + 2 * c, v_max(scale, least));
         V step = v_half(scales + 2 * c), shift = v_set(0);
         if (zeros) {
-            v_store_half(zeros + 2 * c, low / step);
+            v_store_half(zeros + 2 * c, low / step + v_set(0)); /* -0 becomes 0 */
             shift = v_set(0) - v_half(zeros + 2 * c);
         }
         v_store(g->shift + c, shift);

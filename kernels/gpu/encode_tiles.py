@@ -54,7 +54,7 @@ def group_scale(x, own, AXIS: tl.constexpr, SIDE: tl.constexpr):
         LEVELS: tl.constexpr = (1 << SIDE.bits) - 1
         scale = tl.maximum(tl.div_rn(high - low, LEVELS * 1.0), largest * (1.0 / 1024))
         scale = tl.maximum(scale, SMALLEST_SCALE).to(tl.float16)
-        zero = tl.div_rn(low, scale.to(tl.float32)).to(tl.float16)
+        zero = (tl.div_rn(low, scale.to(tl.float32)) + 0.0).to(tl.float16)
     return scale, zero
 
 

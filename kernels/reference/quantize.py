@@ -3,7 +3,7 @@
 Per group of K (tokens of one channel) or V (channels of one token), x in fp32, saturated to fp16:
 
     asymmetric   scale = fp16(max((max - min) / (2**bits - 1), max|x| / 1024, 2**-24))
-                 zero  = fp16(min / scale)                 in code units; |zero| <= about 1024
+                 zero  = fp16(min / scale + 0)     in code units, never -0; |zero| <= about 1024
                  code  = clamp(round(x / scale - zero), 0, 2**bits - 1)   from the rounded ones
     symmetric    scale = fp16(max|x| / (2**(bits-1) - 1)), code = round(x / scale) + 2**(bits-1)
     float8       scale = max|x| / 448, code = e4m3(x / scale), saturated
@@ -66,7 +66,7 @@ def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     scale = torch.maximum((high - low) / levels, largest / ZERO_LIMIT)
     scale = scale.clamp_min_(SMALLEST_SCALE).half()
     steps = scale.float()
-    zero = (low / steps).half()
+    zero = (low / steps).add_(0.0).half()
     inverse = steps.reciprocal_().unsqueeze(-2)
     codes = torch.addcmul(-zero.float().unsqueeze(-2), groups, inverse)
     return codes.round_().clamp_(0, levels).flatten(-3, -2), scale, zero

@@ -253,6 +253,7 @@ def hostile(head_dim, n):
     k[1, :, 9] += 1000
     k[2], v[2] = k[2] * 1e-6, v[2] * 1e-7
     yield k, v
+    yield turned[0] * 0, turned[1] * 0  # of both signs
 
 
 def test_codes_between_two_are_rounded_as_the_reference_rounds_them(path):
