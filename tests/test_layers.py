@@ -48,21 +48,21 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4278,
     "cli": 1930,
-    "codecs": 3156,
+    "codecs": 3157,
     "engine": 1935,
     "eval": 601,
     "files": 2046,  # disagg/*.py
-    "kernels": 6217,
+    "kernels": 6220,
     "model": 1816,
     "report": 176,
     "server": 1949,
     "transfer": 3590,
-    "workers": 3025,
-    "tests": 24496,
+    "workers": 3046,
+    "tests": 24626,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21359  # of all these rooms together
+PACKAGE_BUDGET = 21367  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
