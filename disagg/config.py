@@ -23,6 +23,7 @@ T = TypeVar("T")
 DEFAULT_CODEC = "banded:bits=3|kivi:bits=4,residual=64"
 AUTO = "auto"  # what who leaves the codec to the service calls it
 DEVICES = ("auto", "cpu", "cuda")
+MAX_WORKERS = 1024  # of a role
 
 
 def at_least(least: float, *, default: Any, most: float | None = None) -> Any:
@@ -158,8 +159,8 @@ class ClusterConfig(Bounded):
 
     address: str = "local"
     name: str = "disagg"
-    prefill: int = at_least(1, default=1)
-    decode: int = at_least(1, default=1)
+    prefill: int = at_least(1, most=MAX_WORKERS, default=1)
+    decode: int = at_least(1, most=MAX_WORKERS, default=1)
     colocated: bool = False
     pools: bool = False
     gpus: float | None = at_least(0, default=None)

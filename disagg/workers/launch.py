@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental import internal_kv
 
-from disagg.config import Config, ServerConfig
+from disagg.config import MAX_WORKERS, Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
@@ -408,8 +408,10 @@ class Cluster:
             self._adjust()
 
     def _load_another(self, role: Role) -> None:
-        """Under the first name that is free, with a number that tells it from those before."""
-        if not self._closing.is_set():
+        """Under a free name; a private Ray loads as many at once as it has cores: some too many
+        can be called off."""
+        loads = sum(actor.started is None for actor in self._actors)
+        if not self._closing.is_set() and (not self._private or loads < (os.cpu_count() or 1)):
             self._replaced += 1
             taken = {x.name.split(".")[0] for x in self._actors if not x.leaves}
             name = next(x for i in count() if (x := f"{role}-{i}") not in taken)

@@ -291,6 +291,26 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
         shell.stop()
 
 
+def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cluster = FakeCluster(None, None, *[LOADING] * 1000)
+    cluster.start()
+    cluster.scale(None, 1000)
+    cluster.step()
+    cluster.step()
+    assert len(cluster.handles) == 4
+    cluster.scale(None, 1)
+    cluster.step()
+    assert [handle.stop.told is None for handle in cluster.handles.values()] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> None:
     cluster = FakeCluster()
     cluster.start()
