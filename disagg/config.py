@@ -256,6 +256,10 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
+    def __post_init__(self) -> None:
+        if wrong := [x for x in self.codecs if not isinstance(x, str)]:
+            raise ConfigError(f"config key codecs has {wrong[0]!r}; codec specs are wanted")
+
     @property
     def listed(self) -> list[str]:
         """Every codec that is named, the one of who names none first; ConfigError without any."""

@@ -115,7 +115,11 @@ def _state_of(path: Path) -> RunningService | None:
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"state file {path} belongs or is open to others; remove it")
     try:
-        return RunningService(**json.loads(text))
+        state = RunningService(**json.loads(text))
+        # to signal 0 or -1 is to signal many processes
+        if type(state.pid) is not int or not 0 < state.pid < 1 << 31 or type(state.url) is not str:
+            raise ValueError(f"no process {state.pid!r} is at {state.url!r}")
+        return state
     except (ValueError, TypeError) as error:
         raise ConfigError(f"state file {path} cannot be read: {error}; remove it") from error
 
@@ -245,7 +249,10 @@ def _exchange(
         connection.sock.settimeout(timeout_s)
         method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
         base = parts.path.rstrip("/").removesuffix("/v1")  # some write the address of the API
-        connection.request(method, base + path, payload, headers)
+        try:
+            connection.request(method, base + path, payload, headers)
+        except ValueError as error:  # a key or a path that HTTP cannot carry
+            raise ConfigError(f"{service.url} cannot be asked so: {error}") from error
         response = connection.getresponse()
         if response.status >= 400:
             raise _error(service.url, response.status, response.read())
@@ -275,7 +282,7 @@ def _address(url: str) -> tuple[SplitResult, str, int | None]:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL of a service: {error}") from error
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not host or not host.isprintable() or " " in host:
         raise ConfigError(f"{url!r} is no URL of a service; write http://host:port")
     return parts, host, port
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -60,7 +61,7 @@ def scale(
 def drain(name: Name, state_file: options.StateFile = None, as_json: options.Json = False) -> None:
     """Let a worker leave once another one has its place."""
     state = running(state_file)
-    found = client.post(state, f"/workers/{name}/drain")
+    found = client.post(state, f"/workers/{quote(name, safe='')}/drain")
     print_json(found) if as_json else print(f"{name} leaves once another worker serves")
 
 

@@ -54,7 +54,7 @@ def admin_routes(staff: Staff, token: str) -> APIRouter:
         await asyncio.to_thread(staff.scale, wanted.prefill, wanted.decode)
         return wanted
 
-    @routes.post("/workers/{name}/drain")
+    @routes.post("/workers/{name:path}/drain")
     async def drain(name: str) -> dict[str, str]:
         await asyncio.to_thread(staff.drain, name)
         return {"leaves": name}

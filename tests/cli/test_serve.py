@@ -68,6 +68,16 @@ def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(st
         read_state(state_file)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"pid": -1}, {"pid": 0}, {"pid": "1"}, {"pid": 1 << 64}, {"url": 5}]
+)
+def test_no_state_file_makes_stop_signal_all_processes(wrong, state_file, monkeypatch, capsys):
+    write_state(state_file, replace(service(), **wrong))
+    monkeypatch.setattr(os, "kill", lambda *signal: pytest.fail(f"kill{signal}"))
+    assert run(["stop", "--state-file", str(state_file)]) == 2
+    assert "cannot be read: no process" in capsys.readouterr().err
+
+
 def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
     pid = os.fork()
     if pid == 0:

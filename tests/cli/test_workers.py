@@ -32,6 +32,8 @@ def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, capsys)
         (["scale", "decoders=3"], "'decoders=3' is no prefill=NUMBER or decode=NUMBER"),
         (["scale", "decode=many"], "'decode=many' is no"),
         (["drain", "e"], "unknown worker 'e'; known: d"),
+        (["drain", "d?/ü"], "unknown worker 'd?/ü'; known: d"),
+        (["drain", ""], "unknown worker ''; known: d"),
     ],
 )
 def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
