@@ -17,7 +17,8 @@ DisaggError
 ├── CapacityError               no room now; later there may be
 │   └── QueueFullError          as many requests wait as may
 └── TransferError               a hand-off that did not complete
-    ├── ReservationError        a reservation that is unknown, superseded, aborted or expired
+    ├── ReservationError        a reservation that is unknown or expired
+    │   └── AbortedError        one that was given up, or superseded: nothing failed
     ├── PeerLostError           the other side is gone or does not answer
     └── DeadlineError           the work did not end in the time it was given
 
@@ -148,6 +149,10 @@ class TransferError(DisaggError):
 class ReservationError(TransferError):
     reason = "reservation"
     grpc_status = "FAILED_PRECONDITION"
+
+
+class AbortedError(ReservationError):
+    reason = "aborted"
 
 
 class PeerLostError(TransferError):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from disagg.errors import (
+    AbortedError,
     CapacityError,
     CorruptFrameError,
     LayoutError,
@@ -140,7 +141,9 @@ class Reservation:
         """What it holds; ReservationError once it is over."""
         if self.state.live and self.contents is not None:
             return self.contents
-        raise ReservationError(f"{self.name} is {self.state}: {self.reason}")
+        ended = {State.ABORTED: AbortedError, State.SUPERSEDED: AbortedError}
+        kind = ended.get(self.state, ReservationError)
+        raise kind(f"{self.name} is {self.state}: {self.reason}")
 
     def attached(self, ticket: Ticket, *states: State) -> Contents:
         """What it holds; ReservationError unless the ticket is of its last attachment."""

@@ -30,7 +30,7 @@ from disagg.engine.arena import check_slabs
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.engine.warm import warm_up
-from disagg.errors import PeerLostError, ReservationError
+from disagg.errors import AbortedError, PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
 from disagg.model.capacity import tokens_that_fit
 from disagg.model.device import load_runner
@@ -219,7 +219,8 @@ class Worker:
         counts = {**self.receiver.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
-        info["failures"] = dict(self.receiver.failures + self.prefill.failures)
+        failures = self.receiver.failures + self.prefill.failures
+        info["failures"] = {x: n for x, n in failures.items() if x != AbortedError.reason}
         info |= {"node": socket.gethostname(), "backend": self.backend}
         info["tokens_fit"] = self._fit(int(gauges["arena_bytes"] - gauges["used_bytes"]))
         return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)

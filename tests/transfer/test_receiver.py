@@ -202,11 +202,17 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     credits = await booth.push(sent)
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == dict.fromkeys(frames, "reservation") | {
+        "dead nonce": "aborted",
         "foreign layout": "layout",
         "corrupt payload": "corrupt_frame",
     }
     assert all(x.error is None for x in credits[len(frames) :])
-    assert booth.receiver.failures == {"reservation": 4, "layout": 1, "corrupt_frame": 1}
+    assert booth.receiver.failures == {
+        "reservation": 3,
+        "aborted": 1,
+        "layout": 1,
+        "corrupt_frame": 1,
+    }
     assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
     assert isinstance(await booth.commit(live, prompt), Ack)
 

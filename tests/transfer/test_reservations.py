@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from disagg.errors import (
+    AbortedError,
     CapacityError,
     CorruptFrameError,
     LayoutError,
@@ -361,7 +362,7 @@ def test_an_abort_ends_an_attempt_at_any_moment_and_for_good(desk, prompt, momen
         desk.give(prompt)
     desk.ledger.abort("r", 0, "client gone", 1.0)
     if moment == "attached":
-        with pytest.raises(ReservationError, match="client gone"):
+        with pytest.raises(AbortedError, match="client gone"):
             desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0)
     assert desk.dropped == ([("r", 0, "client gone")] if moment == "admitted" else [])
     desk.free()

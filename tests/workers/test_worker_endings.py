@@ -19,7 +19,7 @@ from disagg.workers.prefill import PrefillSide
 from disagg.workers.worker import Worker
 from tests.transfer.peer import until
 from tests.workers.fakes import leave
-from tests.workers.pairs import GREEDY, KIVI, House, house, on_loop, paired
+from tests.workers.pairs import GREEDY, KIVI, House, alone, house, on_loop, paired
 
 
 async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story, monkeypatch):
@@ -36,6 +36,29 @@ async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story
     await until(reached.is_set)
     await leave(asking)
     go.set()
+
+
+async def test_a_hand_off_that_was_given_up_while_its_pages_came_is_no_failure(
+    home, story, monkeypatch
+):
+    reached, go = threading.Event(), threading.Event()
+    offer = Offering.offer
+
+    def offered(self: Offering, items: list[Item]) -> None:
+        reached.set()
+        go.wait(30)
+        offer(self, items)
+
+    monkeypatch.setattr(Offering, "offer", offered)
+    asking = asyncio.create_task(home.complete(story, KIVI))
+    await until(reached.is_set)
+    decode, (rid,) = home.workers["d"], home.router.dispatch.entries
+    await on_loop(decode, decode.abort(rid, 1, "given up"))
+    go.set()
+    assert (await asking)[0] == alone(story, KIVI)
+    assert home.router.dispatch.retries == 1
+    for worker in home.workers.values():
+        assert (await worker.status()).info["failures"] == {}
 
 
 @pytest.mark.parametrize(("victim", "heard"), [("p", 1), ("d", 5)])
