@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -54,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit status. Errors have statuses of their own, see disagg/errors.py."""
     as_json = "--json" in arguments
     status = 0
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where a terminal has not all of Unicode
     try:
         status = _status(arguments, as_json)
         print(end="", flush=True)

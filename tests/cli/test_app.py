@@ -1,5 +1,6 @@
 """What every command line offers: help, a version, completion, and a quiet terminal."""
 
+import io
 import os
 import subprocess
 import sys
@@ -70,3 +71,10 @@ def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, m
     with pytest.raises(SystemExit):
         program.main()
     assert heard == [after]
+
+
+def test_a_terminal_that_has_not_all_of_unicode_gets_what_it_has(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert run(["page", "raw"]) == 0
+    assert b"layers 0, 1, 2, 3, 4, 5 ? raw" in written.getvalue()
