@@ -47,22 +47,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4278,
-    "cli": 1930,
+    "cli": 1941,
     "codecs": 3157,
     "engine": 1935,
     "eval": 601,
-    "files": 2046,  # disagg/*.py
+    "files": 2056,  # disagg/*.py
     "kernels": 6220,
     "model": 1816,
     "report": 176,
     "server": 1949,
-    "transfer": 3590,
-    "workers": 3046,
-    "tests": 24626,
+    "transfer": 3593,
+    "workers": 3048,
+    "tests": 24700,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21367  # of all these rooms together
+PACKAGE_BUDGET = 21393  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental import internal_kv
 
-from disagg.config import MAX_WORKERS, Config, ServerConfig
+from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
@@ -408,8 +408,7 @@ class Cluster:
             self._adjust()
 
     def _load_another(self, role: Role) -> None:
-        """Under a free name; a private Ray loads as many at once as it has cores: some too many
-        can be called off."""
+        """Under a free name; a private Ray loads few at once, so that the rest can be called off."""
         loads = sum(actor.started is None for actor in self._actors)
         if not self._closing.is_set() and (not self._private or loads < (os.cpu_count() or 1)):
             self._replaced += 1

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from disagg.config import Config
+from disagg.config import MAX_WORKERS, Config
 from disagg.errors import ConfigError
 from disagg.transfer.messages import Role
 
@@ -24,8 +24,8 @@ def gpu_share(gpus: int, config: Config) -> float:
 def check_counts(wanted: Mapping[Role, int], gpus: int | None, config: Config) -> None:
     """ConfigError where so many workers cannot be; gpus: of the only host, where there is one."""
     for role, number in wanted.items():
-        if number < 1:
-            raise ConfigError(f"{number} {role} workers; at least 1 is wanted")
+        if not 1 <= number <= MAX_WORKERS:
+            raise ConfigError(f"{number} {role} workers; 1 to {MAX_WORKERS} are wanted")
     if gpus is not None:
         check_place(gpus, config, sum(wanted.values()))
 
