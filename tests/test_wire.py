@@ -145,11 +145,7 @@ WRONG_HEADERS = {
     "fewer digests than items": {"digests": b"\0" * 16},
     "half a digest": {"digests": b"\0" * 20},
     "no items": {"layers": [], "records": [], "digests": b""},
-    "a payload that does not divide": {
-        "layers": [0, 1],
-        "records": [5, 6],
-        "digests": b"\0" * 16,
-    },
+    "a payload that does not divide": {"layers": [0, 1], "records": [5, 6], "digests": b"\0" * 16},
     "more items than allowed": {
         "layers": [0] * (MAX_ITEMS + 1),
         "records": [0] * (MAX_ITEMS + 1),

@@ -78,10 +78,7 @@ def test_a_prompt_is_answered_on_the_head_across_two_hosts(cluster: Hosts) -> No
     assert answer["completion_tokens"] == 8
     assert {
         name: worker["address"].partition(":")[0] for name, worker in workers(cluster).items()
-    } == {
-        "prefill-0": ADDRESSES["prefill"],
-        "decode-0": ADDRESSES["decode"],
-    }
+    } == {"prefill-0": ADDRESSES["prefill"], "decode-0": ADDRESSES["decode"]}
 
 
 def test_a_laptop_reaches_the_service_through_ssh(cluster: Hosts) -> None:

@@ -144,10 +144,7 @@ def test_no_code_is_further_off_than_the_docstring_says(bits, factor):
     assert (off <= 2 ** (bits + 1) * scale + 2**-10 * x.abs().amax(1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize(
-    ("bits", "seen"),
-    [(2, "66ae4965c2604cd8"), (3, "8ef4cc9e3a2ceac5")],
-)
+@pytest.mark.parametrize(("bits", "seen"), [(2, "66ae4965c2604cd8"), (3, "8ef4cc9e3a2ceac5")])
 def test_the_bytes_of_a_page_and_a_segment_are_what_they_were(bits, seen):
     with np.load(INPUTS) as arrays:
         k, v = (torch.from_numpy(arrays[x])[0, :, :256] for x in "kv")

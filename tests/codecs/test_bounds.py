@@ -56,14 +56,8 @@ def fp8(x: Tensor) -> Tensor:
 
 
 BOUNDS: dict[str, tuple[Bound, Bound]] = {
-    "kivi:bits=2,group=32,residual=0": (
-        asymmetric(2, TOKENS, 32),
-        asymmetric(2, CHANNELS, 32),
-    ),
-    "kivi:bits=4,group=64,residual=0": (
-        asymmetric(4, TOKENS, 64),
-        asymmetric(4, CHANNELS, 64),
-    ),
+    "kivi:bits=2,group=32,residual=0": (asymmetric(2, TOKENS, 32), asymmetric(2, CHANNELS, 32)),
+    "kivi:bits=4,group=64,residual=0": (asymmetric(4, TOKENS, 64), asymmetric(4, CHANNELS, 64)),
     "pertoken:bits=2,group=32": (asymmetric(2, CHANNELS, 32), asymmetric(2, CHANNELS, 32)),
     "pertoken:bits=4,group=64": (asymmetric(4, CHANNELS, 64), asymmetric(4, CHANNELS, 64)),
     "pertoken:bits=8,group=64": (asymmetric(8, CHANNELS, 64), asymmetric(8, CHANNELS, 64)),

@@ -3,14 +3,7 @@
 import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
-from disagg.engine.sequence import (
-    ARROWS,
-    Request,
-    SamplingParams,
-    Sequence,
-    Status,
-    handoff_stats,
-)
+from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, Status, handoff_stats
 
 SHAPE = KVShape(num_layers=3, heads=2, head_dim=64, dtype="float32", windows=(None,) * 3)
 

@@ -11,15 +11,7 @@ from disagg.kernels.gpu import attend as gpu
 from disagg.kernels.gpu.reduce import merge
 from disagg.kernels.reference import exact
 from disagg.kernels.view import View
-from tests.kernels.cases import (
-    BASE,
-    DEVICE,
-    Case,
-    append_records,
-    assert_alike,
-    place,
-    raw_format,
-)
+from tests.kernels.cases import BASE, DEVICE, Case, append_records, assert_alike, place, raw_format
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
 SIDE_BASE = 7 * 16

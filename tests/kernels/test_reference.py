@@ -88,10 +88,7 @@ def test_merge_of_disjoint_tokens_is_attention_over_all():
     fmt = quant_format(4, 64, 32, 32)
     case = make_case(fmt, [300, 64], 2, 3)
     cut = torch.tensor([[190], [64]], dtype=torch.int32)
-    halves = [
-        attend(case.seeing(hi=torch.minimum(case.view.hi, cut))),
-        attend(case.seeing(lo=cut)),
-    ]
+    halves = [attend(case.seeing(hi=torch.minimum(case.view.hi, cut))), attend(case.seeing(lo=cut))]
     assert relative_error(merge(halves), exact_attention(case, 0.2)[0]) <= 1e-5
     unseen = [(torch.zeros(1, 1, 2, 64), torch.full((1, 1, 2), -torch.inf))] * 2
     assert not merge(unseen).any()
@@ -124,10 +121,7 @@ def test_planes_lie_where_the_format_says():
     fmt = quant_format(2, 64, 32, 16)
     k, v = (x[0] for x in random_kv([64], 1, 64, 64))
     block = blocks_of(k, v, fmt)[0, 0]
-    for x, group, side in (
-        (k[0], 32, fmt.k),
-        (v[0].t(), 16, fmt.v),
-    ):
+    for x, group, side in ((k[0], 32, fmt.k), (v[0].t(), 16, fmt.v)):
         found, scale, zero = quantize(x, group, 2)
         offsets = side.codes, side.scale.scale, side.scale.zero
         for plane, offset in zip((pack_words(found, 2), scale, zero), offsets, strict=True):

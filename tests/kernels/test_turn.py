@@ -8,13 +8,7 @@ from disagg.kernels.reference.encode import encode
 from disagg.kernels.reference.quantize import quantize, quantize_fitted
 from disagg.kernels.reference.turn import turn, turn_back
 from disagg.kernels.sealing import Segmentation
-from tests.kernels.cases import (
-    BANDED,
-    banded_format,
-    make_case,
-    random_kv,
-    random_segment,
-)
+from tests.kernels.cases import BANDED, banded_format, make_case, random_kv, random_segment
 from tests.kernels.test_reference import check
 
 

@@ -306,10 +306,7 @@ def test_no_body_makes_the_service_fail(strict, body):
 def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
     folder = save_tiny("llama", tmp_path)
     (folder / "chat_template.jinja").write_text(CHAT)
-    with (
-        running(str(folder)) as service,
-        httpx.Client(base_url=service.url, timeout=30) as client,
-    ):
+    with running(str(folder)) as service, httpx.Client(base_url=service.url, timeout=30) as client:
 
         @settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=2000)
         @given(BODIES)

@@ -11,14 +11,7 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import HostArena, Pool
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
-from disagg.transfer.records import (
-    Addresses,
-    Checklist,
-    Unit,
-    content_keys,
-    ids_by_kind,
-    units_of,
-)
+from disagg.transfer.records import Addresses, Checklist, Unit, content_keys, ids_by_kind, units_of
 from disagg.transfer.reservations import Admission, State
 from disagg.wire import CommitFrame, Item, Ticket
 from tests.transfer.desk import Desk

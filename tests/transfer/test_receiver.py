@@ -19,29 +19,12 @@ from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
 from disagg.transfer.link import measure
-from disagg.transfer.messages import (
-    Ack,
-    Attach,
-    Attached,
-    Credit,
-    Nack,
-    answer_from,
-    fill,
-)
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, answer_from, fill
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
-from disagg.wire import (
-    Buffer,
-    CommitFrame,
-    Frame,
-    Item,
-    Ticket,
-    frame_message,
-    message_frame,
-    pack,
-)
+from disagg.wire import Buffer, CommitFrame, Frame, Item, Ticket, frame_message, message_frame, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, hand_over, offer_all, until
@@ -164,9 +147,7 @@ def pages(prompt: Prompt, ticket: Ticket) -> list[bytes]:
 # -- frames of one channel
 
 
-async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answered(
-    prompt,
-):
+async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answered(prompt):
     booth = Booth()
     tickets = [await booth.begin(prompt, rid) for rid in ("a", "b")]
     one, two = (pages(prompt, ticket) for ticket in tickets)

@@ -8,13 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from disagg.errors import (
-    CapacityError,
-    ConfigError,
-    DisaggError,
-    PeerLostError,
-    WireError,
-)
+from disagg.errors import CapacityError, ConfigError, DisaggError, PeerLostError, WireError
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.rpc import (
     MESSAGE_KEY,

@@ -9,13 +9,7 @@ import pytest
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
 from disagg.transfer.certificates import make_authority
-from disagg.transfer.security import (
-    Authority,
-    Security,
-    load_security,
-    protected,
-    tls_context,
-)
+from disagg.transfer.security import Authority, Security, load_security, protected, tls_context
 
 
 @pytest.fixture
