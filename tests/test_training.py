@@ -54,9 +54,7 @@ def answer(tokenizer: Any, passage: Passage) -> str:
 
 @pytest.mark.parametrize("asked", [False, True], ids=["guided", "asked"])
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_sums_are_right_and_their_results_are_the_answers(
-    tokenizer: Any, steps: int, asked: bool
-) -> None:
+def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, asked):
     for seed in range(8):
         passage = arithmetic(tokenizer, np.random.default_rng(seed), steps, asked=asked)
         text = tokenizer.decode(passage.tokens)
@@ -79,7 +77,7 @@ def test_sums_are_right_and_their_results_are_the_answers(
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer: Any, distance: int) -> None:
+def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
     book = np.full(3000, tokenizer.encode(" tree")[-1], dtype=np.uint16)
     passage = passkey_prompt(tokenizer, book, np.random.default_rng(distance), distance)
     text = tokenizer.decode(passage.tokens)
@@ -94,9 +92,7 @@ def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer: Any, distance:
     assert len(passage.tokens) <= LENGTH + 1
 
 
-def test_held_out_books_never_enter_training_rows(
-    books: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_held_out_books_never_enter_training_rows(books, tokenizer, tmp_path):
     maker = make_rows(books, tokenizer, tmp_path)
     assert "Zanzibar" in tokenizer.decode(held_out_tokens(books, tokenizer)[HELD_OUT[3]])
     assert "Zanzibar" not in tokenizer.decode(maker.books)
@@ -107,9 +103,7 @@ def test_held_out_books_never_enter_training_rows(
         assert not any("Zanzibar" in text for text in tokenizer.batch_decode(tokens))
 
 
-def test_rows_of_pass_keys_ask_only_for_keys_that_were_told(
-    books: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_rows_of_pass_keys_ask_only_for_keys_that_were_told(books, tokenizer, tmp_path):
     maker = make_rows(books, tokenizer, tmp_path, length=2048)
     for seed in range(10):
         text = tokenizer.decode(maker.passkeys(np.random.default_rng(seed)).tokens)
@@ -123,7 +117,7 @@ def test_rows_of_pass_keys_ask_only_for_keys_that_were_told(
         )
 
 
-def test_books_without_a_held_out_one_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_books_without_a_held_out_one_are_refused(tokenizer, tmp_path):
     write_books(tmp_path / "books.txt", {"First": "the grey cat"})
     with pytest.raises(ConfigError, match="none of the held-out books"):
         training_tokens(tmp_path / "books.txt", tokenizer, tmp_path)
@@ -137,9 +131,7 @@ def tiny_training(rows: RowMaker) -> Training:
     return Training(LlamaForCausalLM(config), rows, TrainConfig(steps=4, num_rows=2, length=128))
 
 
-def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(
-    books: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(books, tokenizer, tmp_path):
     rows = make_rows(books, tokenizer, tmp_path, length=128)
     whole, first, second = (tiny_training(rows) for _ in range(3))
     losses = [whole.train_step(), whole.train_step()]
@@ -152,7 +144,7 @@ def test_a_resumed_training_reaches_the_state_of_an_uninterrupted_one(
         assert torch.equal(value, second.model.state_dict()[name]), name
 
 
-def test_the_rate_rises_then_falls_with_the_budget(tokenizer: Any) -> None:
+def test_the_rate_rises_then_falls_with_the_budget(tokenizer):
     training = tiny_training(RowMaker(np.zeros(200, dtype=np.uint16), tokenizer, 128))
     training.config = TrainConfig(minutes=10, warmup_steps=10, peak_lr=1.0, end_lr_share=0.1)
     rates = []
@@ -162,13 +154,13 @@ def test_the_rate_rises_then_falls_with_the_budget(tokenizer: Any) -> None:
     assert rates == [0.1, 1.0, 0.55, 0.1, 0.1]
 
 
-def test_an_untrained_model_recalls_nothing(tokenizer: Any, books: Path, tmp_path: Path) -> None:
+def test_an_untrained_model_recalls_nothing(tokenizer, books, tmp_path):
     model = tiny_training(make_rows(books, tokenizer, tmp_path, length=128)).model.eval()
     rng = np.random.default_rng(0)
     assert share_right(model, [arithmetic(tokenizer, rng, 2, asked=True) for _ in range(4)]) == 0
 
 
-def test_a_refreshed_card_keeps_its_text_and_shows_the_new_figures(tmp_path: Path) -> None:
+def test_a_refreshed_card_keeps_its_text_and_shows_the_new_figures(tmp_path):
     card = tmp_path / "README.md"
     card.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
     held = {"books": 2, "tokens": 4096, "loss": 3.0, "perplexity": 20.1, "bits_per_char": 1.5}

@@ -32,15 +32,13 @@ def keep() -> ModuleType:
         pytest.param([(80, "silent"), (82, "refused"), (86, "refused")], 86, id="back-without-ray"),
     ],
 )
-def test_ray_is_gone_after_refusals_or_a_long_silence(
-    keep: ModuleType, looks: list[tuple[float, str]], gone_at: float | None
-) -> None:
+def test_ray_is_gone_after_refusals_or_a_long_silence(keep, looks, gone_at):
     watch = keep.Watch(0.0)
     gone = [now for now, answer in looks if not watch.look(answer, now)]
     assert gone == ([] if gone_at is None else [gone_at])
 
 
-def test_a_port_is_open_or_refuses(keep: ModuleType) -> None:
+def test_a_port_is_open_or_refuses(keep):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert keep.knock("127.0.0.1", port) == "open"
@@ -52,9 +50,7 @@ def test_a_port_is_open_or_refuses(keep: ModuleType) -> None:
     [(["true"], [0.0]), (["false"], [0.0, 1.0, 2.0, 3.5, 6.0])],
     ids=["told-to-end", "failed"],
 )
-def test_a_command_that_fails_is_started_again_later_and_later(
-    keep: ModuleType, command: list[str], starts: list[float]
-) -> None:
+def test_a_command_that_fails_is_started_again_later_and_later(keep, command, starts):
     kept, started, last = keep.Kept(command), [], None
     for now in (0.5 * step for step in range(20)):
         kept.look(now)
@@ -65,7 +61,7 @@ def test_a_command_that_fails_is_started_again_later_and_later(
     assert started == starts
 
 
-def test_a_newer_one_replaces_the_older_and_stop_ends_its_command(tmp_path: Path) -> None:
+def test_a_newer_one_replaces_the_older_and_stop_ends_its_command(tmp_path):
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -90,25 +90,25 @@ def application() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_ray_accepts_the_cluster(name: str) -> None:
+def test_ray_accepts_the_cluster(name):
     validate_config(prepare_config(ray_up(name)))
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
-def test_a_cloud_has_a_type_of_node_for_each_role_and_a_head_without_one(name: str) -> None:
+def test_a_cloud_has_a_type_of_node_for_each_role_and_a_head_without_one(name):
     types = ray_up(name)["available_node_types"]
     pools = {role: ROLES & set(node["resources"]) for role, node in types.items()}
     assert pools == {"head": set(), "prefill": {"prefill"}, "decode": {"decode"}}
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_every_command_is_shell(name: str) -> None:
+def test_every_command_is_shell(name):
     for command in commands(name):
         subprocess.run(["bash", "-n", "-c", command], check=True)
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_files_that_are_copied_to_hosts_exist_or_are_built(name: str) -> None:
+def test_files_that_are_copied_to_hosts_exist_or_are_built(name):
     config = ray_up(name)
     assert {"cluster", "build/wheel"} == set(config["file_mounts"].values())
     said = " ".join([*commands(name), (FOLDER / "env.sh").read_text()])
@@ -117,7 +117,7 @@ def test_files_that_are_copied_to_hosts_exist_or_are_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_the_service_knows_every_setting_that_it_is_given(name: str) -> None:
+def test_the_service_knows_every_setting_that_it_is_given(name):
     lines = [line for line in ray_up(name)["head_start_ray_commands"] if "disagg serve" in line]
     flags = dict(re.findall(r"--set ([\w.]+)=(\S+)", lines[0]))
     assert "cluster.address" in flags
@@ -126,16 +126,14 @@ def test_the_service_knows_every_setting_that_it_is_given(name: str) -> None:
     assert config.security.plane == "tls"
 
 
-def test_the_service_knows_every_setting_in_comments() -> None:
+def test_the_service_knows_every_setting_in_comments():
     text = (FOLDER / "service.yaml").read_text()
     everything = re.sub(r"^( *)# (?=[a-z]+:)", r"\1", text, flags=re.M)
     assert everything != text
     replace_keys(Config(), yaml.safe_load(everything))
 
 
-def test_the_application_on_kubernetes_is_one_and_knows_its_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_application_on_kubernetes_is_one_and_knows_its_settings(monkeypatch):
     assert application()["import_path"] == f"{serve_app.__name__}:{serve_app.build_app.__name__}"
     cluster = serve_app.config_of(application()["args"]).cluster
     assert (cluster.address, cluster.prefill, cluster.decode) == ("auto", 1, 1)
@@ -147,14 +145,14 @@ def test_the_application_on_kubernetes_is_one_and_knows_its_settings(
         serve_app.build_app({})
 
 
-def test_kubernetes_accepts_the_network_policy_and_the_pods_of_every_group() -> None:
+def test_kubernetes_accepts_the_network_policy_and_the_pods_of_every_group():
     kubernetes_validate.validate(kubernetes()["NetworkPolicy"], KUBERNETES, strict=True)
     for group in groups():
         pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
         kubernetes_validate.validate(pods, KUBERNETES, strict=True)
 
 
-def test_the_operator_and_ray_understand_the_ray_cluster() -> None:
+def test_the_operator_and_ray_understand_the_ray_cluster():
     service = kubernetes()["RayService"]
     assert service["apiVersion"] == "ray.io/v1"
     jsonschema.validate(service["spec"], RAY_SERVICE)
@@ -167,7 +165,7 @@ def test_the_operator_and_ray_understand_the_ray_cluster() -> None:
     assert found == {"headgroup": {}, "prefill": {"prefill": 1}, "decode": {"decode": 1}}
 
 
-def test_parts_of_the_kubernetes_manifests_name_each_other() -> None:
+def test_parts_of_the_kubernetes_manifests_name_each_other():
     policy = kubernetes()["NetworkPolicy"]["spec"]
     for group in groups():
         assert group["template"]["metadata"]["labels"] == policy["podSelector"]["matchLabels"]
@@ -177,7 +175,7 @@ def test_parts_of_the_kubernetes_manifests_name_each_other() -> None:
             assert asked["port"] in ports
 
 
-def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there() -> None:
+def test_the_image_has_the_torch_of_the_package_and_copies_what_is_there():
     text = (FOLDER / "Dockerfile").read_text()
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))

@@ -76,9 +76,7 @@ BOUNDS: dict[str, tuple[Bound, Bound]] = {
 @pytest.mark.parametrize("spec", BOUNDS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("factor", [1.0, 3000.0, 1e-4])
-def test_no_number_is_further_off_than_the_docstring_says(
-    spec: str, head_dim: int, factor: float
-) -> None:
+def test_no_number_is_further_off_than_the_docstring_says(spec, head_dim, factor):
     n = 2560
     k, v = ((x * factor).half() for x in realistic(2, n, head_dim))
     for exact, seen, bound in zip(
@@ -91,9 +89,7 @@ def test_no_number_is_further_off_than_the_docstring_says(
 @pytest.mark.parametrize("backbone", ["kcvt", "kivi"])
 @pytest.mark.parametrize("method", ["gear-l", "gear"])
 @pytest.mark.parametrize("factor", [1.0, 3000.0])
-def test_low_rank_never_adds_to_the_error_of_a_segment(
-    method: str, backbone: str, bits: int, factor: float
-) -> None:
+def test_low_rank_never_adds_to_the_error_of_a_segment(method, backbone, bits, factor):
     codec = get_codec(f"{method}:bits={bits},backbone={backbone}")
     assert isinstance(codec, QuantizedCodec)
     x = [(y * factor).half() for y in realistic(2, 2048, 64)]
@@ -121,7 +117,7 @@ def test_low_rank_never_adds_to_the_error_of_a_segment(
         "gear-l:bits=4",
     ],
 )
-def test_a_constant_channel_of_k_stays_exact(spec: str) -> None:
+def test_a_constant_channel_of_k_stays_exact(spec):
     k, v = realistic(2, 256, 64)
     k[0, :, 3], k[1, :, 4] = 7.0, 0.0
     seen, _ = get_codec(spec).compress(k.half(), v.half()).reconstruct()
@@ -133,7 +129,7 @@ def test_a_constant_channel_of_k_stays_exact(spec: str) -> None:
     "spec",
     ["kivi:bits=2,residual=0", "pertoken:bits=2", "pertoken:bits=8,group=32", "kcvt", "gear"],
 )
-def test_a_constant_token_of_v_stays_exact(spec: str) -> None:
+def test_a_constant_token_of_v_stays_exact(spec):
     k, v = realistic(2, 256, 64)
     v[0, 3], v[1, 70] = 7.0, 0.0
     _, seen = get_codec(spec).compress(k.half(), v.half()).reconstruct()
@@ -144,9 +140,7 @@ def test_a_constant_token_of_v_stays_exact(spec: str) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("factor", [1.0, 3000.0])
-def test_a_rotation_spreads_the_error_no_further_than_its_columns(
-    bits: int, block: int, factor: float
-) -> None:
+def test_a_rotation_spreads_the_error_no_further_than_its_columns(bits, block, factor):
     codec = get_codec(f"decoquant:bits={bits},block={block}")
     assert isinstance(codec, QuantizedCodec)
     k, v = ((y * factor).half() for y in realistic(2, 1024, 128))
@@ -169,12 +163,12 @@ def test_a_rotation_spreads_the_error_no_further_than_its_columns(
 
 
 @pytest.mark.parametrize("sparsity", ["0.02", "0", "0.3", "0.01"])
-def test_a_sparsity_that_no_page_can_have_is_refused(sparsity: str) -> None:
+def test_a_sparsity_that_no_page_can_have_is_refused(sparsity):
     with pytest.raises(ConfigError, match="1/64"):
         get_codec(f"gear:sparsity={sparsity}")
 
 
-def test_outliers_are_those_of_all_the_tokens_that_share_a_scale() -> None:
+def test_outliers_are_those_of_all_the_tokens_that_share_a_scale():
     """A page far off the mean of its segment keeps what is farthest from that, not from its own."""
     x = torch.randn(4, 1, 64, 3, generator=torch.Generator().manual_seed(0))
     x[2] += 100

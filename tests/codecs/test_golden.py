@@ -52,9 +52,7 @@ def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("bits", "differing"), [(2, 0.001), (4, 0.005)])
-def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(
-    bits: int, differing: float
-) -> None:
+def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits, differing):
     k, v = inputs()
     codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
     assert isinstance(codec, QuantizedCodec)
@@ -76,7 +74,7 @@ def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(
 
 
 @pytest.mark.parametrize("name", ["gear_pertoken_b4_g64", "flexgen_b4_g64"])
-def test_pertoken_rebuilds_what_flexgen_rebuilds(name: str) -> None:
+def test_pertoken_rebuilds_what_flexgen_rebuilds(name):
     x = inputs()
     seen = get_codec("pertoken:bits=4,group=64").compress(*x).reconstruct()
     for exact, ours, key in zip(x, seen, ("k_deq", "v_deq"), strict=True):
@@ -87,7 +85,7 @@ def test_pertoken_rebuilds_what_flexgen_rebuilds(name: str) -> None:
         assert relative_error(ours, theirs) < 0.15 * step
 
 
-def test_kcvt_rebuilds_k_as_gear_does_and_v_better_by_its_finer_groups() -> None:
+def test_kcvt_rebuilds_k_as_gear_does_and_v_better_by_its_finer_groups():
     k, v = inputs()
     seen_k, seen_v = get_codec("kcvt:bits=4").compress(k, v).reconstruct()
     theirs = golden("gear_kcvt_b4")
@@ -97,7 +95,7 @@ def test_kcvt_rebuilds_k_as_gear_does_and_v_better_by_its_finer_groups() -> None
     assert relative_error(seen_v, v) < relative_error(theirs["v_deq"][0], v)
 
 
-def test_gear_l_errs_as_much_as_the_function_of_its_authors() -> None:
+def test_gear_l_errs_as_much_as_the_function_of_its_authors():
     k, v = inputs()
     codec = get_codec("gear-l:bits=2,backbone=kivi,group=64,rank=4")
     encoded = codec.encode(k, v, 0)
@@ -108,7 +106,7 @@ def test_gear_l_errs_as_much_as_the_function_of_its_authors() -> None:
         assert relative_error(ours, exact) == pytest.approx(error, rel=0.01)
 
 
-def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors() -> None:
+def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors():
     """Composed as the reference does: 5 outliers a side of all heads, K over 256 tokens."""
     slots = Sparse(10, 0, 0, ends=True)
     theirs = golden("gear_gear_kcvt_b4_s2_r4")
@@ -128,9 +126,7 @@ def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors() -> None:
 
 
 @pytest.mark.parametrize(("sparsity", "of_k", "of_v"), [(1 / 64, 1.3, 0.88), (3 / 64, 1.04, 0.73)])
-def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(
-    sparsity: float, of_k: float, of_v: float
-) -> None:
+def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(sparsity, of_k, of_v):
     """The codec itself. It has one slot of 64 for a channel of K, or three; theirs are 2 % of
     all heads together, and their V has no scales of each head."""
     x = inputs()
@@ -144,7 +140,7 @@ def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(
         assert relative_error(ours, exact) < 0.8 * relative_error(backbone[key][0], exact)
 
 
-def test_decoquant_rebuilds_what_its_decomposition_rebuilds() -> None:
+def test_decoquant_rebuilds_what_its_decomposition_rebuilds():
     """With one rotation and one scale for all heads together, as in the reference."""
     x = inputs()[0].float().transpose(0, 1).flatten(1)[None]  # [1, 256, 512]
     matrix = rotation(x, 16)
@@ -158,7 +154,7 @@ def test_decoquant_rebuilds_what_its_decomposition_rebuilds() -> None:
     assert relative_error(ours, theirs) < 0.15 * relative_error(theirs, x[0])
 
 
-def test_int8_codes_and_scales_are_the_expected_ones() -> None:
+def test_int8_codes_and_scales_are_the_expected_ones():
     k, v = inputs()
     codec = get_codec("int8")
     assert isinstance(codec, QuantizedCodec)
@@ -176,7 +172,7 @@ def test_int8_codes_and_scales_are_the_expected_ones() -> None:
         assert torch.equal(scales, theirs[f"{key}_s"][0, :, :PREFIX, 0].float())
 
 
-def test_fp8_codes_are_the_expected_ones_at_the_same_scale() -> None:
+def test_fp8_codes_are_the_expected_ones_at_the_same_scale():
     """Theirs have one scale for all tokens; where a page's is the same, so are its codes."""
     k, v = inputs()
     codec, theirs = get_codec("fp8"), golden("int8_fp8")

@@ -6,7 +6,7 @@ from disagg.errors import ConfigError, UnknownNameError
 from tests.synthetic import realistic
 
 
-def test_the_tail_keeps_the_last_tokens_exact() -> None:
+def test_the_tail_keeps_the_last_tokens_exact():
     k, v = (x.half() for x in realistic(2, 500, 64))
     seen_k, seen_v = get_codec("kivi:bits=2,group=64,residual=128").compress(k, v).reconstruct()
     assert torch.equal(seen_k[:, -128:], k[:, -128:].float())
@@ -26,8 +26,6 @@ def test_the_tail_keeps_the_last_tokens_exact() -> None:
         ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; known: model, fp16, bf16, fp32"),
     ],
 )
-def test_a_spec_that_cannot_be_says_what_would_be_right(
-    spec: str, error: type[ConfigError], message: str
-) -> None:
+def test_a_spec_that_cannot_be_says_what_would_be_right(spec, error, message):
     with pytest.raises(error, match=message):
         get_codec(spec)

@@ -107,18 +107,18 @@ def stored(cache: CompressedKV) -> bytes:
     return b"".join(x.numpy().tobytes() for x in (*runs, *cache.reconstruct()))
 
 
-def test_the_table_has_every_codec() -> None:
+def test_the_table_has_every_codec():
     assert {spec.partition(":")[0] for spec in CODECS} == set(codec_names())
 
 
-def test_a_spec_rebuilds_its_codec(codec: Codec) -> None:
+def test_a_spec_rebuilds_its_codec(codec):
     assert get_codec(codec.spec) == codec
 
 
 @pytest.mark.parametrize(("n", "per_head", "head_dim"), SIZES)
 def test_attention_on_the_bytes_equals_attention_on_the_reconstruction(
-    codec: Codec, n: int, per_head: int, head_dim: int
-) -> None:
+    codec, n, per_head, head_dim
+):
     if not fits(codec, head_dim):
         return
     k, v = realistic(2, n, head_dim)
@@ -128,7 +128,7 @@ def test_attention_on_the_bytes_equals_attention_on_the_reconstruction(
     assert relative_error(cache.attend(q), wanted) <= codec.attend_error
 
 
-def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec: Codec) -> None:
+def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec):
     """Pages of two segments, of a prompt and of decoding, and a tail.
 
     AlignedKV reads only part of the bits: no identity, so the bound that it states holds instead.
@@ -147,7 +147,7 @@ def test_in_fp64_attention_on_the_bytes_is_the_same_algebra(codec: Codec) -> Non
     assert relative_error(seen, wanted) <= allowed
 
 
-def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(codec: Codec) -> None:
+def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(codec):
     k, v = realistic(2, 1300, 64)
     q = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     cache, sinks = compress(codec, k, v), torch.linspace(-2, 6, 6)
@@ -159,7 +159,7 @@ def test_sinks_and_caps_are_one_more_term_and_another_score_under_every_codec(co
         assert relative_error(found[1], wanted) <= (1e-5 if reads_all else codec.attend_error)
 
 
-def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec: Codec) -> None:
+def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec):
     k, v = realistic(1, 8192, 64)
     q = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     cache = compress(codec, k, v)
@@ -168,9 +168,7 @@ def test_a_long_context_is_attended_as_exactly_as_a_short_one(codec: Codec) -> N
 
 
 @pytest.mark.parametrize(("n", "more"), [(0, 130), (300, 200), (2048, 65)])
-def test_pages_sealed_while_decoding_are_attended_with_those_of_the_prompt(
-    codec: Codec, n: int, more: int
-) -> None:
+def test_pages_sealed_while_decoding_are_attended_with_those_of_the_prompt(codec, n, more):
     k, v = realistic(2, n + more, 64)
     cache = compress(codec, k[:, :n], v[:, :n])
     cache.append(k[:, n:], v[:, n:])
@@ -180,7 +178,7 @@ def test_pages_sealed_while_decoding_are_attended_with_those_of_the_prompt(
     assert relative_error(cache.attend(q), exact(cache, q, 64**-0.5)) <= codec.attend_error
 
 
-def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec: Codec) -> None:
+def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec):
     if codec.final_at is not FinalAt.PAGE:
         pytest.skip("pages of this codec depend on more than their own tokens")
     k, v = realistic(2, 333, 64)
@@ -194,7 +192,7 @@ def test_token_by_token_append_ends_in_the_same_bytes_as_one_compress(codec: Cod
 
 
 @pytest.mark.parametrize("chunk", [97, 2100])
-def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int) -> None:
+def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
     n = 2345
     k, v = realistic(2, n, 64)
     group = codec.layer_group((3,), 2, 64, "float16")
@@ -220,7 +218,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec: Codec, chunk: int)
     assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))
 
 
-def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec: Codec) -> None:
+def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec):
     """A plane that nobody reads, or two that overlap, would go unnoticed elsewhere."""
     group = codec.layer_group((3,), 2, 64, "float16")
     for layout in group.layouts():
@@ -242,7 +240,7 @@ def test_every_plane_of_a_block_has_its_own_bytes_and_attention_reads_them(codec
     assert torch.equal(cache.attend(q), whole)
 
 
-def test_the_reconstruction_has_every_token_in_order(codec: Codec) -> None:
+def test_the_reconstruction_has_every_token_in_order(codec):
     for n in (0, 1, 63, 64, 65, 130, 300):
         k, v = realistic(2, n, 64)
         cache = compress(codec, k, v)
@@ -255,7 +253,7 @@ def test_the_reconstruction_has_every_token_in_order(codec: Codec) -> None:
                 assert (nearest == torch.arange(n))[there].float().mean() > 0.8, n
 
 
-def test_any_float_dtype_is_accepted(codec: Codec) -> None:
+def test_any_float_dtype_is_accepted(codec):
     k, v = realistic(2, 200, 64)
     usual = relative_error(compress(codec, k, v).reconstruct()[0], k)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -263,7 +261,7 @@ def test_any_float_dtype_is_accepted(codec: Codec) -> None:
         assert relative_error(seen, k) < 1.05 * usual + 2**-8, dtype
 
 
-def test_hostile_values_stay_finite(codec: Codec) -> None:
+def test_hostile_values_stay_finite(codec):
     k, v = realistic(2, 256, 64)
     k[0, :, 4] = 0.0
     k[1, :, 5] += 60 * k[1, :, 5].std()  # a bias-like channel
@@ -279,7 +277,7 @@ def test_hostile_values_stay_finite(codec: Codec) -> None:
     assert not seen_v[0, 9].any()
 
 
-def test_what_fp16_cannot_hold_saturates_in_pages(codec: Codec) -> None:
+def test_what_fp16_cannot_hold_saturates_in_pages(codec):
     k, v = realistic(1, 400, 64)
     k[0, 3, 7], k[0, 70, 9], v[0, 5, 5] = 1e5, torch.inf, -torch.inf
     cache = compress(codec, k.bfloat16(), v.bfloat16())
@@ -288,7 +286,7 @@ def test_what_fp16_cannot_hold_saturates_in_pages(codec: Codec) -> None:
         assert torch.isfinite(seen[:, :sealed]).all()
 
 
-def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec: Codec) -> None:
+def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec):
     k, v = realistic(2, 420, 64)
     k, v = 1e6 * k, 1e6 * v
     for n in (5, 170, 400):  # a tail alone, and pages with a tail
@@ -299,7 +297,7 @@ def test_attention_stays_finite_where_the_tail_cannot_hold_k_or_v(codec: Codec) 
         assert torch.isfinite(torch.stack(cache.reconstruct())).all()
 
 
-def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec: Codec) -> None:
+def test_infinity_in_v_that_no_query_sees_leaves_no_trace(codec):
     """K and V in the dtype of the tail are rounded too: 0 times infinity would be NaN."""
     k, v = (x.half() for x in realistic(2, 420, 64))
     v[:, [5, 300, 415]] = torch.inf

@@ -10,7 +10,7 @@ from disagg.errors import ConfigError
 SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
 
 
-def test_one_spec_makes_one_group() -> None:
+def test_one_spec_makes_one_group():
     plan = parse_plan("kivi:bits=2", SHAPE)
     assert [group.layers for group in plan.groups] == [(0, 1, 2, 3, 4, 5)]
     assert plan.spec == "kivi:bits=2,group=64,residual=128"
@@ -20,36 +20,34 @@ def test_one_spec_makes_one_group() -> None:
     ("head_dim", "group"), [(64, 64), (96, 32), (80, 16), (112, 16), (128, 64)]
 )
 @pytest.mark.parametrize("codec", ["kivi", "gear:backbone=kivi", "pertoken"])
-def test_a_default_group_is_the_largest_that_divides_the_head_dim(
-    codec: str, head_dim: int, group: int
-) -> None:
+def test_a_default_group_is_the_largest_that_divides_the_head_dim(codec, head_dim, group):
     plan = parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,)))
     assert f"group={group}" in plan.spec
     assert parse_plan(plan.spec, KVShape(1, 2, head_dim, "float32", (None,))) == plan
 
 
 @pytest.mark.parametrize("codec", [name for name in codec_names() if name != "banded"])
-def test_every_head_dim_of_whole_16_channels_has_a_plan(codec: str) -> None:
+def test_every_head_dim_of_whole_16_channels_has_a_plan(codec):
     for head_dim in range(16, 257, 16):
         assert parse_plan(codec, KVShape(1, 2, head_dim, "float32", (None,))).groups
 
 
-def test_an_explicit_group_that_does_not_divide_is_refused() -> None:
+def test_an_explicit_group_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="group=64 does not divide the head dim 80"):
         parse_plan("kivi:group=64", KVShape(1, 2, 80, "float32", (None,)))
 
 
-def test_layers_may_have_codecs_of_their_own() -> None:
+def test_layers_may_have_codecs_of_their_own():
     plan = parse_plan("0-1,5:kivi:bits=4;2-4:kivi:bits=2", SHAPE)
     assert [group.layers for group in plan.groups] == [(0, 1, 5), (2, 3, 4)]
     assert plan.group_of == (0, 0, 1, 1, 1, 0)
 
 
-def test_an_open_range_reaches_the_last_layer() -> None:
+def test_an_open_range_reaches_the_last_layer():
     assert parse_plan("0:raw;1-:kivi", SHAPE).group_of == (0, 1, 1, 1, 1, 1)
 
 
-def test_layers_with_another_window_form_another_group() -> None:
+def test_layers_with_another_window_form_another_group():
     shape = KVShape(4, 2, 64, "float32", (None, 512, None, 512))
     plan = parse_plan("kivi", shape)
     assert [(group.layers, group.window) for group in plan.groups] == [
@@ -58,7 +56,7 @@ def test_layers_with_another_window_form_another_group() -> None:
     ]
 
 
-def test_raw_follows_the_dtype_of_the_model() -> None:
+def test_raw_follows_the_dtype_of_the_model():
     (group,) = parse_plan("raw", SHAPE).groups
     assert group.codec == "raw:dtype=fp32"
     assert group.page == group.raw
@@ -80,7 +78,7 @@ def test_raw_follows_the_dtype_of_the_model() -> None:
         ("3-1:raw", "outside the model's layers"),
     ],
 )
-def test_a_plan_that_cannot_be_says_why(spec: str, message: str) -> None:
+def test_a_plan_that_cannot_be_says_why(spec, message):
     with pytest.raises(ConfigError, match=message):
         parse_plan(spec, SHAPE)
 
@@ -89,13 +87,13 @@ def test_a_plan_that_cannot_be_says_why(spec: str, message: str) -> None:
     ("head_dim", "codec"),
     [(64, "banded:bits=3"), (128, "banded:bits=3"), (192, "kivi:bits=4,group=64,residual=64")],
 )
-def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim: int, codec: str) -> None:
+def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim, codec):
     shape = replace(SHAPE, head_dim=head_dim)
     assert parse_plan(DEFAULT_CODEC, shape).spec == codec
     with pytest.raises(ConfigError, match="40"):
         parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=40))
 
 
-def test_another_choice_hides_no_mistake_in_the_first() -> None:
+def test_another_choice_hides_no_mistake_in_the_first():
     with pytest.raises(ConfigError, match="bits is 7"):
         parse_plan("banded:bits=7|kivi", SHAPE)

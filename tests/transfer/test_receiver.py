@@ -249,7 +249,6 @@ async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(p
 
 async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     """Every frame of a finished hand-off again, when its pages belong to another prompt."""
-
     booth, other = Booth(), make_prompt(300, seed=7)
     ticket = await booth.begin(prompt)
     await booth.push(pages(prompt, ticket))
@@ -346,7 +345,6 @@ async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
 
 async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
-
     booth = Booth(Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
     prompt = make_related(500, 1, 400)
     ticket = await booth.begin(prompt)

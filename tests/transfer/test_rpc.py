@@ -150,7 +150,6 @@ async def test_a_stream_whose_caller_leaves_is_over_at_once(method):
 
 async def test_one_message_is_received_while_another_is_looked_at():
     """Over 10 Gb/s the plane would stand still between an answer and the next message."""
-
     seen = []
 
     class Messages:

@@ -19,58 +19,56 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {path.name: str(path) for path in tmp_path.iterdir()}
 
 
-def test_without_files_there_is_the_given_token_or_nothing() -> None:
+def test_without_files_there_is_the_given_token_or_nothing():
     assert load_security(SecurityConfig()) == Security()
     assert load_security(SecurityConfig(), "a token") == Security(token="a token")
 
 
-def test_files_become_a_token_and_certificates(files: dict[str, str]) -> None:
+def test_files_become_a_token_and_certificates(files):
     found = load_security(SecurityConfig(**files, mutual=True), "another token")
     papers = [f"the {name}\n".encode() for name in ("ca", "certificate", "key")]
     assert found == Security("the token_file", *papers, mutual=True)
 
 
 @pytest.mark.parametrize("missing", ["ca", "certificate", "key"])
-def test_tls_with_a_part_missing_is_refused(missing: str, files: dict[str, str]) -> None:
+def test_tls_with_a_part_missing_is_refused(missing, files):
     del files[missing]
     with pytest.raises(ConfigError, match=rf"TLS needs security\.{missing} too"):
         load_security(SecurityConfig(**files))
 
 
-def test_mutual_alone_is_no_security() -> None:
+def test_mutual_alone_is_no_security():
     with pytest.raises(ConfigError, match=r"security\.ca, security\.certificate, security\.key"):
         load_security(SecurityConfig(mutual=True))
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two\nlines", "ein Schl\u00fcssel"])
-def test_a_token_file_holds_one_line_of_ascii(content: str, tmp_path: Path) -> None:
+def test_a_token_file_holds_one_line_of_ascii(content, tmp_path):
     path = tmp_path / "token"
     path.write_text(content)
     with pytest.raises(ConfigError, match="holds no line of ASCII"):
         load_security(SecurityConfig(token_file=str(path)))
 
 
-def test_files_are_absolute_and_there(tmp_path: Path) -> None:
+def test_files_are_absolute_and_there(tmp_path):
     with pytest.raises(ConfigError, match=r"security\.token_file is 'token'; an absolute path"):
         load_security(SecurityConfig(token_file="token"))
     with pytest.raises(ConfigError, match=r"cannot read security\.token_file .*none: No such file"):
         load_security(SecurityConfig(token_file=str(tmp_path / "none")))
 
 
-def test_without_papers_there_is_no_tls() -> None:
+def test_without_papers_there_is_no_tls():
     assert tls_context(Security("s"), False) is tls_context(Security("s"), True) is None
 
 
 @pytest.mark.parametrize("ca", [b"no PEM", b"\xff\xfe", b""], ids=["text", "bytes", "nothing"])
-def test_an_authority_is_pem(ca: bytes) -> None:
+def test_an_authority_is_pem(ca):
     with pytest.raises(ConfigError, match="authority"):
         tls_context(Security(ca=ca), server=False)
 
 
 @pytest.mark.parametrize("key", ["foreign.key", "locked.key", "peer"])
-def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
-    papers: dict[str, bytes], key: str
-) -> None:
+def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(papers, key):
     lock = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     locked = subprocess.run(lock, input=papers["peer.key"], check=True, capture_output=True)
     papers = papers | {"locked.key": locked.stdout}
@@ -78,7 +76,7 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(
         tls_context(Security(certificate=papers["peer"], key=papers[key]), server=True)
 
 
-def test_an_authority_gives_what_files_do_not(files: dict[str, str]) -> None:
+def test_an_authority_gives_what_files_do_not(files):
     authority = make_authority()
     assert protected(SecurityConfig(), None, "127.0.0.1") == Security()
     assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(token="t")
@@ -101,9 +99,7 @@ def test_an_authority_gives_what_files_do_not(files: dict[str, str]) -> None:
         ("127.0.0.1", "127.0.0.1", "foreign", False),
     ],
 )
-def test_hosts_of_one_authority_know_each_other_by_address(
-    issued: str, called: str, peers: str, well: bool
-) -> None:
+def test_hosts_of_one_authority_know_each_other_by_address(issued, called, peers, well):
     ours = make_authority()
     theirs = ours if peers == "same" else make_authority()
     server = protected(SecurityConfig(), ours, issued)

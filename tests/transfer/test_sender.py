@@ -261,7 +261,6 @@ async def test_nobody_at_the_address_is_a_lost_peer_after_its_silence(prompt):
 
 async def test_a_stream_that_answers_nothing_breaks_for_all(prompt):
     """Frames that are taken but never credited: not one hand-off is blamed, the channel is."""
-
     async with open_peer(replace(QUICK, stall_s=0.3)) as (peer, channel):
         push = peer.take
 
@@ -314,7 +313,6 @@ async def test_a_commit_without_a_stream_leaves_no_debt_to_the_next_one(prompt):
 
 async def test_frames_leave_by_deadline_then_by_layer(prompt):
     """All that is offered before the stream opens: the most urgent hand-off goes first, whole."""
-
     async with open_peer(credit=1 << 20) as (peer, channel):
         patient = peer.sender(prompt, channel, 1, deadline_s=30.0)
         urgent = peer.sender(prompt, channel, 2, deadline_s=20.0)
@@ -406,7 +404,6 @@ async def test_one_call_renews_all_hand_offs_of_a_channel_and_ends_those_that_ar
 
 async def test_leases_are_renewed_while_a_frame_is_slow(prompt):
     """One frame that takes longer than a lease."""
-
     async with open_peer(lease_s=0.3) as (peer, channel):
         take = peer.take
 

@@ -101,9 +101,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
 
 
-def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
     cluster = FakeCluster()
     assert [started.name for started in cluster.start()] == ["prefill-0", "decode-0"]
     assert cluster.step() == []
@@ -115,7 +113,7 @@ def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(
     assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
 
 
-def test_what_takes_workers_long_is_told_once_while_they_load() -> None:
+def test_what_takes_workers_long_is_told_once_while_they_load():
     cluster = FakeCluster(LOADING, LOADING)
     seen, news = [], iter(["", "kernels", "kernels", "steps"])
 
@@ -132,7 +130,7 @@ def test_what_takes_workers_long_is_told_once_while_they_load() -> None:
 
 
 @pytest.mark.parametrize("failure", [RayActorError(), ("model", "the file is gone")])
-def test_a_replacement_that_does_not_start_is_tried_again(failure: Any) -> None:
+def test_a_replacement_that_does_not_start_is_tried_again(failure):
     cluster = FakeCluster(None, None, failure, failure)
     cluster.start()
     cluster.kill("prefill-0")
@@ -141,9 +139,7 @@ def test_a_replacement_that_does_not_start_is_tried_again(failure: Any) -> None:
 
 
 @pytest.mark.parametrize("early", [(0, 2), (0, 3), (1, 2), (1, 3)])
-def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(
-    early: tuple[int, int],
-) -> None:
+def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(early):
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     config = load_config(None, {"cluster.prefill": 2, "cluster.decode": 2})
     outcomes = [None if i in early else LOADING for i in range(4)]
@@ -166,9 +162,7 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(
         (["prefill-0.2"], ["prefill-0.2", "prefill-0", "decode-0"], ".3"),
     ],
 )
-def test_a_front_end_takes_over_all_workers_of_its_name(
-    there: list[str], taken: list[str] | None, next_one: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_front_end_takes_over_all_workers_of_its_name(there, taken, next_one, monkeypatch):
     named = [{"name": name, "namespace": "mine"} for name in there]
     named.append({"name": "decode-7", "namespace": "of another"})
     monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
@@ -181,9 +175,7 @@ def test_a_front_end_takes_over_all_workers_of_its_name(
     assert cluster._actors[-1].name == f"decode-0{next_one}"
 
 
-def test_the_next_front_end_has_as_many_workers_as_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
     named: list[dict[str, str]] = []
     monkeypatch.setattr(launch.ray.util, "list_named_actors", lambda all_namespaces: named)
     take_kept(monkeypatch)
@@ -201,7 +193,7 @@ def test_the_next_front_end_has_as_many_workers_as_were_asked_for(
     assert len(FakeCluster(config=config)._names()) == 2  # of a service that ended
 
 
-def test_workers_that_do_both_stay_as_many_as_they_are() -> None:
+def test_workers_that_do_both_stay_as_many_as_they_are():
     cluster = FakeCluster(config=load_config(None, {"cluster.colocated": True}))
     assert [started.name for started in cluster.start()] == ["both-0"]
     cluster.step()
@@ -210,7 +202,7 @@ def test_workers_that_do_both_stay_as_many_as_they_are() -> None:
         cluster.scale(None, 2)
 
 
-def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch):
     killed: list[Handle] = []
     monkeypatch.setattr(launch.ray, "kill", killed.append)
     cluster = FakeCluster(None, LOADING, LOADING, None)
@@ -223,7 +215,7 @@ def test_an_end_takes_along_what_serves_or_is_its_own(monkeypatch: pytest.Monkey
     assert killed == [cluster.handles[name] for name in names if name != "decode-0"]
 
 
-def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch):
     take_kept(monkeypatch)
 
     def agree(**flags: str) -> Authority | None:
@@ -241,7 +233,7 @@ def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch: pytest.M
     assert other.token != first.token
 
 
-def test_others_are_watched_while_a_replacement_loads() -> None:
+def test_others_are_watched_while_a_replacement_loads():
     cluster = FakeCluster()
     cluster.start()
     cluster.kill("prefill-0")
@@ -252,9 +244,7 @@ def test_others_are_watched_while_a_replacement_loads() -> None:
     assert cluster.step() == ["+decode-0.2"]
 
 
-def test_more_workers_load_and_one_of_too_many_changes_what_it_does(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_more_workers_load_and_one_of_too_many_changes_what_it_does(caplog):
     cluster = FakeCluster()
     cluster.start()
     cluster.scale(2, 2)
@@ -272,9 +262,7 @@ def test_more_workers_load_and_one_of_too_many_changes_what_it_does(
     assert (cluster.step(), caplog.messages) == ([], [])
 
 
-def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(caplog, monkeypatch):
     cluster = FakeCluster(None, None, LOADING)
     cluster.start()
     for number in (2, 1):
@@ -322,7 +310,7 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> No
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
 
-def test_what_cannot_be_wanted_is_refused_by_name() -> None:
+def test_what_cannot_be_wanted_is_refused_by_name():
     cluster = FakeCluster()
     cluster.start()
     with pytest.raises(ConfigError, match="0 decode"):
@@ -335,7 +323,7 @@ def test_what_cannot_be_wanted_is_refused_by_name() -> None:
         cluster.drain("decode-7")
 
 
-def test_a_worker_that_breaks_says_what_broke_it_and_not_where() -> None:
+def test_a_worker_that_breaks_says_what_broke_it_and_not_where():
     where = "\x1b[36mray::start()\x1b[39m (pid=7)\n  File ...\nMemoryError: 90 TiB"
     for error in (MemoryError("90 TiB"), RuntimeError("90 TiB")):
         failure = RayTaskError("start", where, error, "ray::start", 7, "1.1.1.1")
@@ -343,12 +331,12 @@ def test_a_worker_that_breaks_says_what_broke_it_and_not_where() -> None:
             FakeCluster(failure.as_instanceof_cause()).start()
 
 
-def test_a_worker_that_cannot_start_is_an_error_at_the_start() -> None:
+def test_a_worker_that_cannot_start_is_an_error_at_the_start():
     with pytest.raises(ModelError, match="no such model"):
         FakeCluster(("model", "no such model")).start()
 
 
-def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever() -> None:
+def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever():
     cluster = FakeCluster()
     cluster.start()
     for i in range(1, launch.RESTARTS + 1):
@@ -363,7 +351,7 @@ def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever() -> None:
         cluster.step()
 
 
-def test_a_busy_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_ray_is_there(monkeypatch):
     monkeypatch.undo()
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
@@ -385,9 +373,7 @@ def test_a_busy_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, 3, 4, 1 / 3),
     ],
 )
-def test_every_worker_finds_a_place_on_the_gpus(
-    gpus: int, prefill: int, decode: int, share: float
-) -> None:
+def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
     flags = {"cluster.prefill": prefill, "cluster.decode": decode}
     assert gpu_share(gpus, load_config(None, flags)) == share
     assert equal_share(gpus, load_config(None, flags)) == share
@@ -414,8 +400,8 @@ def test_every_worker_finds_a_place_on_the_gpus(
     ],
 )
 def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
-    flags: dict[str, object], gpus: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    flags, gpus, told, monkeypatch
+):
     node = {"Resources": {"CPU": 2.0, "GPU": float(gpus)}, "NodeManagerAddress": "", "NodeID": ""}
     monkeypatch.setattr(launch.ray, "init", Mock())
     monkeypatch.setattr(launch.ray, "nodes", lambda: [node | {"NodeManagerPort": 1}])
@@ -425,7 +411,7 @@ def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
         Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
 
 
-def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert torch_threads(load_config(None, {"cluster.decode": 2}), {}) == 4
     assert torch_threads(load_config(None, {"cluster.decode": 2}), {"CPU": 6.0}) == 2
@@ -443,9 +429,7 @@ def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch: pytest.Monke
         ({}, 12),
     ],
 )
-def test_a_host_of_pools_is_shared_by_those_that_fit_on_it(
-    here: dict[str, float], threads: int
-) -> None:
+def test_a_host_of_pools_is_shared_by_those_that_fit_on_it(here, threads):
     pools = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
     assert torch_threads(load_config(None, pools), here | {"CPU": 12.0}) == threads
 

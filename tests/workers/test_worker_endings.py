@@ -177,7 +177,6 @@ async def test_what_a_worker_is_given_before_any_router_came_goes_on(runners, st
 
 
 async def test_an_engine_that_breaks_ends_its_worker_by_name(runners, story, monkeypatch):
-
     def step() -> None:
         raise RuntimeError("the engine broke")
 
