@@ -237,7 +237,6 @@ def read_page(fmt: Format, block: bytes, segment: bytes) -> tuple[Array, Array]:
         bits = int(fmt.options["bits"])
         k = scaled(unpack(plane["k_codes"], bits), plane["k_scale"], plane["k_zero"])
         return k, scaled(unpack(plane["v_codes"], bits), plane["v_scale"], plane["v_zero"]).T
-    assert fmt.segment is not None
     parts, first = [], 0
     for bits, quarters in BANDS[int(fmt.options["bits"])]:
         some = slice(first, first := first + quarters * fmt.head_dim // 4)

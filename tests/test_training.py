@@ -71,7 +71,6 @@ def test_sums_are_right_and_their_results_are_the_answers(tokenizer, steps, aske
             assert c == (a + b if sign == "+" else a - b) >= 0
             value = c
         assert len(sums) == steps
-        assert last is not None
         assert int(last[1].replace(" ", "")) == value
         assert answer(tokenizer, passage).endswith(f" {last[1]}.{tokenizer.eos_token}")
 
@@ -82,7 +81,6 @@ def test_a_pass_key_is_told_that_far_before_its_answer(tokenizer, distance):
     passage = passkey_prompt(tokenizer, book, np.random.default_rng(distance), distance)
     text = tokenizer.decode(passage.tokens)
     told = re.search(r"pass key for the (\w+) is ([\d ]+)\. Remember it: the \1 is \2\.", text)
-    assert told is not None
     assert answer(tokenizer, passage) == f" {told[2]}."
     assert text.endswith(
         f"the pass key for the {told[1]}? The pass key for the {told[1]} is {told[2]}."

@@ -75,7 +75,6 @@ class Host:
              "bash", "-c", script],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "ready\n", f"host {name} did not start"
 
     @property
@@ -146,7 +145,6 @@ def joined(addresses: dict[str, str], kept: Iterable[Path]) -> Iterator[Hosts]:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )
         )  # fmt: skip
-        assert switch.stdout is not None
         switch.stdout.readline()
         inside(switch.pid, "ip", "link", "add", "bridge", "type", "bridge")
         inside(switch.pid, "ip", "link", "set", "bridge", "up")

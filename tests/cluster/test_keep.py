@@ -15,8 +15,6 @@ SCRIPT = Path(__file__).parents[2] / "cluster" / "keep.py"
 @pytest.fixture(scope="module")
 def keep() -> ModuleType:
     spec = importlib.util.spec_from_file_location("keep", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -29,8 +29,6 @@ INPUTS = Path(__file__).parents[1] / "golden" / "inputs.npz"
 def order_of(segments: Tensor | None, codec: Banded, head_dim: int) -> Tensor:
     """The order of the channels in the first of some segments: [H, D]."""
     fmt = prompt_format(codec, head_dim)
-    assert segments is not None
-    assert fmt.turn is not None
     return read_order(DenseBlocks(segments[0]), fmt.turn, head_dim)
 
 
@@ -125,8 +123,6 @@ def test_signs_differ_by_layer_and_head_and_nothing_else():
 
     def signs(layer: int) -> Tensor:
         segments = codec.encode(k, v, 64, layer).segments
-        assert fmt.turn is not None
-        assert segments is not None
         return read_signs(DenseBlocks(segments[0]), fmt.turn, 64)
 
     assert torch.equal(signs(3), signs(3))
@@ -149,7 +145,6 @@ def test_the_bytes_of_a_page_and_a_segment_are_what_they_were(bits, seen):
     with np.load(INPUTS) as arrays:
         k, v = (torch.from_numpy(arrays[x])[0, :, :256] for x in "kv")
     encoded = Banded(bits=bits).encode(k, v, 64, 1, Prompt(320, torch.cat([k, k], 1)[:, :320]))
-    assert encoded.segments is not None
     found = blake2b(encoded.blocks.numpy().tobytes(), digest_size=8)
     found.update(encoded.segments.numpy().tobytes())
     assert found.hexdigest() == seen

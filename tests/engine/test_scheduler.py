@@ -50,7 +50,6 @@ def test_who_came_first_is_served_first_also_after_a_preemption():
         scheduler.queue(sequence(order, 30))
     assert [x.order for x in admit_all(scheduler)] == [0, 1, 2]
     victim = scheduler.preempt()
-    assert victim is not None
     assert (victim.order, victim.n, victim.groups) == (2, 0, ())
     scheduler.queue(sequence(3, 30))
     assert [x.order for x in scheduler.waiting] == [2, 3]
@@ -131,7 +130,6 @@ def test_what_another_worker_was_offered_is_not_preempted():
     _, newest = admit_all(scheduler)
     newest.handoff = object()  # type: ignore[assignment]
     victim = scheduler.preempt()
-    assert victim is not None
     assert victim.order == 0
     assert scheduler.preempt() is None
 
@@ -152,7 +150,6 @@ def test_who_was_preempted_waits_until_the_others_have_less():
         scheduler.queue(sequence(order, 30))
     first, *_ = admit_all(scheduler)
     victim = scheduler.preempt()
-    assert victim is not None
     assert not scheduler.admit(victim)
     scheduler.remove(first)
     assert scheduler.admit(victim)

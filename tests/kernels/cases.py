@@ -144,7 +144,6 @@ BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256)]  # bits, head dim
 def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:
     """[H, segment_bytes] u8 with an order of its own, and the signs that all segments have."""
     found = torch.zeros(heads, fmt.segment_bytes, dtype=torch.uint8)
-    assert fmt.turn is not None
     generator, signs = (torch.Generator().manual_seed(x) for x in (seed, 99))
     orders = [torch.randperm(fmt.head_dim, generator=generator) for _ in range(heads)]
     bits = torch.randint(0, 256, (heads, fmt.head_dim // 8), generator=signs, dtype=torch.uint8)

@@ -54,7 +54,6 @@ def test_a_session_that_ends_leaves_no_folder_and_no_environment() -> None:
 def test_what_a_killed_owner_started_is_killed_too(child: str, environment: str) -> None:
     command = [sys.executable, "-c", OWNER, child, environment]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     pid, folder = owner.stdout.readline().split()
     assert lives(int(pid))
     owner.send_signal(signal.SIGKILL)
