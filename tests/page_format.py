@@ -138,17 +138,10 @@ def format_of(spec: str, head_dim: int, dtype: str) -> Format:
         ("v_zero", "float16", groups),
     ]
     shared = [("order", "int16", (1, head_dim)), ("signs", "uint8", (1, head_dim // 8))]
-    return Format(
-        name,
-        options,
-        head_dim,
-        Layout.of(spec, "page", 64, planes),
-        raw,
-        int(options.get("sink", 64)),
-        64,
-        Layout.of(spec, "segment", 512, shared),
-        Layout.of(spec, "side", 0, [("squares", "float32", (1, head_dim))]),
-    )
+    page, segment = Layout.of(spec, "page", 64, planes), Layout.of(spec, "segment", 512, shared)
+    side = Layout.of(spec, "side", 0, [("squares", "float32", (1, head_dim))])
+    sink = int(options.get("sink", 64))
+    return Format(name, options, head_dim, page, raw, sink, 64, segment, side)
 
 
 def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:

@@ -10,11 +10,8 @@ from disagg.errors import CapacityError, LayoutError
 from disagg.plan import RecordShape
 from disagg.pool import HostArena, Pool
 
-SMALL, ODD, ZEROED = (
-    RecordShape("small", 256, False),
-    RecordShape("odd", 640, False),
-    RecordShape("zeroed", 256, True),
-)
+SMALL, ODD = RecordShape("small", 256, False), RecordShape("odd", 640, False)
+ZEROED = RecordShape("zeroed", 256, True)
 
 
 def make_pool(nbytes: int = 16384) -> Pool:

@@ -44,16 +44,8 @@ def page_frame(parts: list[bytes]) -> PageFrame:
 
 
 PAGES = page_frame([b"\x01" * 63, b"\x02" * 63, bytes(range(63))])
-COMMIT = CommitFrame(
-    TICKET,
-    Commit(
-        tokens=77,
-        plan="fedcba9876543210",
-        digests=(1, 2**64 - 1, 3),
-        first_token=11,
-        extras={"ids": [1, 2, 3], "logprob": -0.5, "name": "x", "none": None},
-    ),
-)
+EXTRAS = {"ids": [1, 2, 3], "logprob": -0.5, "name": "x", "none": None}
+COMMIT = CommitFrame(TICKET, Commit(77, "fedcba9876543210", (1, 2**64 - 1, 3), 11, EXTRAS))
 FRAMES = {"pages": PAGES, "commit": COMMIT}
 
 

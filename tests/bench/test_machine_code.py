@@ -14,29 +14,19 @@ from disagg.bench.machine_code import (
 )
 
 # instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
-BUDGETS = {
-    "kivi-2-4heads": 1.3,
-    "kivi-2-8heads": 1.55,
-    "kivi-4-4heads": 1.4,
-    "kivi-4-8heads": 1.65,
-    "gear-l-2-4heads": 1.4,
-    "gear-l-2-8heads": 1.6,
-    "gear-l-4-4heads": 1.55,
-    "gear-l-4-8heads": 1.7,
-    "gear-2-4heads": 2.3,
-    "gear-2-8heads": 2.8,
-    "gear-4-4heads": 2.5,
-    "gear-4-8heads": 3.0,
-    "int8-4heads": 1.7,
-    "int8-8heads": 1.7,
-    "fp8-4heads": 1.7,
-    "fp8-8heads": 1.7,
-    "raw-fp16-4heads": 2.0,
-    "raw-fp16-8heads": 2.0,
-    "h2o-4heads": 2.0,
-    "banded-2-4heads": 1.7,
-    "banded-3-4heads": 1.7,
+WITH_4_AND_8_HEADS = {
+    "kivi-2": (1.3, 1.55),
+    "kivi-4": (1.4, 1.65),
+    "gear-l-2": (1.4, 1.6),
+    "gear-l-4": (1.55, 1.7),
+    "gear-2": (2.3, 2.8),
+    "gear-4": (2.5, 3.0),
+    "int8": (1.7, 1.7),
+    "fp8": (1.7, 1.7),
+    "raw-fp16": (2.0, 2.0),
 }
+BUDGETS = {f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)}
+BUDGETS |= {"h2o-4heads": 2.0, "banded-2-4heads": 1.7, "banded-3-4heads": 1.7}
 SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
 OTHERS = (  # one of each kind, the largest
     "encode-gear-2-v",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from disagg.cli.client import RunningService, write_state
-from disagg.errors import UnknownNameError
+from disagg.cli.client import RunningService, get, write_state
+from disagg.errors import PeerLostError, UnknownNameError
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
@@ -71,6 +71,13 @@ def free_port() -> int:
     """One that was free a moment ago."""
     with bind("127.0.0.1", 0) as free:
         return free.getsockname()[1]
+
+
+def answering(service: RunningService, path: str) -> bool:
+    try:
+        return bool(get(service, path))
+    except PeerLostError:
+        return False
 
 
 @pytest.fixture(autouse=True)

@@ -40,13 +40,8 @@ def test_no_summary_is_cut(capsys, monkeypatch):
 
 def test_a_shell_can_complete_commands():
     words = {"COMP_WORDS": "disagg se", "COMP_CWORD": "1", "_DISAGG_COMPLETE": "complete_bash"}
-    done = subprocess.run(
-        [sys.executable, "-m", "disagg"],
-        cwd=ROOT,
-        env=os.environ | words,
-        capture_output=True,
-        text=True,
-    )
+    environment, command = os.environ | words, [sys.executable, "-m", "disagg"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["serve"]
 
 

@@ -23,8 +23,7 @@ import pytest
 
 from disagg.cli import client
 from disagg.cli.client import RunningService, complete, get, persist
-from disagg.errors import PeerLostError
-from tests.cli.conftest import PATIENCE_S, free_port, wait_for
+from tests.cli.conftest import PATIENCE_S, answering, free_port, wait_for
 from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -72,13 +71,6 @@ def pids(state: RunningService, role: str = "") -> set[int]:
 
 def alive(there: set[int]) -> bool:
     return any(Path(f"/proc/{pid}").exists() for pid in there)
-
-
-def answering(state: RunningService, path: str) -> bool:
-    try:
-        return bool(get(state, path))
-    except PeerLostError:
-        return False
 
 
 class Talk:

@@ -36,14 +36,10 @@ class Home:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of ours."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disagg", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        here = {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "disagg", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | here, **pipes)
         self.begun.append(process)
         return process
 
@@ -51,9 +47,7 @@ class Home:
         """The one that says in the state file that it is ready, soon."""
         path = self.folder / f"{name}.json"
         wait_for(lambda: (state := read_state(path)) is not None and state.ready)
-        state = read_state(path)
-        assert state is not None
-        return state
+        return read_state(path)
 
     def processes(self) -> dict[int, str]:
         """Whoever has this home, or a file of a session folder open, and its command."""

@@ -22,15 +22,9 @@ REPO = Path(__file__).parents[2]
 FOLDER = REPO / "cluster"
 KUBERNETES = "1.37"
 RAY_UP = ("local.yaml", "aws.yaml", "gcp.yaml")
-ROLES = {"prefill", "decode"}
-COMMANDS = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-)
+ROLES, NODES = {"prefill", "decode"}, ("head", "worker")
+COMMANDS = ["initialization_commands", "setup_commands"]
+COMMANDS += [f"{role}_{what}_commands" for what in ("setup", "start_ray") for role in NODES]
 
 
 def closed(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:

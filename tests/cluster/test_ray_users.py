@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from disagg.cli.client import RunningService, complete, get, read_state
-from disagg.errors import PeerLostError
-from tests.cli.conftest import free_port, wait_for
+from tests.cli.conftest import answering, free_port, wait_for
 
 for module in ("aiohttp_cors", "watchfiles"):  # of ray[default], of ray[serve]
     pytest.importorskip(module, reason="pip install 'disagg[dashboard,serve]'")
@@ -78,19 +77,11 @@ def head(tmp_path: Path) -> Iterator[Head]:
         command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    wait_for(lambda: answers(RunningService(head.dashboard, 0, ""), "/api/version"))
+    wait_for(lambda: answering(RunningService(head.dashboard, 0, ""), "/api/version"))
     yield head
     ray.terminate()
     ray.wait(60)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def answers(service: RunningService, path: str) -> bool:
-    try:
-        get(service, path)
-    except PeerLostError:
-        return False
-    return True
 
 
 def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):
@@ -120,7 +111,7 @@ def test_ray_serve_deploys_it_and_takes_it_back(head, tmp_path):
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(settings))
     head.ray("serve", "deploy", "serve.yaml", "--address", head.dashboard)
     service = RunningService(f"http://127.0.0.1:{port}", 0, "")
-    wait_for(lambda: answers(service, "/v1/models"))
+    wait_for(lambda: answering(service, "/v1/models"))
     pieces: list[str] = []
     answer = complete(service, ASKED, pieces.append)
     assert answer.completion_tokens == 8

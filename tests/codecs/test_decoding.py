@@ -19,14 +19,11 @@ def grown(spec: str, prompt: int, total: int) -> CompressedKV:
     return cache
 
 
+RANKS = "rank=4,decode_rank=4"
+
+
 @pytest.mark.parametrize(
-    "spec",
-    [
-        "kcvt",
-        "gear-l:rank=4,decode_rank=4",
-        "gear:backbone=kivi,rank=4,decode_rank=4",
-        "ott:group=64,rank=2",
-    ],
+    "spec", ["kcvt", f"gear-l:{RANKS}", f"gear:backbone=kivi,{RANKS}", "ott:group=64,rank=2"]
 )
 def test_pages_sealed_while_decoding_are_one_run_however_many(spec: str) -> None:
     cache = grown(spec, 384, 1000)

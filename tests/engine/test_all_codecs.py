@@ -17,16 +17,8 @@ from tests.synthetic import relative_error
 
 KIVI = "kivi:bits=2,group=64,residual=64"
 MIXED = "0:kivi:bits=4,group=32,residual=32;1-:kivi:bits=2,group=64,residual=16"
-EIGHT = [
-    "raw",
-    KIVI,
-    "pertoken:bits=4",
-    "kcvt:bits=4",
-    "gear:bits=2,backbone=kivi",
-    "ott:skip_layers=0",
-    "decoquant",
-    "alignedkv",
-]
+EIGHT = ["raw", KIVI, "pertoken:bits=4", "kcvt:bits=4", "gear:bits=2,backbone=kivi"]
+EIGHT += ["ott:skip_layers=0", "decoquant", "alignedkv"]
 SINKS = [KIVI, f"{KIVI},sink=64", "banded:bits=3", "banded:bits=2,sink=0"]
 ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"]
 

@@ -15,13 +15,8 @@ from disagg.transfer.records import ids_by_kind
 from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
-CODECS = [
-    "raw",
-    "kivi:bits=2,group=64,residual=64",
-    "0:raw;1-:kivi:bits=4,group=32,residual=16",
-    "banded:bits=2",
-    "0:int8:sink=64;1-:banded:bits=3,sink=0",
-]
+CODECS = ["raw", "kivi:bits=2,group=64,residual=64", "0:raw;1-:kivi:bits=4,group=32,residual=16"]
+CODECS += ["banded:bits=2", "0:int8:sink=64;1-:banded:bits=3,sink=0"]
 
 
 class ExactRunner(StandIn):

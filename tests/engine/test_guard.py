@@ -14,12 +14,7 @@ from disagg.model.runner import Runner
 from tests.engine.serving import Nowhere, request
 from tests.model.tiny import random_prompt, save_tiny
 
-CODECS = [
-    "raw:dtype=fp16",
-    "fp8",
-    "kivi:bits=4,group=64,residual=64",
-    "kivi:bits=2,group=64,residual=64",
-]
+CODECS = ["raw:dtype=fp16", "fp8", *(f"kivi:bits={x},group=64,residual=64" for x in (4, 2))]
 TWO = "0:fp8;1-:kivi:bits=2,group=64,residual=64"
 
 

@@ -30,11 +30,9 @@ SEALED = {
     "kivi-4bit": quant_format(4, 64, 32, 64),
     "narrow": make_format(head_dim=48, bits=2, group=16),
     "dropped": DROPPED,
-    **{
-        name: make_format(**FORMATS[name])
-        for name in ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
-    },
 }
+SEALED |= {x: make_format(**FORMATS[x]) for x in ("kivi", "pertoken", "pertoken-2bit")}
+SEALED |= {x: make_format(**FORMATS[x]) for x in ("int8", "fp8")}
 
 
 def to_device(*tensors: Tensor) -> list[Tensor]:

@@ -31,25 +31,13 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
     "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
 }
+SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
+SERVED += ["gear:bits=2,backbone=kivi,group=64", "gear:bits=4", "int8", "fp8", "pertoken"]
+SERVED += ["decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
 WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
     **{f"{spec}, narrow": {"spec": spec, "sequences": 3} for spec in ("kcvt", "ott", "h2o")},
-    **{
-        spec: {"spec": spec} | WIDE
-        for spec in (
-            "raw",
-            "kivi",
-            "gear-l:bits=2,backbone=kivi,group=64",
-            "gear:bits=2,backbone=kivi,group=64",
-            "gear:bits=4",
-            "int8",
-            "fp8",
-            "pertoken",
-            "decoquant",
-            "ott:rank=4,outliers=20",
-            "h2o:keep=0.25",
-        )
-    },
+    **{spec: {"spec": spec} | WIDE for spec in SERVED},
     "kivi, more tokens at once": {"spec": "kivi", "sequences": 2, "steps": [1, 4]} | WIDE,
     **{
         f"{spec} of {dtype}": {"spec": spec, "dtype": dtype, "sequences": 2, "head_dim": 80}

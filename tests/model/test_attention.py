@@ -19,14 +19,10 @@ def naive(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None)
         for i in range(q.shape[1]):
             last = start + i + 1
             seen = slice(0 if window is None else max(0, last - window), last)
-            some_q, keys, values = (
-                q[head : head + 1, i],
-                k[head // group, seen],
-                v[head // group, seen],
-            )
+            keys, values = k[head // group, seen], v[head // group, seen]
             sink = None if softmax.sinks is None else softmax.sinks[head : head + 1]
             how = softmax.scale, None, softmax.cap, sink
-            out[head, i] = exact_attention(some_q, keys[None], values[None], *how)[0]
+            out[head, i] = exact_attention(q[[head], i], keys[None], values[None], *how)[0]
     return out
 
 

@@ -13,17 +13,9 @@ from disagg.errors import ModelError
 from disagg.model.describe import describe_model, locate_model
 from tests.model.tiny import CONTEXT, VOCAB, save_config, save_tiny
 
-PLAIN: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 100,
-    "max_position_embeddings": 2048,
-}
-
+PLAIN: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+PLAIN |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+PLAIN |= {"num_hidden_layers": 3, "vocab_size": 100, "max_position_embeddings": 2048}
 ORIGINAL = "original_max_position_embeddings"
 ROPE = {"rope_theta": 1e4, "factor": 8.0}
 DYNAMIC_ROPE = ROPE | {"rope_type": "dynamic"}

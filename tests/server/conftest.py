@@ -18,20 +18,8 @@ from disagg.server.completions import Completions, Served
 from disagg.workers.choice import Choices
 from disagg.workers.router import Output
 
-KV = {
-    "codec": "raw",
-    "tokens": 3,
-    "fp16_bytes": 40,
-    "fp8_bytes": 20,
-    "wire_bytes": 10,
-    "resident_bytes": 8,
-    "encode_ms": 1.0,
-    "wire_ms": 2.0,
-    "exposed_ms": 0.5,
-    "admit_ms": 0.1,
-}
-
-
+KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}
+KV |= {"resident_bytes": 8, "encode_ms": 1.0, "wire_ms": 2.0, "exposed_ms": 0.5, "admit_ms": 0.1}
 SCORE = [-0.5, [[8, -0.25]]]
 
 

@@ -42,18 +42,9 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app):
     assert all("usage" not in chunk for chunk in chunks)
 
 
-ASKED = {
-    "temperature": 2.0,
-    "top_p": 0.5,
-    "min_p": 0.25,
-    "presence_penalty": 1.0,
-    "frequency_penalty": -1.0,
-    "repetition_penalty": 1.5,
-    "min_tokens": 2,
-    "stop_token_ids": [199],
-    "ignore_eos": True,
-    "seed": 9,
-}
+ASKED = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.25, "presence_penalty": 1.0}
+ASKED |= {"frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2, "seed": 9}
+ASKED |= {"stop_token_ids": [199], "ignore_eos": True}
 
 
 @pytest.mark.parametrize("ask", [post, chat])
@@ -154,16 +145,9 @@ def test_every_response_can_be_found_again_by_its_request_id(path, app):
     assert len(name({"X-Request-Id": "x" * 1000})) == 32
 
 
-SCOPE = {
-    "type": "http",
-    "asgi": {"version": "3.0", "spec_version": "2.3"},
-    "http_version": "1.1",
-    "method": "POST",
-    "path": "/v1/completions",
-    "raw_path": b"/v1/completions",
-    "query_string": b"",
-    "headers": [(b"content-type", b"application/json")],
-}
+SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST"}
+SCOPE |= {"http_version": "1.1", "path": "/v1/completions", "raw_path": b"/v1/completions"}
+SCOPE |= {"query_string": b"", "headers": [(b"content-type", b"application/json")]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

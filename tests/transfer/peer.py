@@ -1,7 +1,7 @@
 """A receiver that does as a test tells it: the service of the .proto, without rules of its own."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -36,6 +36,7 @@ class Peer:
     """What came, and what to say to it.
 
     have:      digests of what is here, by nonce; a hand-off without an entry is unknown
+    pause:     waited for before a frame is taken
     on_attach: the answer to an attachment, instead of the honest one
     on_frame:  called before a frame is stored; its answer goes out instead of the honest credit
     on_commit: the answer to a commit, instead of the honest one
@@ -53,6 +54,7 @@ class Peer:
     over: set[int] = field(default_factory=set)
     streams: int = 0  # open now
     opened: int = 0
+    pause: Callable[[PageFrame], Awaitable[object]] | None = None
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
     on_commit: Callable[[CommitFrame], Ack | Nack | None] = lambda frame: None
@@ -76,6 +78,8 @@ class Peer:
             self.streams -= 1
 
     async def take(self, frame: PageFrame) -> Credit:
+        if self.pause:
+            await self.pause(frame)
         self.frames.append(frame)
         return self.on_frame(frame) or self.store(frame)
 

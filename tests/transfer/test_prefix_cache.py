@@ -229,21 +229,16 @@ def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(
 
 
 def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(desk):
-    prompts = {
-        "one": make_related(500, 1, 400),
-        "two": make_related(450, 2, 400),
-        "other": make_related(300, 3, 0),
-    }
+    prompts = {"one": make_related(500, 1, 400), "two": make_related(450, 2, 400)}
+    prompts["other"] = make_related(300, 3, 0)
     for rid, prompt in prompts.items():
         desk.give(prompt, rid)
     ticket = desk.begin(prompts["two"], rid="promised")
     flip(desk, prompts["one"], desk.engine["one"], Item("page", 1, 1, 2))
     ((error, requests),) = desk.scrub().items()
     assert sorted(requests) == [("one", 0), ("promised", 0), ("two", 0)]
-    assert sorted((rid, reason) for rid, _, reason in desk.dropped) == [
-        ("one", str(error)),
-        ("two", str(error)),
-    ]
+    dropped = sorted((rid, reason) for rid, _, reason in desk.dropped)
+    assert dropped == [("one", str(error)), ("two", str(error))]
     with pytest.raises(ReservationError, match="altered"):
         desk.ledger.commit(CommitFrame(ticket, prompts["two"].commit()), 0.0)
     assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}

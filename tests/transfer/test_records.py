@@ -88,11 +88,8 @@ def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
     arena = prompt.pool.arena
     layer = 2
     start = record + 3 * block  # the second of the two layers of its group
-    rows = [
-        bytes(arena.read(start + head * block + v * plane, 5 * row))
-        for head in range(3)
-        for v in range(2)
-    ]
+    starts = [start + head * block + v * plane for head in range(3) for v in range(2)]
+    rows = [bytes(arena.read(at, 5 * row)) for at in starts]
     assert bytes(prompt.bytes_of(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
 
 
@@ -171,13 +168,12 @@ def test_whole_raw_records_do_not_pass_for_the_rows_of_a_tail(where):
     frame = prompt.frame(TICKET, [whole])
     prompt.checklist.check(frame)
     prompt.checklist.check(prompt.frame(TICKET, [rows]))
-    wrong = replace(frame, records=(7,))
+    change = {"records": (7,)}
     if where == "beside one":
-        wrong = replace(
-            frame, layers=(1, 1), records=(6, 7), digests=(1, 2), payload=frame.payload * 2
-        )
+        change = {"records": (6, 7), "layers": (1, 1), "digests": (1, 2)}
+        change |= {"payload": frame.payload * 2}
     with pytest.raises(LayoutError):
-        prompt.checklist.check(wrong)
+        prompt.checklist.check(replace(frame, **change))
 
 
 # -- units
@@ -186,12 +182,8 @@ def test_whole_raw_records_do_not_pass_for_the_rows_of_a_tail(where):
 @pytest.mark.parametrize("plan", [PLAN, BY_PAGE, BY_SEGMENT])
 @pytest.mark.parametrize("tokens", [1, 123, 124, 2107, 2108, 2300, 4999])
 def test_the_units_of_a_prompt_are_its_pages_and_segments_each_once(plan, tokens):
-    items = [
-        item
-        for units in units_of(plan, tokens)
-        for unit in units
-        for item in unit.items(plan.groups[unit.group])
-    ]
+    units = itertools.chain.from_iterable(units_of(plan, tokens))
+    items = [item for unit in units for item in unit.items(plan.groups[unit.group])]
     wanted = {x for x in Checklist(plan, tokens).items if x.kind in (Kind.PAGE, Kind.SEGMENT)}
     assert len(items) == len(wanted)
     assert set(items) == wanted
@@ -235,12 +227,7 @@ def test_a_key_stands_for_model_layout_and_every_token_before():
 def test_a_sink_is_a_unit_of_its_own():
     plan = parse_plan("kivi:sink=64", KVShape(1, 1, 64, "float16", (None,)))
     (units,) = units_of(plan, 400)
-    assert [(unit.first, unit.end) for unit in units] == [
-        (0, 64),
-        (64, 128),
-        (128, 192),
-        (192, 256),
-    ]
+    assert [(unit.first, unit.end) for unit in units] == [(x, x + 64) for x in (0, 64, 128, 192)]
     assert units[0].records() == [(Kind.RAW, i) for i in range(4)]
     assert not units_of(plan, 63)[0]
     (first,), (second,) = (content_keys(MODEL, plan, TOKENS[:70] + x) for x in ([1] * 300, [2] * 9))

@@ -29,10 +29,9 @@ from tests.transfer.desk import corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
 
 RIDS = ("a", "b", "c")
+KINDS = ((190, None), (190, 9), (70, None))  # tokens, noise
 PROMPTS = {
-    rid: [
-        make_related(n, seed, 64, noise=noise) for n, noise in ((190, None), (190, 9), (70, None))
-    ]
+    rid: [make_related(n, seed, 64, noise=noise) for n, noise in KINDS]
     for seed, rid in enumerate(RIDS)
 }
 CHANNELS = ("one", "two")
@@ -294,12 +293,6 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(120)
 def test_no_interleaving_leaks_or_admits_what_is_not_complete_and_verified():
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=300,
-            stateful_step_count=60,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    size = {"max_examples": 300, "stateful_step_count": 60, "deadline": None}
+    chosen = settings(suppress_health_check=list(HealthCheck), **size)
+    run_state_machine_as_test(Machine, settings=chosen)

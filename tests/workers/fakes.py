@@ -161,14 +161,11 @@ class FakeWorker:
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         self._reach()
         self.aborted.append((rid, attempt))
-        known, task = self.jobs.pop(rid, (0, None))
-        if task is not None and known <= attempt:
+        running, task = self.jobs.pop(rid, (0, None))
+        if task is not None and running <= attempt:
             task.cancel()
-        self.reserved = {
-            nonce: job
-            for nonce, job in self.reserved.items()
-            if job.rid != rid or job.attempt > attempt
-        }
+        known = self.reserved.items()
+        self.reserved = {x: job for x, job in known if job.rid != rid or job.attempt > attempt}
         self.events_kept.forget(rid, attempt)
 
     async def fence(self, epoch: int, router: str) -> None:

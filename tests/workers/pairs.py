@@ -81,12 +81,8 @@ class House:
         """Every gauge of every worker is zero, soon, and the pools are whole."""
 
         def nothing() -> bool:
-            return all(
-                not value
-                for gauges in self.seen.values()
-                for name, value in gauges.items()
-                if name not in IDLE
-            )
+            seen = self.seen.values()
+            return not any(x for each in seen for name, x in each.items() if name not in IDLE)
 
         self.seen = await self.gauges()
         async with asyncio.timeout(within_s):

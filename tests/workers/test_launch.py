@@ -184,11 +184,8 @@ def test_the_next_front_end_has_as_many_workers_as_were_asked_for(monkeypatch):
     first.start()
     first.scale(None, 2)
     named += [{"name": name, "namespace": "disagg"} for name in ("prefill-0", "decode-0")]
-    assert [name for _, name in FakeCluster(config=config)._names()] == [
-        "prefill-0",
-        "decode-0",
-        "decode-1",
-    ]
+    names = [name for _, name in FakeCluster(config=config)._names()]
+    assert names == ["prefill-0", "decode-0", "decode-1"]
     named.clear()
     assert len(FakeCluster(config=config)._names()) == 2  # of a service that ended
 

@@ -203,19 +203,17 @@ async def test_prompts_wait_in_the_router_for_a_worker_that_is_full():
         assert not decode.reserved
 
 
-@pytest.mark.parametrize("error", [ModelError("no"), RequestError("no")], ids=lambda e: e.reason)
-async def test_what_a_worker_refuses_for_good_reaches_the_client(error):
-    async with service() as (router, prefill, _):
-        prefill.refuses = error
-        with pytest.raises(type(error)):
-            await collect(ask(router))
-        assert router.running == 0
+REFUSED = [(ModelError("no"), ModelError, "no"), (RequestError("no"), RequestError, "no")]
+REFUSED += [(UnicodeError("half a character"), DisaggError, "UnicodeError: half a character")]
 
 
-async def test_what_nobody_foresaw_ends_the_request_at_once():
+@pytest.mark.parametrize(("error", "told", "words"), REFUSED, ids=["model", "request", "a bug"])
+async def test_what_a_worker_refuses_for_good_or_nobody_foresaw_ends_the_request_at_once(
+    error, told, words
+):
     async with service(deadline_s=1e6) as (router, prefill, _):
-        prefill.refuses = UnicodeError("a codec of half a character")
-        with pytest.raises(DisaggError, match="UnicodeError: a codec of half a character"):
+        prefill.refuses = error
+        with pytest.raises(told, match=words):
             await collect(ask(router))
         assert router.running == 0
 

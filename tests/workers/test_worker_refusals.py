@@ -128,20 +128,13 @@ async def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(home):
         await decode.reserve(job, decode.epoch + 1)
 
 
+EMITTED = [7, "7", 7], [7, True, 7], [7, 7.5, 7], [7, 1 << 40, 7], 7
+SCORES = [math.nan, []], [b"-1", []], [-1.0, [[-7, -1.0]]], [-1.0, [[7, None]]], -1.0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("emitted", [7, "7", 7]),
-        ("emitted", [7, True, 7]),
-        ("emitted", [7, 7.5, 7]),
-        ("emitted", [7, 1 << 40, 7]),
-        ("emitted", 7),
-        ("logprobs", [[math.nan, []]]),
-        ("logprobs", [[b"-1", []]]),
-        ("logprobs", [[-1.0, [[-7, -1.0]]]]),
-        ("logprobs", [[-1.0, [[7, None]]]]),
-        ("logprobs", [-1.0]),
-    ],
+    [*(("emitted", x) for x in EMITTED), *(("logprobs", [x]) for x in SCORES)],
 )
 def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
     said = list[TokenEvent]()
