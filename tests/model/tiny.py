@@ -10,20 +10,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB = 260
 CONTEXT = 512
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,  # attention matters, and best tokens are well ahead
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 32, "max_position_embeddings": CONTEXT}
+SIZES |= {"initializer_range": 0.2}  # attention matters, and best tokens are well ahead
+SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 OWN_NAMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
     "opt": {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 3}
@@ -53,11 +44,8 @@ EXTRA: dict[str, dict[str, Any]] = {
     | {"tie_word_embeddings": False},
     "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "tie_word_embeddings": False}
     | {"attn_logit_softcapping": 2.0},  # low enough for small models to feel it
-    "vaultgemma": {
-        "sliding_window": 20,
-        "query_pre_attn_scalar": 32,
-        "attn_logit_softcapping": 2.0,
-    },
+    "vaultgemma": {"sliding_window": 20, "query_pre_attn_scalar": 32}
+    | {"attn_logit_softcapping": 2.0},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 20},
 }
 GENERAL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
