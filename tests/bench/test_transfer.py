@@ -1,6 +1,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,8 @@ def rows():
 def test_there_is_a_row_for_every_case_and_raw_is_among_the_codecs(rows):
     seen = [(row["tokens"], row["gbps"], row["codec"], row["pages"]) for row in rows]
     assert len(set(seen)) == len(seen)
-    assert set(seen) == {
-        (tokens, gbps, codec, pages)
-        for tokens in OPTIONS.tokens
-        for gbps in OPTIONS.gbps
-        for codec in (RAW, KIVI, "fp8")
-        for pages in ("ready", "inline")
-    }
+    specs, pages = (RAW, KIVI, "fp8"), ("ready", "inline")
+    assert set(seen) == {*product(OPTIONS.tokens, OPTIONS.gbps, specs, pages)}
 
 
 def test_bytes_are_those_of_the_layouts_to_the_last(rows):

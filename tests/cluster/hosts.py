@@ -63,13 +63,9 @@ class Host:
         others = Path("/etc/passwd").read_text().splitlines()
         others = [line for line in others if not line.startswith(("root:", "ubuntu:"))]
         (root / "passwd").write_text("\n".join(users + others) + "\n")
-        script = INIT.format(
-            name=name,
-            root=root,
-            home=HOME,
-            kept=" ".join(str(path) for path in kept if path.is_relative_to("/tmp")),
-            sshd=SSHD.format(keys=keys),
-        )
+        shared = " ".join(str(path) for path in kept if path.is_relative_to("/tmp"))
+        sshd = SSHD.format(keys=keys)
+        script = INIT.format(name=name, root=root, home=HOME, kept=shared, sshd=sshd)
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child",
              "bash", "-c", script],

@@ -104,16 +104,10 @@ def test_low_rank_never_adds_to_the_error_of_a_segment(method, backbone, bits, f
         assert ((seen - exact.float()).norm(dim=(1, 2)) <= (1 + 2**-9) * missing).all()
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "kivi:bits=2,group=32,residual=0",
-        "kivi:bits=4,residual=0",
-        "kcvt:bits=4",
-        "gear:bits=4",
-        "gear-l:bits=4",
-    ],
-)
+KIVI = ("kivi:bits=2,group=32,residual=0", "kivi:bits=4,residual=0")
+
+
+@pytest.mark.parametrize("spec", [*KIVI, "kcvt:bits=4", "gear:bits=4", "gear-l:bits=4"])
 def test_a_constant_channel_of_k_stays_exact(spec):
     k, v = realistic(2, 256, 64)
     k[0, :, 3], k[1, :, 4] = 7.0, 0.0

@@ -64,12 +64,8 @@ def test_gear_is_better_than_gear_l_and_that_than_its_backbone(bits: int) -> Non
     backbone = BACKBONES[bits]
     plain = f"kivi:bits={bits},group=64,residual=64" if bits == 2 else f"kcvt:bits={bits}"
     for source in sources():
-        base, low_rank, both = errors(
-            source,
-            plain,
-            f"gear-l:bits={bits},backbone={backbone}",
-            f"gear:bits={bits},backbone={backbone}",
-        )
+        with_parts = [f"{x}:bits={bits},backbone={backbone}" for x in ("gear-l", "gear")]
+        base, low_rank, both = errors(source, plain, *with_parts)
         assert both.k < low_rank.k < base.k
         assert both.v < low_rank.v < base.v
         if base.output is not None and source.name == "content":
