@@ -408,7 +408,7 @@ class Cluster:
             self._adjust()
 
     def _load_another(self, role: Role) -> None:
-        """Under a free name; a private Ray loads few at once, so that the rest can be called off."""
+        """Under a free name; a private Ray loads few at once: the rest can be called off."""
         loads = sum(actor.started is None for actor in self._actors)
         if not self._closing.is_set() and (not self._private or loads < (os.cpu_count() or 1)):
             self._replaced += 1
