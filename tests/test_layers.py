@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 176,
     "server": 1949,
     "transfer": 3593,
-    "workers": 3048,
-    "tests": 24280,
+    "workers": 3057,
+    "tests": 24298,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21393  # of all these rooms together
+PACKAGE_BUDGET = 21402  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -29,7 +29,7 @@ from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
 from disagg.workers.dispatch import Started, serves
 from disagg.workers.session import Session
-from disagg.workers.shares import check_counts, check_place, equal_share, gpu_share, torch_threads
+from disagg.workers.shares import check_counts, check_place, equal_share, gpu_share, of_a_share
 
 LOCAL, AUTO = "local", "auto"
 KEPT, COUNTS = b"disagg-authority", b"disagg-counts"  # what Ray keeps for the next front end
@@ -73,11 +73,12 @@ class Shell:
         from disagg.workers.worker import Worker, settle_memory
 
         if not self._loaded:
-            torch.set_num_threads(torch_threads(self._config, resources_here()))
+            torch.set_num_threads(1)  # of this thread, which loads; the engine's has its own
             try:
                 address = host or ray.util.get_node_ip_address()
                 security = protected(self._config.security, self._authority, address)
-                config = of_a_share(self._config)
+                gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0)
+                config = of_a_share(self._config, gpus, resources_here())
                 self._worker = Worker(config, self._role, self._name, address, security)
                 self._worker.start()
                 settle_memory()
@@ -466,13 +467,6 @@ class Cluster:
         except RayError:
             return []  # who is dead or slow is found out by the hand-offs
         return [f"{x}: {line}" for x, lines in zip(asked, found, strict=True) for line in lines]
-
-
-def of_a_share(config: Config) -> Config:
-    """For the share of a GPU that this process has."""
-    gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1)
-    share = config.engine.memory_share * min(1, gpus)
-    return replace(config, engine=replace(config.engine, memory_share=share))
 
 
 def resources_here() -> dict[str, float]:

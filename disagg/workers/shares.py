@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from disagg.config import MAX_WORKERS, Config
 from disagg.errors import ConfigError
@@ -44,6 +45,15 @@ def check_place(gpus: int, config: Config, workers: int) -> None:
             raise ConfigError(f"each worker has {each:g} GPUs since the start; {there}")
         wanted = "fewer, or null, which shares what there is"
         raise ConfigError(f"cluster.gpus is {each:g}; {there}: {wanted}")
+
+
+def of_a_share(config: Config, gpus: float, here: Mapping[str, float]) -> Config:
+    """Of one worker: its part of a GPU's memory, and its threads.
+
+    here: Ray's resources of this host
+    """
+    share, threads = config.engine.memory_share * min(1, gpus), torch_threads(config, here)
+    return replace(config, engine=replace(config.engine, memory_share=share, torch_threads=threads))
 
 
 def torch_threads(config: Config, here: Mapping[str, float]) -> int:

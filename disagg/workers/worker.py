@@ -24,6 +24,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from disagg.codecs.doctor import check_plans
 from disagg.config import Config
 from disagg.engine.arena import check_slabs
@@ -245,7 +247,10 @@ class Worker:
     # -- threads
 
     def _run_engine(self) -> None:
+        """Alone with more than one thread: OpenMP would not spin beside the team of another."""
         try:
+            if self.config.engine.torch_threads is not None:
+                torch.set_num_threads(self.config.engine.torch_threads)
             self.engine.run(lambda output: self._on_loop(self._step, output))
         except BaseException as error:
             self._failure = error

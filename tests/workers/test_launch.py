@@ -17,7 +17,7 @@ from disagg.transfer.security import Authority
 from disagg.workers import launch
 from disagg.workers.dispatch import Started
 from disagg.workers.launch import Actor, Cluster
-from disagg.workers.shares import equal_share, gpu_share, torch_threads
+from disagg.workers.shares import equal_share, gpu_share, of_a_share, torch_threads
 
 LOADING = object()  # an outcome that is not there yet
 
@@ -412,6 +412,8 @@ def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch):
     assert torch_threads(load_config(None, {"cluster.decode": 2}), {"CPU": 6.0}) == 2
     assert torch_threads(load_config(None, {"cluster.decode": 20}), {}) == 1
     assert torch_threads(load_config(None, {"engine.torch_threads": 7}), {}) == 7
+    engine = of_a_share(load_config(None, {"engine.memory_share": 0.8}), 0.5, {}).engine
+    assert (engine.memory_share, engine.torch_threads) == (0.4, 6)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from disagg.codecs import layer as layers
 from disagg.codecs.kivi import Kivi
-from disagg.config import Config, TransferConfig
+from disagg.config import Config, EngineConfig, TransferConfig
 from disagg.engine.arena import DeviceArena
+from disagg.engine.engine import Engine
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.cpu.step import LayerCalls
@@ -115,6 +116,21 @@ async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the
 async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
     async with paired(runners, Config(transfer=TransferConfig(channel="direct"))) as home:
         assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
+
+
+async def test_only_the_thread_of_the_engine_computes_with_several(runners, monkeypatch):
+    seen, run, before = [], Engine.run, torch.get_num_threads()
+
+    def counted(*given: Any) -> None:
+        seen.append(torch.get_num_threads())
+        run(*given)
+
+    monkeypatch.setattr(Engine, "run", counted)
+    async with paired(runners, Config(KIVI, engine=EngineConfig(torch_threads=before + 1))):
+        pass
+    assert seen == [before + 1] * 2
+    assert torch.get_num_threads() == before
+    torch.set_num_threads(before)  # of threads that begin later
 
 
 def test_what_was_loaded_is_not_looked_at_again() -> None:
