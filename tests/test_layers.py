@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4278,
-    "cli": 1941,
+    "cli": 1944,
     "codecs": 3157,
     "engine": 1935,
     "eval": 601,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1949,
     "transfer": 3593,
     "workers": 3057,
-    "tests": 24298,
+    "tests": 24299,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21402  # of all these rooms together
+PACKAGE_BUDGET = 21405  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

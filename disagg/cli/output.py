@@ -51,9 +51,10 @@ def print_savings(answer: Answer, max_tokens: int) -> None:
         if kv["wire_bytes"]:
             print(f"hand-off: {', '.join(times)}")
     count = answer.completion_tokens
+    rest = f", then {answer.tpot_ms:.1f} ms each" if count > 1 else ""
     print(
         f"{answer.prompt_tokens} prompt tokens, {count} generated: the first "
-        f"after {answer.ttft_ms:.0f} ms, then {answer.tpot_ms:.1f} ms each"
+        f"after {answer.ttft_ms:.0f} ms{rest}"
     )
     if answer.finish_reason == "length" and count < max_tokens:
         print(f"the model's context is full: {count} of {max_tokens} tokens could be generated")

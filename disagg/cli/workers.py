@@ -51,8 +51,10 @@ def scale(
     pairs = [each.partition("=")[::2] for each in wanted]
     if wrong := [x for x in pairs if x[0] not in ("prefill", "decode") or not x[1].isdecimal()]:
         raise ConfigError(f"{'='.join(wrong[0])!r} is no prefill=NUMBER or decode=NUMBER")
-    state = running(state_file)
     body = {role: int(number) for role, number in pairs}
+    if len(body) < len(pairs):
+        raise ConfigError(f"{' '.join(wanted)!r} names a role twice; once is wanted")
+    state = running(state_file)
     found = client.post(state, "/scale", body)
     told = ", ".join(f"{number} {role}" for role, number in body.items())
     print_json(found) if as_json else print(f"{told}: they come and leave one by one")

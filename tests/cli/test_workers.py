@@ -31,6 +31,7 @@ def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, capsys)
     [
         (["scale", "decoders=3"], "'decoders=3' is no prefill=NUMBER or decode=NUMBER"),
         (["scale", "decode=many"], "'decode=many' is no"),
+        (["scale", "decode=2", "decode=3"], "'decode=2 decode=3' names a role twice"),
         (["drain", "e"], "unknown worker 'e'; known: d"),
         (["drain", "d?/ü"], "unknown worker 'd?/ü'; known: d"),
         (["drain", ""], "unknown worker ''; known: d"),
