@@ -56,7 +56,7 @@ def value_bias(block, bias, SIDE: tl.constexpr):
         else:
             top = tl.maximum(top, tl.max(more, 0).to(tl.float32))
     above = (top.to(tl.int32, bitcast=True) >> 23) - 126  # top < 2**above
-    return tl.minimum(bias, P_BIAS - above.to(tl.float32))
+    return tl.minimum(bias, -above.to(tl.float32) + P_BIAS)
 
 
 @triton.jit

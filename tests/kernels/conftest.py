@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -11,9 +12,11 @@ if not torch.cuda.is_available():
 import triton
 from triton.runtime import interpreter
 
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+
 # the interpreter of Triton 3.6 takes int() of arrays with one item, which numpy 2.4 refuses:
 # without this no kernel with a loop runs (2026-11)
-if triton.__version__.startswith("3.6."):
+if TRITON == (3, 6):
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
@@ -21,3 +24,15 @@ if triton.__version__.startswith("3.6."):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def round_once(self: Any, *numbers: Any) -> Any:
+    """As an fma does: products of fp32 are exact in fp64."""
+    x, y, z = (number.data.astype(np.float64) for number in numbers)
+    dtype = numbers[2].data.dtype
+    return interpreter.TensorHandle((x * y + z).astype(dtype), numbers[2].dtype.scalar)
+
+
+# that of Triton 3.6 and 3.7 multiplies, rounds, adds and rounds again (2026-11)
+if TRITON < (3, 9):
+    interpreter.InterpreterBuilder.create_fma = round_once
