@@ -25,7 +25,7 @@ from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission, Terms
+from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.workers.loopback import Loopback
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
@@ -85,7 +85,7 @@ class LLM:
             may_reserve=self._decode.may_reserve,
         )
         drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
-        self._receiver = Receiver(terms, self._decode.pool, self._take, drop)
+        self._receiver = Receiver(Reservations(terms, self._decode.pool, self._take, drop))
 
     def generate(
         self,
@@ -148,7 +148,7 @@ class LLM:
         for token in following.tokens:
             work[token.rid].take(token)
             if token.finish_reason:
-                self._receiver.finished(token.rid, 0)
+                self._receiver.reservations.finished(token.rid, 0)
 
     def _take(self, admission: Admission) -> None:
         """A complete prompt, for the decode engine."""
@@ -159,7 +159,7 @@ class LLM:
     def _abandon(self, work: Sequence["_Work"]) -> None:
         """Leave nothing behind of a call that failed."""
         for x in work:
-            self._receiver.abort(x.request.rid, 0, "the call failed")
+            self._receiver.reservations.abort(x.request.rid, 0, "the call failed")
             self._prefill.submit(Abort(x.request.rid))
         self._prefill.step()
         self._decode.step()

@@ -32,7 +32,7 @@ def assert_empty(llm: LLM) -> None:
         engine.pool.check_integrity()
         assert engine.idle
         assert not engine.pool.referenced_pages
-    assert not any(llm._receiver.gauges().values())
+    assert not any(llm._receiver.reservations.gauges().values())
 
 
 def test_exact_kv_gives_the_tokens_that_transformers_gives(llm, tiny):

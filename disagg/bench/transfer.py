@@ -51,7 +51,7 @@ from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach, Job, Role, parse
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.transfer.reservations import Admission, Terms
+from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security, protected
 from disagg.transfer.sender import Sender
@@ -119,18 +119,19 @@ class ReceivingEnd(End):
 
     async def listen(self, host: str, security: Security | None = None) -> Started:
         """A new receiver before the pool: where it is reached."""
-        receiver = Receiver(
+        reservations = Reservations(
             self._terms,
             self._pool,
-            lambda admission: self._admit(receiver, admission),
+            lambda admission: self._admit(reservations, admission),
             lambda rid, attempt, reason: None,
         )
+        receiver = Receiver(reservations)
         direct = DirectServer(receiver, security)
         direct.listen(host)
 
         async def reserve(data: bytes) -> bytes:
             message = parse(pb.ReserveRequest, data)
-            grant = receiver.reserve(Job.from_message(message.job), message.epoch)
+            grant = reservations.reserve(Job.from_message(message.job), message.epoch)
             return grant.to_message().SerializeToString()
 
         handlers = [receiver.handlers(), rpc_handlers(WORKER_SERVICE, {"Reserve": reserve})]
@@ -150,11 +151,11 @@ class ReceivingEnd(End):
         assert not self._pool.referenced_pages
         return count
 
-    def _admit(self, receiver: Receiver, admission: Admission) -> None:
+    def _admit(self, reservations: Reservations, admission: Admission) -> None:
         def free() -> None:
             for state in admission.groups:
                 self._pool.release(list(state.ids()))
-            receiver.finished(admission.job.rid, admission.job.attempt)
+            reservations.finished(admission.job.rid, admission.job.attempt)
 
         self._admitted += 1
         asyncio.get_running_loop().call_soon(free)

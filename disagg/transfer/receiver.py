@@ -1,4 +1,4 @@
-"""KvTransferService of a decode worker: the rules of `reservations.py` around channels and a clock.
+"""KvTransferService of a decode worker: the rules of `reservations.py` around channels.
 
     Attach, Renew, Commit ──► Receiver ──► Reservations ──► on_admit, on_drop: the engine
     Push, or a direct one ──► take    ──►      │
@@ -11,31 +11,24 @@ loop; knows no model and no engine.
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
 
 import grpc
 
 from disagg.errors import CorruptFrameError, DisaggError
-from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
 from disagg.transfer.messages import (
     KV_SERVICE,
-    Ack,
     Attach,
     Credit,
-    Grant,
-    Job,
     answer_to,
     parse,
     read,
 )
-from disagg.transfer.reservations import Admission, Reservations, Terms
+from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
 
@@ -47,7 +40,6 @@ log = logging.getLogger(__name__)
 class Receiver:
     """Takes prompts in and hands them to the engine.
 
-    on_admit, on_drop: as in `Reservations`
     on_damage: called with (rid, attempt, error) of a prompt that is over for its damaged pages
     direct:    where a direct channel is accepted, as (port, key) for one attachment; (0, b""):
                nowhere
@@ -55,20 +47,13 @@ class Receiver:
 
     def __init__(
         self,
-        terms: Terms,
-        pool: Pool,
-        on_admit: Callable[[Admission], None],
-        on_drop: Callable[[str, int, str], None],
+        reservations: Reservations,
         on_damage: Callable[[str, int, DisaggError], None] = lambda rid, attempt, error: None,
-        clock: Callable[[], float] = time.monotonic,
     ):
-        nonces = partial(secrets.randbits, 64)
-        self.reservations = Reservations(terms, pool, nonces, on_admit, on_drop)
+        self.reservations = reservations
         self.direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
         self.failures: Counter[str] = Counter()  # refusals by reason
-        self._arena = pool.arena
         self._on_damage = on_damage
-        self._clock = clock
 
     # -- for the worker
 
@@ -86,28 +71,8 @@ class Receiver:
         """
         while True:
             await asyncio.sleep(TURN_S)
-            self.reservations.expire(self._clock())
+            self.reservations.expire()
             await self.scrub()
-
-    def reserve(self, job: Job, epoch: int) -> Grant:
-        """Room for a prompt, at once or not at all."""
-        return self.reservations.reserve(job, epoch, self._clock())
-
-    def abort(self, rid: str, attempt: int, reason: str) -> None:
-        """Give up an attempt and all before it, known or not."""
-        self.reservations.abort(rid, attempt, reason, self._clock())
-
-    def finished(self, rid: str, attempt: int) -> None:
-        """The engine is done with a prompt and has freed it."""
-        self.reservations.finished(rid, attempt, self._clock())
-
-    def fence(self, epoch: int) -> None:
-        """The next epoch; ReservationError if it is not."""
-        self.reservations.fence(epoch, self._clock())
-
-    def gauges(self) -> dict[str, int]:
-        """What is held; all zero when nothing goes on."""
-        return self.reservations.gauges()
 
     def take(self, data: Buffer, channel: object) -> Credit:
         """What became of the frame of these bytes. One that is refused is dropped, and answered
@@ -120,7 +85,7 @@ class Receiver:
             raise CorruptFrameError(f"a {type(frame).__name__} where pages were expected")
         error: DisaggError | None = None
         try:
-            self.reservations.store(frame, self._clock(), self._put, channel)
+            self.reservations.store(frame, channel)
         except DisaggError as failure:
             error = failure
             self.failures[error.reason] += 1
@@ -140,7 +105,7 @@ class Receiver:
         try:
             damaged = await asyncio.to_thread(scrub.verify)
         finally:
-            struck = self.reservations.end_scrub(scrub, damaged, self._clock())
+            struck = self.reservations.end_scrub(scrub, damaged)
         for error, requests in struck.items():
             log.error("%s; %d requests had it", error, len(requests))
             for rid, attempt in requests:
@@ -151,7 +116,7 @@ class Receiver:
     async def attach(self, data: bytes) -> bytes:
         """An AttachResponse."""
         attach = Attach.from_message(parse(kv.AttachRequest, data))
-        attached = self.reservations.attach(attach, self._clock())
+        attached = self.reservations.attach(attach)
         if attach.direct and not attached.admitted:
             port, key = self.direct()
             attached = replace(attached, port=port, key=key)
@@ -170,22 +135,11 @@ class Receiver:
     async def renew(self, data: bytes) -> bytes:
         """A RenewResponse."""
         tickets = read(parse(kv.RenewRequest, data))["tickets"]
-        over = self.reservations.renew(tickets, self._clock())
-        return kv.RenewResponse(over=over).SerializeToString()
+        return kv.RenewResponse(over=self.reservations.renew(tickets)).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
         """A CommitResponse. Where this completes a prompt, the engine has it then."""
         frame = unpack(message_frame(data))
         if not isinstance(frame, CommitFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        answer = self.reservations.commit(frame, began := self._clock())
-        if isinstance(answer, Ack):
-            admit_ms = 1000 * (self._clock() - began)
-            answer = self.reservations.acknowledge(frame.ticket.nonce, admit_ms)
-        return answer_to(answer).SerializeToString()
-
-    def _put(self, frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
-        began = self._clock()
-        frame.verify()
-        self._arena.write(pieces)
-        return 1000 * (self._clock() - began)
+        return answer_to(self.reservations.commit(frame)).SerializeToString()

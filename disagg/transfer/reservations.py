@@ -1,4 +1,4 @@
-"""The rules of the receiver: events in, results and actions out, the time handed in.
+"""The rules of the receiver: events in, results and actions out.
 
            reserve            attach           channel ends
     room ───────────► HELD ───────────► ATTACHED ───────────► BROKEN
@@ -13,10 +13,13 @@ One thread calls it. A frame is checked, verified and in place within one call. 
 remembered by its names, so that what comes late is refused by name and lands nowhere.
 """
 
+import secrets
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from disagg.errors import (
     AbortedError,
@@ -32,14 +35,11 @@ from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.transfer.records import Arrivals
-from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
+from disagg.wire import Commit, CommitFrame, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
 MEMORY_S = 900.0  # how long ended reservations and aborts are remembered
-
-# verifies a frame and copies pieces of it to their offsets; the milliseconds that it took
-Put = Callable[[PageFrame, Sequence[tuple[int, Buffer]]], float]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Reservation:
         self.lease_until = self.ended_at = 0.0
         self.pages = contents.holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
-        self.ack: Ack | None = None
+        self.ack = Ack()  # the answer to it
         self.verify_ms = 0.0
 
     def live(self) -> Contents:
@@ -162,15 +162,17 @@ class Reservations:
               refused with that, and its records are freed here.
     on_drop:  called with (rid, attempt, reason) of a prompt that the engine was given and must drop
               and free; only enqueues
+    clock:    in seconds; it never goes back
     """
 
     def __init__(
         self,
         terms: Terms,
         pool: Pool,
-        nonces: Callable[[], int],
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
+        nonces: Callable[[], int] = partial(secrets.randbits, 64),
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.terms = terms
         self.epoch = terms.epoch
@@ -179,6 +181,7 @@ class Reservations:
         self.counts: Counter[str] = Counter()
         self.cache = PrefixCache(pool, terms.share)
         self._nonces, self._on_admit, self._on_drop = nonces, on_admit, on_drop
+        self._arena, self._clock = pool.arena, clock
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it
         self._by_nonce: dict[int, Reservation] = {}
@@ -187,13 +190,13 @@ class Reservations:
 
     # -- what the router says
 
-    def reserve(self, job: Job, epoch: int, now: float) -> Grant:
+    def reserve(self, job: Job, epoch: int) -> Grant:
         """Room for a prompt, at once or not at all; the same job again gets the same answer.
 
         Raises CapacityError if there is none now, RequestError for what can never be served,
         ReservationError for another epoch, or for an attempt that came or was aborted before.
         """
-        self.expire(now)
+        self.expire()
         plan = self.terms.plan_for(job)
         if epoch != self.epoch:
             raise ReservationError(f"epoch {epoch} is not {self.epoch}, the one of now")
@@ -202,23 +205,23 @@ class Reservations:
             known = old.live().job
             if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
-            self._renew(old, now)
+            self._renew(old)
             return self._grant(old)
         self._refuse_late(job)
         self.cache.check(plan, job.tokens)
         for lower in self._of(job.rid):
-            self._bury(job.rid, lower.attempt, now)
-            self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over", now)
-        return self._grant(self._hold(job, plan, now))
+            self._bury(job.rid, lower.attempt)
+            self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over")
+        return self._grant(self._hold(job, plan))
 
-    def abort(self, rid: str, attempt: int, reason: str, now: float) -> None:
+    def abort(self, rid: str, attempt: int, reason: str) -> None:
         """No attempt up to this one goes on, whether it is known yet or not."""
-        self._bury(rid, attempt, now)
+        self._bury(rid, attempt)
         for reservation in self._of(rid):
             if reservation.attempt <= attempt:
-                self._stop(reservation, State.ABORTED, reason, now)
+                self._stop(reservation, State.ABORTED, reason)
 
-    def fence(self, epoch: int, now: float) -> None:
+    def fence(self, epoch: int) -> None:
         """The next epoch: everything of the old one is over. The epoch of now changes nothing."""
         if epoch == self.epoch:
             return
@@ -226,15 +229,15 @@ class Reservations:
             raise ReservationError(f"a fence to epoch {epoch}; this worker is in {self.epoch}")
         self.epoch = epoch
         for reservation in self._of():
-            self._stop(reservation, State.ABORTED, f"fenced: epoch {epoch} has begun", now)
+            self._stop(reservation, State.ABORTED, f"fenced: epoch {epoch} has begun")
 
     # -- what the sender says
 
-    def attach(self, attach: Attach, now: float) -> Attached:
+    def attach(self, attach: Attach) -> Attached:
         """A sender takes over; its gen is above those of all before. LayoutError if it encodes
         another prompt, or for another model or plan, than was reserved for.
         """
-        self.expire(now)
+        self.expire()
         reservation = self._find(attach.ticket)
         if reservation.state.admitted:
             return Attached(admitted=True)
@@ -247,33 +250,36 @@ class Reservations:
             raise ReservationError(f"stream {gen} attaches after stream {reservation.gen} did")
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
-        self._renew(reservation, now)
+        self._renew(reservation)
         have, credit = contents.arrivals.have(), 2 * checklist.frame_bytes
         return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
 
-    def renew(self, tickets: Iterable[Ticket], now: float) -> tuple[int, ...]:
+    def renew(self, tickets: Iterable[Ticket]) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""
-        self.expire(now)
+        self.expire()
         over = []
         for ticket in tickets:
             reservation = self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
             if reservation and reservation.state.live:
-                self._renew(reservation, now)
+                self._renew(reservation)
             elif not (reservation and reservation.state.admitted):
                 over.append(ticket.nonce)
         return tuple(over)
 
-    def store(self, frame: PageFrame, now: float, put: Put, channel: object) -> None:
-        """Take a frame in: what `put` did not refuse is here."""
-        self.expire(now)
+    def store(self, frame: PageFrame, channel: object) -> None:
+        """Take a frame in: what is verified is here."""
+        self.expire()
         reservation = self._find(frame.ticket)
         contents = reservation.attached(frame.ticket, State.ATTACHED)
         if reservation.channel not in (None, channel):
             raise ReservationError(f"frames of {reservation.name} come on another channel")
         reservation.channel = channel
-        self._renew(reservation, now)
+        self._renew(reservation)
         new, pieces = contents.arrivals.absent(frame)
-        reservation.verify_ms += put(frame, pieces)
+        began = self._clock()
+        frame.verify()
+        self._arena.write(pieces)
+        reservation.verify_ms += 1000 * (self._clock() - began)
         contents.arrivals.add(new)
 
     def channel_ended(self, channel: object) -> None:
@@ -282,47 +288,40 @@ class Reservations:
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
 
-    def commit(self, frame: CommitFrame, now: float) -> Ack | Nack:
+    def commit(self, frame: CommitFrame) -> Ack | Nack:
         """Admit a hand-off whose items are all here with the digests of the commit.
 
         The same commit again gets the same answer and admits nothing.
         """
-        self.expire(now)
-        reservation = self._find(frame.ticket)
-        if reservation.ack is not None and reservation.state.admitted:
+        self.expire()
+        began, reservation = self._clock(), self._find(frame.ticket)
+        if reservation.state.admitted:
             if reservation.committed != _hash(frame.commit):
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
         contents = reservation.attached(frame.ticket, State.ATTACHED, State.BROKEN)
-        self._renew(reservation, now)
+        self._renew(reservation)
         if missing := contents.arrivals.missing(frame.commit):
             return Nack(missing)
         reservation.committed = _hash(frame.commit)
-        reservation.ack = Ack(reservation.verify_ms)
-        self._admit(reservation, contents, frame.commit, now)
+        self._admit(reservation, contents, frame.commit)
+        reservation.ack = Ack(reservation.verify_ms, 1000 * (self._clock() - began))
         return reservation.ack
 
     # -- what the engine says, and time
 
-    def acknowledge(self, nonce: int, admit_ms: float) -> Ack:
-        """The engine took what was admitted: the answer to this commit and to the same again."""
-        reservation = self._by_nonce[nonce]
-        assert reservation.ack is not None
-        if not reservation.ack.admit_ms:
-            reservation.ack = replace(reservation.ack, admit_ms=admit_ms)
-        return reservation.ack
-
-    def finished(self, rid: str, attempt: int, now: float) -> None:
+    def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a prompt and has freed it."""
         if (running := self._running.get(rid)) and running.attempt == attempt:
-            self._end(running, State.FINISHED, "", now)
+            self._end(running, State.FINISHED, "")
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """End what is over by now: leases and memories. Every event begins with it."""
+        now = self._clock()
         while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
             self.counts["expired"] += 1
             why = f"no sign of life for a lease, {self.terms.lease_s:g} s"
-            self._stop(first, State.EXPIRED, why, now)
+            self._stop(first, State.EXPIRED, why)
         before = now - MEMORY_S
         while self._ended and self._ended[0].ended_at < before:
             self._by_nonce.pop(self._ended.popleft().nonce, None)
@@ -330,7 +329,7 @@ class Reservations:
             self._tombstones.popitem(last=False)
 
     def end_scrub(
-        self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError], now: float
+        self, scrub: Scrub, damaged: Mapping[bytes, CorruptFrameError]
     ) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         """Forget what is damaged; (rid, attempt) of whoever had it or was promised it: over now."""
         self.cache.end_scrub(scrub, damaged)
@@ -339,7 +338,7 @@ class Reservations:
             error = damaged[note.key]
             hit = [x for x in self._of() if not x.pages.isdisjoint(note.pages)]
             for reservation in hit:
-                self._stop(reservation, State.ABORTED, str(error), now)
+                self._stop(reservation, State.ABORTED, str(error))
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
@@ -369,7 +368,7 @@ class Reservations:
         if job.attempt <= self._tombstones.get(job.rid, (-1, 0.0))[0]:
             raise ReservationError(f"{job.name} was aborted or superseded")
 
-    def _hold(self, job: Job, plan: Plan, now: float) -> Reservation:
+    def _hold(self, job: Job, plan: Plan) -> Reservation:
         terms = self.terms
         if len(self._live) + len(self._running) >= terms.max_sequences:
             raise CapacityError(f"{terms.max_sequences} sequences are here or promised room")
@@ -378,19 +377,17 @@ class Reservations:
         holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
         reservation = Reservation(self._nonces(), Contents(job, holding))
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
-        self._renew(reservation, now)
+        self._renew(reservation)
         return reservation
 
     def _grant(self, reservation: Reservation) -> Grant:
         return Grant(reservation.nonce, self.epoch, self.terms.lease_s)
 
-    def _renew(self, reservation: Reservation, now: float) -> None:
-        reservation.lease_until = now + self.terms.lease_s
+    def _renew(self, reservation: Reservation) -> None:
+        reservation.lease_until = self._clock() + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(
-        self, reservation: Reservation, contents: Contents, commit: Commit, now: float
-    ) -> None:
+    def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
         """Give the records away, to the engine; keep what can be shared."""
         reservation.pages = self.cache.keep(contents.holding, commit.digests)
         reservation.contents, reservation.state = None, State.ADMITTED
@@ -403,18 +400,18 @@ class Reservations:
             self._on_admit(Admission(contents.job, groups, commit))
         except BaseException as error:
             self.cache.release(groups)
-            self._end(reservation, State.ABORTED, str(error), now)
+            self._end(reservation, State.ABORTED, str(error))
             raise
 
-    def _stop(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
+    def _stop(self, reservation: Reservation, state: State, reason: str) -> None:
         admitted = reservation.state.admitted
-        self._end(reservation, state, reason, now)
+        self._end(reservation, state, reason)
         if admitted:
             self._on_drop(reservation.rid, reservation.attempt, reason)
 
-    def _end(self, reservation: Reservation, state: State, reason: str, now: float) -> None:
+    def _end(self, reservation: Reservation, state: State, reason: str) -> None:
         """Only its names stay."""
-        reservation.state, reservation.reason, reservation.ended_at = state, reason, now
+        reservation.state, reservation.reason, reservation.ended_at = state, reason, self._clock()
         reservation.pages = frozenset()
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:
@@ -424,10 +421,10 @@ class Reservations:
             reservation.contents = None
             self.cache.release(contents.holding.groups)
 
-    def _bury(self, rid: str, attempt: int, now: float) -> None:
+    def _bury(self, rid: str, attempt: int) -> None:
         """No attempt up to this one may reserve any more."""
-        known, _ = self._tombstones.pop(rid, (attempt, now))
-        self._tombstones[rid] = (max(known, attempt), now)
+        known, _ = self._tombstones.pop(rid, (attempt, 0.0))
+        self._tombstones[rid] = (max(known, attempt), self._clock())
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 

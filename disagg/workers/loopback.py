@@ -43,7 +43,7 @@ class Loopback:
         self._rules = receiver.reservations
         self._sender = sender
         job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
-        grant = receiver.reserve(job, self._rules.epoch)
+        grant = self._rules.reserve(job, self._rules.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
         self._wire_bytes = self._payload_bytes = 0
         self._first_frame = self._last_offer = 0.0
@@ -55,7 +55,7 @@ class Loopback:
         self._outbox = Outbox(checklist, self._source)
         model = self._rules.terms.model
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
-        attached = self._rules.attach(attach, time.monotonic())
+        attached = self._rules.attach(attach)
         self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
         self._outbox.attached(attached.digests(), attached.credit)
 
@@ -78,7 +78,7 @@ class Loopback:
         stats = handoff_stats(plan, tokens, prefilled.cached_tokens, prefilled.encode_ms)
         ack = Ack()
         if prefilled.finish_reason:
-            self._receiver.abort(self._request.rid, 0, "nothing to decode")
+            self._rules.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
             ack = self._commit(
@@ -110,11 +110,10 @@ class Loopback:
 
     def _commit(self, commit: Commit) -> Ack:
         """The decode engine has the complete prompt then."""
-        began = time.monotonic()
         message = frame_message(pack(CommitFrame(self._ticket, commit)))
         frame = unpack(message_frame(message))
         assert isinstance(frame, CommitFrame)
-        answer = self._rules.commit(frame, began)
+        answer = self._rules.commit(frame)
         assert isinstance(answer, Ack), "frames do not get lost in a process"
         self._wire_bytes += len(message) + answer_to(answer).ByteSize()
-        return self._rules.acknowledge(self._ticket.nonce, 1e3 * (time.monotonic() - began))
+        return answer

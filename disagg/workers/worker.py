@@ -53,7 +53,7 @@ from disagg.transfer.messages import (
 )
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import least_worth_sending
-from disagg.transfer.reservations import Terms
+from disagg.transfer.reservations import Reservations, Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
@@ -166,7 +166,7 @@ class Worker:
         if not self.role.decodes:
             raise PeerLostError(f"{self.name} ({self.role}) decodes nothing of others now")
         request_of(job, "d")  # RequestError for what no engine can serve
-        return self.receiver.reserve(job, epoch)
+        return self.reservations.reserve(job, epoch)
 
     async def submit(self, submit: Submit) -> None:
         """Begin a hand-off, or a request that is served whole."""
@@ -192,7 +192,7 @@ class Worker:
 
     async def abort(self, rid: str, attempt: int, reason: str) -> None:
         """Free whatever an attempt holds here, on either side."""
-        self.receiver.abort(rid, attempt, reason)
+        self.reservations.abort(rid, attempt, reason)
         self.decode.drop(rid, attempt, reason)
         await self.prefill.abort(rid, attempt)
         self._events.forget(rid, attempt)
@@ -201,7 +201,7 @@ class Worker:
     async def fence(self, epoch: int, router: str) -> None:
         """The next epoch: everything of the old one is dropped, and nothing is said about it."""
         self._events.check(router)
-        self.receiver.fence(epoch)
+        self.reservations.fence(epoch)
         self.epoch = epoch
         await self._drop_all(f"fenced: epoch {epoch} has begun")
         self._events.clear()
@@ -215,10 +215,10 @@ class Worker:
             "handoffs_out": len(self.prefill.attempts),
             "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
-            **{f"handoffs_in_{name}": count for name, count in self.receiver.gauges().items()},
+            **{f"handoffs_in_{name}": count for name, count in self.reservations.gauges().items()},
         }
         plan, model = self.engine.plan(self._codec), self._runner.fingerprint
-        counts = {**self.receiver.reservations.counts, **self.decode.counts}
+        counts = {**self.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         failures = self.receiver.failures + self.prefill.failures
@@ -236,7 +236,7 @@ class Worker:
 
     def _room(self) -> Load:
         """What it could take now: reservations count as sequences that are here."""
-        engine, pool, gauges = self._load, self.engine.pool, self.receiver.gauges()
+        engine, pool, gauges = self._load, self.engine.pool, self.reservations.gauges()
         spare = int(pool.arena.nbytes * self.config.engine.watermark)
         here = gauges["reservations"] + gauges["running"]
         slots = min(engine.slots, self.config.engine.max_sequences - here)
@@ -319,7 +319,7 @@ class Worker:
             way,
             tasks,
             say=events.say,
-            on_done=lambda rid, attempt: self.receiver.finished(rid, attempt),
+            on_done=lambda rid, attempt: self.reservations.finished(rid, attempt),
             on_left=events.forget,
         )
         terms = Terms(
@@ -332,7 +332,8 @@ class Worker:
             may_reserve=engine.may_reserve,
             share=transfer.dedup,
         )
-        self.receiver = Receiver(terms, pool, decode.admit, decode.drop, decode.fail)
+        self.reservations = Reservations(terms, pool, decode.admit, decode.drop)
+        self.receiver = Receiver(self.reservations, decode.fail)
 
     def _make_direct(self) -> list[Coroutine[Any, Any, None]]:
         """What takes direct connections, if they are wanted."""
@@ -397,7 +398,9 @@ class Worker:
             self._assume(Role.NONE)
         until = self._loop.time() + grace_s
         while self._loop.time() < until and (
-            self.prefill.attempts or self.decode.attempts or self.receiver.gauges()["reservations"]
+            self.prefill.attempts
+            or self.decode.attempts
+            or self.reservations.gauges()["reservations"]
         ):
             await asyncio.sleep(POLL_S)
         await self._drop_all("the worker stops")

@@ -1,14 +1,14 @@
 """Reservations over a pool, with what a receiver does around them, for their tests."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from unittest.mock import patch
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
-from disagg.wire import Buffer, CommitFrame, PageFrame, Ticket
+from disagg.wire import CommitFrame, PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
@@ -19,17 +19,24 @@ class Desk:
 
     def __init__(self, nbytes: int = 1 << 20, **terms: object):
         self.pool = make_pool(nbytes)
+        self.now = 0.0
         nonces = count(1000)
         self.terms = make_terms(**terms)
         self.engine: dict[str, Admission] = {}
         self.dropped: list[tuple[str, int, str]] = []
         admit = lambda x: self.engine.update({x.job.rid: x})  # noqa: E731
         drop = lambda *what: self.dropped.append(what)  # noqa: E731
-        self.ledger = Reservations(self.terms, self.pool, nonces.__next__, admit, drop)
+        clock = lambda: self.now  # noqa: E731
+        self.ledger = Reservations(self.terms, self.pool, admit, drop, nonces.__next__, clock)
+
+    def at(self, now: float) -> Reservations:
+        """The reservations, at a time."""
+        self.now = now
+        return self.ledger
 
     def reserve(self, prompt: Prompt, now: float = 0.0, /, **changes: object) -> Grant:
         epoch = changes.pop("epoch", self.ledger.epoch)
-        return self.ledger.reserve(prompt.job(**changes), epoch, now)
+        return self.at(now).reserve(prompt.job(**changes), epoch)
 
     def known_tokens(self, rid: str) -> int:
         """Leading tokens of a reserved prompt that all layer groups had the units of."""
@@ -41,7 +48,7 @@ class Desk:
         """Attach; `attach` when it has to succeed."""
         ticket = Ticket(grant.nonce, grant.epoch, gen)
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
-        return self.ledger.attach(attach, now)
+        return self.at(now).attach(attach)
 
     def attach(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Ticket:
         assert not self.ask(prompt, grant, gen, now).admitted
@@ -53,17 +60,10 @@ class Desk:
 
     def store(self, frame: PageFrame, now: float = 0.0, channel: object = None) -> int:
         """Pieces that were written for a frame."""
-        written = 0
-
-        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
-            nonlocal written
-            frame.verify()
-            self.pool.arena.write(pieces)
-            written = len(pieces)
-            return 0.0
-
-        self.ledger.store(frame, now, put, channel)
-        return written
+        arena = self.pool.arena
+        with patch.object(arena, "write", wraps=arena.write) as write:
+            self.at(now).store(frame, channel)
+        return len(write.call_args.args[0])
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
         """Send all that is not there; the bytes of it."""
@@ -85,7 +85,7 @@ class Desk:
         have = Attached(have=contents.arrivals.have()).digests()
         digests = tuple(map(have.__getitem__, prompt.checklist.items))
         commit = replace(prompt.commit(), digests=digests)
-        assert isinstance(self.ledger.commit(CommitFrame(ticket, commit), 0.0), Ack)
+        assert isinstance(self.at(0.0).commit(CommitFrame(ticket, commit)), Ack)
         return sent
 
     def admitted(self) -> Admission:
@@ -99,11 +99,11 @@ class Desk:
             admission = self.engine.pop(rid)
             for state in admission.groups:
                 self.pool.release(list(state.ids()))
-            self.ledger.finished(rid, admission.job.attempt, 0.0)
+            self.at(0.0).finished(rid, admission.job.attempt)
 
     def scrub(self, max_bytes: int = 1 << 30) -> dict[CorruptFrameError, list[tuple[str, int]]]:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
-        return self.ledger.end_scrub(scrub, scrub.verify(), 0.0)
+        return self.at(0.0).end_scrub(scrub, scrub.verify())
 
     def assert_nothing_held(self) -> None:
         self.pool.check_integrity()

@@ -12,7 +12,7 @@ from disagg.pool import Pool
 from disagg.transfer.direct import DirectServer
 from disagg.transfer.messages import Attach
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission
+from disagg.transfer.reservations import Admission, Reservations
 from disagg.transfer.rpc import start_server
 from disagg.wire import Ticket
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_terms
@@ -31,7 +31,7 @@ class House:
     direct_port: int = 0
 
     def reserve(self, prompt: Prompt, rid: str = "r") -> Attach:
-        grant = self.receiver.reserve(prompt.job(rid), EPOCH)
+        grant = self.receiver.reservations.reserve(prompt.job(rid), EPOCH)
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         return Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
 
@@ -44,25 +44,25 @@ class House:
     @property
     def held(self) -> int:
         """Reservations that wait for their pages."""
-        return self.receiver.gauges()["reservations"]
+        return self.receiver.reservations.gauges()["reservations"]
 
     def free(self) -> None:
         """The engine finishes everything it has; then nothing is held."""
         for admission in self.admitted:
             for state in admission.groups:
                 self.pool.release(list(state.ids()))
-            self.receiver.finished(admission.job.rid, admission.job.attempt)
+            self.receiver.reservations.finished(admission.job.rid, admission.job.attempt)
         self.admitted.clear()
         self.pool.check_integrity()
         assert self.pool.referenced_pages == 0
-        assert not any(self.receiver.gauges().values())
+        assert not any(self.receiver.reservations.gauges().values())
 
 
 @asynccontextmanager
 async def open_house(kind: type[Receiver] = Receiver, **terms: object) -> AsyncIterator[House]:
     """A receiver on free ports, on the clock of the world."""
     pool, admitted = make_pool(1 << 20), []
-    receiver = kind(make_terms(**terms), pool, admitted.append, lambda *drop: None)
+    receiver = kind(Reservations(make_terms(**terms), pool, admitted.append, lambda *drop: None))
     sockets = DirectServer(receiver)
     house = House(pool, receiver, admitted, direct_port=sockets.listen(HOST))
     receiver.direct = lambda: (house.direct_port, sockets.make_key())

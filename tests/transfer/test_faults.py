@@ -227,7 +227,7 @@ async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
         running = asyncio.create_task(hand_over(sender, prompt))
         await until(lambda: sender.payload_bytes >= 4000)
         await proxy.cut()
-        await until(lambda: house.receiver.gauges()["streams"] == 0)
+        await until(lambda: house.receiver.reservations.gauges()["streams"] == 0)
         await proxy.open()
         stats = await asyncio.wait_for(running, 20.0)
         await channel.close()

@@ -14,6 +14,7 @@ from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
+from disagg.transfer.reservations import Reservations
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
 from tests.transfer.desk import bend
 from tests.transfer.house import House
@@ -35,8 +36,9 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
     source, pool, admitted = random.Random(seed), make_pool(), []
-    receiver = Receiver(make_terms(), pool, admitted.append, lambda *drop: None, clock=lambda: 0.0)
-    grant = receiver.reserve(prompt.job(), EPOCH)
+    rules = Reservations(make_terms(), pool, admitted.append, lambda *drop: None, clock=lambda: 0.0)
+    receiver = Receiver(rules)
+    grant = rules.reserve(prompt.job(), EPOCH)
     honest = seeds(prompt, Ticket(grant.nonce, grant.epoch, 1))
     await receiver.attach(honest["attach"][0])
     for _ in range(12):
@@ -51,7 +53,7 @@ async def attack(prompt: Prompt, seed: int) -> None:
             continue
     for admission in admitted:
         assert prompt.equals(pool.arena, admission.groups)
-    receiver.fence(EPOCH + 1)
+    rules.fence(EPOCH + 1)
     House(pool, receiver, admitted).free()
 
 

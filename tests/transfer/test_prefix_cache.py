@@ -156,7 +156,7 @@ def test_cached_pages_make_room_for_new_prompts_but_not_while_reserved():
     assert desk.known_tokens("two") == 127 * 64
     with pytest.raises(CapacityError):
         desk.reserve(large, rid="large")
-    desk.ledger.abort("two", 0, "client gone", 0.0)
+    desk.at(0.0).abort("two", 0, "client gone")
     desk.give(large, "large")
     desk.free()
     desk.assert_nothing_held()
@@ -240,7 +240,7 @@ def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(d
     dropped = sorted((rid, reason) for rid, _, reason in desk.dropped)
     assert dropped == [("one", str(error)), ("two", str(error))]
     with pytest.raises(ReservationError, match="altered"):
-        desk.ledger.commit(CommitFrame(ticket, prompts["two"].commit()), 0.0)
+        desk.at(0.0).commit(CommitFrame(ticket, prompts["two"].commit()))
     assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}
     desk.free()
     desk.assert_nothing_held()
@@ -270,7 +270,7 @@ def test_whoever_reserves_damaged_pages_while_they_are_verified_loses_them(desk)
     damaged = scrub.verify()
     grant = desk.reserve(prompt, rid="two")
     assert desk.known_tokens("two")
-    assert list(desk.ledger.end_scrub(scrub, damaged, 0.0).values()) == [[("two", 0)]]
+    assert list(desk.at(0.0).end_scrub(scrub, damaged).values()) == [[("two", 0)]]
     ticket = Ticket(grant.nonce, EPOCH, 1)
     assert desk.ledger._find(ticket).state is State.ABORTED
     desk.assert_nothing_held()

@@ -21,7 +21,7 @@ from disagg.transfer.channel import Channel
 from disagg.transfer.link import measure
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, answer_from, fill
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission
+from disagg.transfer.reservations import Admission, Reservations
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
 from disagg.wire import Buffer, CommitFrame, Frame, Item, Ticket, frame_message, message_frame, pack
@@ -89,13 +89,10 @@ class Booth(House):
         self.refusal: Exception | None = None
         self.admit_s = 0.0
         pool = pool or make_pool()
+        drop = lambda *what: self.dropped.append(what)  # noqa: E731
         receiver = CountingReceiver(
-            make_terms(**terms),
-            pool,
-            self.admit,
-            lambda *drop: self.dropped.append(drop),
+            Reservations(make_terms(**terms), pool, self.admit, drop, clock=self.clock),
             lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
-            self.clock,
         )
         super().__init__(pool, receiver, [])
 
@@ -107,7 +104,7 @@ class Booth(House):
 
     async def begin(self, prompt: Prompt, rid: str = "r", attempt: int = 0) -> Ticket:
         """Reserve and attach."""
-        grant = self.receiver.reserve(prompt.job(rid, attempt), EPOCH)
+        grant = self.receiver.reservations.reserve(prompt.job(rid, attempt), EPOCH)
         ticket = Ticket(grant.nonce, grant.epoch, 1)
         await self.attach(prompt, ticket)
         return ticket
@@ -167,7 +164,7 @@ async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answe
 async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt):
     booth = Booth()
     gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
-    booth.receiver.abort("gone", 0, "client gone")
+    booth.receiver.reservations.abort("gone", 0, "client gone")
     await booth.attach(prompt, replace(old, gen=2))
     first = prompt.frames(live)[0]
     wrong = replace(first, layout="0" * 16)
@@ -194,7 +191,8 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
         "layout": 1,
         "corrupt_frame": 1,
     }
-    assert booth.receiver.gauges()["streams"] == 1  # the channel is over, `old` was not on it
+    rules = booth.receiver.reservations
+    assert rules.gauges()["streams"] == 1  # the channel is over, `old` was not on it
     assert isinstance(await booth.commit(live, prompt), Ack)
 
 
@@ -220,7 +218,7 @@ async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_
     first, second, *_ = pages(prompt, ticket)
     with pytest.raises(error):
         await booth.push([first, breaking(second)])
-    assert booth.receiver.gauges() == {"reservations": 1, "streams": 0, "running": 0}
+    assert booth.receiver.reservations.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
     assert len((await booth.attach(prompt, again)).digests()) == len(prompt.frames(again)[0].layers)
     await booth.push(pages(prompt, again))
@@ -242,8 +240,8 @@ async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(p
     monkeypatch.setattr(booth.pool.arena, "write", lambda places: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         await booth.push(pages(prompt, ticket))
-    assert booth.receiver.gauges()["streams"] == 0
-    booth.receiver.abort("r", 0, "client gone")
+    assert booth.receiver.reservations.gauges()["streams"] == 0
+    booth.receiver.reservations.abort("r", 0, "client gone")
     booth.free()
 
 
@@ -323,12 +321,12 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]
     booth.clock.now += 6.0
-    await until(lambda: booth.receiver.gauges()["reservations"] == 1)
+    await until(lambda: booth.receiver.reservations.gauges()["reservations"] == 1)
     assert booth.receiver.reservations.counts["expired"] == 1
     with pytest.raises(ReservationError, match="expired"):
         await booth.attach(prompt, replace(lost, gen=2))
     timers.cancel()
-    booth.receiver.abort("kept", 0, "client gone")
+    booth.receiver.reservations.abort("kept", 0, "client gone")
     booth.free()
 
 
@@ -336,7 +334,7 @@ async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_
 async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
     booth = Booth()
     if broken == "expire":
-        monkeypatch.setattr(booth.receiver.reservations, "expire", lambda now: 1 // 0)
+        monkeypatch.setattr(booth.receiver.reservations, "expire", lambda: 1 // 0)
     else:
         monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -409,8 +407,8 @@ async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_o
     async with open_door(lease_s=2.0) as (house, channel):
         senders = {rid: sender_of(house, channel, x, rid) for rid, x in prompts.items()}
         runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
-        await until(lambda: house.receiver.gauges()["streams"] == 4)
-        house.receiver.abort("r1", 0, "client gone")
+        await until(lambda: house.receiver.reservations.gauges()["streams"] == 4)
+        house.receiver.reservations.abort("r1", 0, "client gone")
         for rid, sender in senders.items():
             offer_all(sender, prompts[rid])
         done = dict(

@@ -29,7 +29,7 @@ from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, mak
 def test_a_whole_hand_off_ends_in_the_engine_with_the_same_bytes(desk, prompt):
     ticket = desk.begin(prompt, emitted=(7,))
     desk.push(prompt, ticket)
-    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0), Ack)
+    assert isinstance(desk.at(1.0).commit(CommitFrame(ticket, prompt.commit())), Ack)
     admission = desk.admitted()
     assert prompt.equals(desk.pool.arena, admission.groups)
     assert admission.job == prompt.job(emitted=(7,))
@@ -49,7 +49,7 @@ def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_bef
     untouched = bytes(arena.read(0, arena.nbytes)).count(b"\xa5")
     assert arena.nbytes - untouched < 2 * 2 * 3 * 16 * 2 * 8 * 2
     desk.push(prompt, ticket)
-    desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+    desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
     assert prompt.equals(arena, desk.admitted().groups)
 
 
@@ -57,19 +57,18 @@ def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
     ticket = desk.begin(prompt)
     desk.push(prompt, ticket)
     commit = CommitFrame(ticket, prompt.commit())
-    desk.ledger.commit(commit, 0.0)
-    first = desk.ledger.acknowledge(ticket.nonce, 3.5)
+    first = desk.at(0.0).commit(commit)
     desk.admitted()
     for finish in (lambda: None, desk.free):
         finish()
-        assert desk.ledger.commit(commit, 1.0) == first
-        assert desk.ledger.commit(replace(commit, ticket=replace(ticket, gen=9)), 1.0) == first
+        assert desk.at(1.0).commit(commit) == first
+        assert desk.at(1.0).commit(replace(commit, ticket=replace(ticket, gen=9))) == first
     assert not desk.engine
     attach = Attach(replace(ticket, gen=2), MODEL, prompt.plan.fingerprint, 300)
-    assert desk.ledger.attach(attach, 1.0).admitted
-    assert desk.ledger.renew([ticket], 1.0) == ()
+    assert desk.at(1.0).attach(attach).admitted
+    assert desk.at(1.0).renew([ticket]) == ()
     with pytest.raises(ReservationError, match="another commit"):
-        desk.ledger.commit(CommitFrame(ticket, prompt.commit(first_token=6)), 1.0)
+        desk.at(1.0).commit(CommitFrame(ticket, prompt.commit(first_token=6)))
 
 
 def test_a_commit_of_another_prompt_is_refused(desk, prompt):
@@ -77,9 +76,9 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     desk.push(prompt, ticket)
     for change in ({"tokens": 299}, {"plan": "0" * 16}, {"digests": (1, 2)}):
         with pytest.raises(LayoutError):
-            desk.ledger.commit(CommitFrame(ticket, replace(prompt.commit(), **change)), 0.0)
+            desk.at(0.0).commit(CommitFrame(ticket, replace(prompt.commit(), **change)))
     with pytest.raises(CorruptFrameError):
-        desk.ledger.commit(CommitFrame(ticket, make_prompt(300, seed=1).commit()), 0.0)
+        desk.at(0.0).commit(CommitFrame(ticket, make_prompt(300, seed=1).commit()))
     assert not desk.engine
 
 
@@ -90,7 +89,7 @@ def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_las
     for frame in prompt.frames(ticket):
         desk.store(frame, channel=channel)
     desk.ledger.channel_ended(channel)
-    assert isinstance(desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0), Ack)
+    assert isinstance(desk.at(0.0).commit(CommitFrame(ticket, prompt.commit())), Ack)
 
 
 # -- who gets room
@@ -197,7 +196,7 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
     assert desk.push(longer, ticket) == longer.checklist.total_bytes
-    assert isinstance(desk.ledger.commit(CommitFrame(ticket, longer.commit()), 1.0), Ack)
+    assert isinstance(desk.at(1.0).commit(CommitFrame(ticket, longer.commit())), Ack)
     assert desk.pool.kept_keys() == known
     with pytest.raises(RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
@@ -227,8 +226,8 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
     right = Attach(Ticket(grant.nonce, EPOCH, 1), MODEL, prompt.plan.fingerprint, 300)
     for change in ({"model": "b-model"}, {"plan": "0" * 16}, {"tokens": 299}):
         with pytest.raises(LayoutError):
-            desk.ledger.attach(replace(right, **change), 0.0)
-    attached = desk.ledger.attach(right, 0.0)
+            desk.at(0.0).attach(replace(right, **change))
+    attached = desk.at(0.0).attach(right)
     assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
 
 
@@ -240,7 +239,7 @@ def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):
     with pytest.raises(ReservationError, match="stream 1"):
         desk.store(frame)
     with pytest.raises(ReservationError, match="stream 1"):
-        desk.ledger.commit(CommitFrame(old, prompt.commit()), 0.0)
+        desk.at(0.0).commit(CommitFrame(old, prompt.commit()))
     with pytest.raises(ReservationError, match="attaches after"):
         desk.ask(prompt, grant, 1)
     desk.store(replace(frame, ticket=new))
@@ -319,9 +318,9 @@ def test_an_item_whose_frame_was_dropped_is_missing(desk, prompt):
     commit = CommitFrame(ticket, prompt.commit())
     with pytest.raises(CorruptFrameError):
         desk.store(corrupt(last))
-    assert desk.ledger.commit(commit, 0.0) == Nack(tuple(last.items()))
+    assert desk.at(0.0).commit(commit) == Nack(tuple(last.items()))
     desk.store(last)
-    assert isinstance(desk.ledger.commit(commit, 0.0), Ack)
+    assert isinstance(desk.at(0.0).commit(commit), Ack)
 
 
 # -- attempts, aborts, fences
@@ -336,10 +335,10 @@ def test_a_higher_attempt_ends_the_lower_and_a_lower_one_comes_too_late(desk, pr
         desk.store(prompt.frames(old)[0])
     with pytest.raises(ReservationError, match="comes after attempt 2"):
         desk.reserve(prompt, attempt=1)
-    desk.ledger.expire(20.0)
+    desk.at(20.0).expire()
     with pytest.raises(ReservationError, match="superseded"):
         desk.reserve(prompt, 20.0)
-    assert desk.ledger.renew([old, new], 20.0) == (old.nonce, new.nonce)
+    assert desk.at(20.0).renew([old, new]) == (old.nonce, new.nonce)
     desk.assert_nothing_held()
 
 
@@ -360,10 +359,10 @@ def test_an_abort_ends_an_attempt_at_any_moment_and_for_good(desk, prompt, momen
         desk.push(prompt, ticket)
     elif moment == "admitted":
         desk.give(prompt)
-    desk.ledger.abort("r", 0, "client gone", 1.0)
+    desk.at(1.0).abort("r", 0, "client gone")
     if moment == "attached":
         with pytest.raises(AbortedError, match="client gone"):
-            desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 1.0)
+            desk.at(1.0).commit(CommitFrame(ticket, prompt.commit()))
     assert desk.dropped == ([("r", 0, "client gone")] if moment == "admitted" else [])
     desk.free()
     desk.assert_nothing_held()
@@ -377,10 +376,10 @@ def test_a_fence_goes_one_up_and_ends_everything_of_the_old_epoch(desk, prompt):
     ticket = desk.begin(prompt)
     for epoch in (EPOCH - 1, EPOCH + 2, EPOCH + 10**6):
         with pytest.raises(ReservationError, match=f"in {EPOCH}"):
-            desk.ledger.fence(epoch, 0.0)
-    desk.ledger.fence(EPOCH, 0.0)
+            desk.at(0.0).fence(epoch)
+    desk.at(0.0).fence(EPOCH)
     assert desk.ledger.gauges() == {"reservations": 1, "streams": 1, "running": 1}
-    desk.ledger.fence(EPOCH + 1, 0.0)
+    desk.at(0.0).fence(EPOCH + 1)
     desk.free()
     assert [rid for rid, _, _ in desk.dropped] == ["running"]
     desk.assert_nothing_held()
@@ -390,7 +389,7 @@ def test_a_fence_goes_one_up_and_ends_everything_of_the_old_epoch(desk, prompt):
     ):
         with pytest.raises(ReservationError, match="epoch"):
             late()
-    assert desk.ledger.renew([ticket], 0.0) == (ticket.nonce,)
+    assert desk.at(0.0).renew([ticket]) == (ticket.nonce,)
     desk.reserve(prompt, rid="new", epoch=EPOCH + 1)
 
 
@@ -403,16 +402,16 @@ def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, pro
     }
     frames = {sign: prompt.frames(ticket) for sign, ticket in tickets.items()}
     for now in (7.0, 14.0, 21.0):
-        assert desk.ledger.renew([tickets["renew"]], now) == ()
+        assert desk.at(now).renew([tickets["renew"]]) == ()
         desk.store(frames["frame"][int(now) % 2], now)
         desk.reserve(prompt, now, rid="same job")
-    assert desk.ledger.renew(tickets.values(), 22.0) == (tickets["none"].nonce,)
+    assert desk.at(22.0).renew(tickets.values()) == (tickets["none"].nonce,)
     assert desk.ledger.counts["expired"] == 1
-    desk.ledger.expire(40.0)
+    desk.at(40.0).expire()
     desk.assert_nothing_held()
     attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
     with pytest.raises(ReservationError, match="expired: no sign of life"):
-        desk.ledger.attach(attach, 41.0)
+        desk.at(41.0).attach(attach)
 
 
 def test_what_comes_for_an_expired_reservation_is_refused_and_lands_nowhere(desk, prompt):
@@ -423,14 +422,14 @@ def test_what_comes_for_an_expired_reservation_is_refused_and_lands_nowhere(desk
             desk.store(frame, now=50.0)
     assert desk.pool.arena.read(0, desk.pool.arena.nbytes) == before
     with pytest.raises(ReservationError, match="expired"):
-        desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 50.0)
+        desk.at(50.0).commit(CommitFrame(ticket, prompt.commit()))
     assert desk.reserve(prompt, 60.0).nonce != ticket.nonce
 
 
 def test_what_ended_is_forgotten_after_a_while_and_refused_all_the_same(desk, prompt):
     ticket = desk.begin(prompt)
-    desk.ledger.abort("r", 0, "client gone", 0.0)
-    desk.ledger.expire(901.0)
+    desk.at(0.0).abort("r", 0, "client gone")
+    desk.at(901.0).expire()
     with pytest.raises(ReservationError, match="no reservation"):
         desk.store(prompt.frames(ticket)[0], now=901.0)
     desk.reserve(prompt, 902.0)
@@ -455,13 +454,13 @@ def test_what_ended_keeps_its_names_and_nothing_of_its_prompt(desk):
         ticket = desk.begin(prompt, rid=rid)
         desk.push(prompt, ticket)
         if end == "finish":
-            desk.ledger.commit(CommitFrame(ticket, prompt.commit()), 0.0)
+            desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
             running = desk.ledger._running["a"]
             assert size_of(running, {id(State)}) < 6000  # of its pages, 32 bytes each
             desk.free()
         elif end == "abort":
-            desk.ledger.abort(rid, 0, "client gone", 0.0)
-    desk.ledger.expire(20.0)  # c, which never committed
+            desk.at(0.0).abort(rid, 0, "client gone")
+    desk.at(20.0).expire()  # c, which never committed
     desk.assert_nothing_held()
     assert len(desk.ledger._ended) == 3
     for ended in desk.ledger._ended:
@@ -490,7 +489,7 @@ def test_a_frame_costs_the_same_whatever_ended_before(prompt, monkeypatch):
     monkeypatch.setattr("disagg.transfer.reservations.OrderedDict", Counting)
     desk = Desk(1 << 22)
     for number in range(200):
-        desk.ledger.abort(f"gone-{number}", 0, "client gone", 0.0)
+        desk.at(0.0).abort(f"gone-{number}", 0, "client gone")
     tickets = [desk.begin(prompt, rid=f"r{number}") for number in range(40)]
     tables = [x for x in vars(desk.ledger).values() if isinstance(x, Counting)]
     assert sorted(map(len, tables)) == [40, 200]

@@ -54,7 +54,9 @@ class Machine(RuleBasedStateMachine):
             may_reserve=lambda: not self.engine_waits,
         )
         self.engine_waits = False
-        self.ledger = Reservations(terms, self.pool, nonces.__next__, self.admit, self.drop)
+        self.ledger = Reservations(
+            terms, self.pool, self.admit, self.drop, nonces.__next__, lambda: self.now
+        )
         self.now = 0.0
         self.epoch = EPOCH
         self.attempts = dict.fromkeys(RIDS, 0)
@@ -82,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         job, live = prompt.job(rid, attempt), self.ledger._live.get(rid)
         same = live is not None and live.attempt == attempt and live.lease_until > self.now
         try:
-            grant = self.ledger.reserve(job, self.epoch, self.now)
+            grant = self.ledger.reserve(job, self.epoch)
         except (ReservationError, CapacityError):
             assert not same
             return
@@ -102,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         ticket, prompt = Ticket(nonce, grant.epoch, gen), self.prompts[key]
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
         try:
-            attached = self.ledger.attach(attach, self.now)
+            attached = self.ledger.attach(attach)
         except ReservationError:
             return
         if not attached.admitted:
@@ -133,17 +135,16 @@ class Machine(RuleBasedStateMachine):
         """Whether the frame was taken; what is shared is never written to."""
         reservation = self.ledger._by_nonce.get(frame.ticket.nonce)
 
-        def put(frame: PageFrame, pieces: Sequence[tuple[int, Buffer]]) -> float:
+        def write(pieces: Sequence[tuple[int, Buffer]]) -> None:
             named = frame.ticket.gen, frame.ticket.epoch
             assert named == (self.gens[frame.ticket.nonce], self.epoch)
             assert reservation.channel == channel
             assert not {start // 128 for start, _ in pieces} & reservation.contents.holding.shared
-            frame.verify()
-            self.pool.arena.write(pieces)
-            return 0.0
+            written(pieces)
 
+        written = self.pool.arena.write
         try:
-            self.ledger.store(frame, self.now, put, channel)
+            self.ledger.store(frame, channel)
         except (ReservationError, CorruptFrameError):
             return False
         return True
@@ -182,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         digests = tuple(have.get(item, seen) for item, seen in named)
         commit = replace(commit, digests=digests)
         try:
-            answer = self.ledger.commit(CommitFrame(ticket, commit), self.now)
+            answer = self.ledger.commit(CommitFrame(ticket, commit))
         except (ReservationError, CorruptFrameError):
             return
         if isinstance(answer, Nack):
@@ -196,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         ticket, _ = data.draw(st.sampled_from(self.tickets))
-        over = self.ledger.renew([ticket], self.now)
+        over = self.ledger.renew([ticket])
         reservation = self.ledger._by_nonce.get(ticket.nonce)
         alive = reservation is not None and (reservation.state.live or reservation.state.admitted)
         assert over == (() if alive and ticket.epoch == self.epoch else (ticket.nonce,))
@@ -214,34 +215,34 @@ class Machine(RuleBasedStateMachine):
     def disturb(self, rid: str, what: str) -> None:
         if what == "abort":
             attempt = self.attempts[rid]
-            self.ledger.abort(rid, attempt, "the router says so", self.now)
+            self.ledger.abort(rid, attempt, "the router says so")
             self.gone |= {(rid, lower) for lower in range(attempt + 1)}
         elif what == "fence":
             self.epoch += 1
-            self.ledger.fence(self.epoch, self.now)
+            self.ledger.fence(self.epoch)
             assert not self.ledger.gauges()["reservations"]
         elif what == "forget":
             self.now += 2 * MEMORY_S
             self.gone.clear()
-            self.ledger.expire(self.now)
+            self.ledger.expire()
             assert all(x.ended_at == self.now for x in self.ledger._ended)
             assert not self.ledger._tombstones
         else:
             self.now += LEASE_S if what == "lease" else 0.7
-            self.ledger.expire(self.now)
+            self.ledger.expire()
 
     @rule(max_bytes=st.sampled_from([1, 1 << 20]))
     def scrub(self, max_bytes: int) -> None:
         scrub = self.ledger.cache.begin_scrub(max_bytes)
         damaged = scrub.verify()  # nobody writes to what is kept
-        assert not self.ledger.end_scrub(scrub, damaged, self.now)
+        assert not self.ledger.end_scrub(scrub, damaged)
 
     @precondition(lambda self: self.engine)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.engine)))
         self.free(key)
-        self.ledger.finished(*key, self.now)
+        self.ledger.finished(*key)
 
     # -- what must hold
 
@@ -282,10 +283,11 @@ class Machine(RuleBasedStateMachine):
             self.pool.release(list(state.ids()))
 
     def teardown(self) -> None:
-        self.ledger.expire(self.now + 1000.0)
+        self.now += 1000.0
+        self.ledger.expire()
         for key in list(self.engine):
             self.free(key)
-            self.ledger.finished(*key, self.now)
+            self.ledger.finished(*key)
         self.pool.check_integrity()
         assert self.pool.referenced_pages == 0
         assert not any(self.ledger.gauges().values())

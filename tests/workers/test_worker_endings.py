@@ -246,7 +246,7 @@ async def test_the_next_router_finds_nothing_of_the_one_before(home, story):
     steps = decode.events({}, "other")
     assert (await on_loop(decode, anext(steps))).events == ()
     assert not decode.decode.attempts
-    assert decode.receiver.gauges()["running"] == 0
+    assert decode.reservations.gauges()["running"] == 0
     assert await outcome(decode, decode.reserve(job, decode.epoch, "me")) == "config"
     assert await outcome(decode, decode.reserve(job, decode.epoch, "other")) == ""
     assert await outcome(decode, decode.abort("r", 1, "")) == ""
