@@ -81,11 +81,11 @@ class Checklist:
             if rows := inventory.tail_len % RAW_TOKENS:
                 last = inventory.tail_len // RAW_TOKENS
                 self.tails[index] = Tail(last, tuple(_rows(group, rows)))
-        self._firsts: dict[tuple[int, Kind], int] = {}
         self.num_items = 0
+        self.runs: dict[tuple[int, Kind], range] = {}  # places by layer and kind, in their order
         for layer, index in enumerate(plan.group_of):
             for kind, count in self._counts[index].items():
-                self._firsts[layer, kind] = self.num_items
+                self.runs[layer, kind] = range(self.num_items, self.num_items + count)
                 self.num_items += count
 
     @cached_property
@@ -103,24 +103,16 @@ class Checklist:
         """How many records of a kind a layer group has."""
         return self._counts[group].get(kind, 0)
 
-    def runs(self) -> Iterator[tuple[Kind, int, int, range]]:
-        """Kind, group and layer of items that follow each other, and their places."""
-        for layer, group in enumerate(self.plan.group_of):
-            for kind, count in self._counts[group].items():
-                first = self._firsts[layer, kind]
-                yield kind, group, layer, range(first, first + count)
-
     def place(self, item: Item) -> int:
         """Which of all items it is, in their order."""
-        return self._firsts[item.layer, item.kind] + item.record
+        return self.runs[item.layer, item.kind][item.record]
 
     def places(self, unit: "Unit") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
         parts = unit.parts()
         for layer in self.plan.groups[unit.group].layers:
             for kind, records in parts:
-                first = self._firsts[layer, kind]
-                yield range(first + records.start, first + records.stop)
+                yield self.runs[layer, kind][records.start : records.stop]
 
     def nbytes(self, item: Item) -> int:
         """Bytes of an item: one block per KV head, or the rows of a tail."""
@@ -323,9 +315,10 @@ class Arrivals:
     def have(self) -> list[Known]:
         """Items that are here, with their digests."""
         found = list[Known]()
-        for kind, group, layer, run in self._checklist.runs():
+        for (layer, kind), run in self._checklist.runs.items():
             if here := [place for place in run if place in self._here]:
                 records, digests = [x - run.start for x in here], [self._here[x] for x in here]
+                group = self._checklist.plan.group_of[layer]
                 found.append(Known(kind, group, layer, records, digests))
         return found
 
