@@ -267,7 +267,7 @@ class Sender:
         """The bytes of these items are final; they leave in this order, each offered once."""
         self._last_offer = time.monotonic()
         self.outbox.offer(items, self._last_offer)
-        self._channel.wake()
+        self._channel.wake.set()
 
     def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
@@ -342,7 +342,7 @@ class Sender:
                 self._advanced_at = time.monotonic()
                 self.outbox.missing(answer.missing)
                 self._note_drained()
-                self._channel.wake()
+                self._channel.wake.set()
 
     async def _commit(self) -> Ack | Nack:
         assert self._ending is not None
