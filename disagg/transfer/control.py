@@ -12,16 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.transfer.messages import (
-    Grant,
-    Job,
-    Step,
-    Submit,
-    WorkerStatus,
-    fill,
-    parse,
-    read,
-)
+from disagg.transfer.messages import Grant, Job, Step, Submit, WorkerStatus, fill, parse, read
 from disagg.transfer.rpc import Link, failures_of, rpc_handlers
 
 WORKER_SERVICE = "disagg.v1.WorkerService"

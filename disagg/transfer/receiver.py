@@ -20,14 +20,7 @@ import grpc
 from disagg.errors import CorruptFrameError, DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
-from disagg.transfer.messages import (
-    KV_SERVICE,
-    Attach,
-    Credit,
-    answer_to,
-    parse,
-    read,
-)
+from disagg.transfer.messages import KV_SERVICE, Attach, Credit, answer_to, parse, read
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
