@@ -25,6 +25,7 @@ from disagg.errors import (
     DeadlineError,
     DisaggError,
     PeerLostError,
+    RequestError,
     ReservationError,
     VersionError,
 )
@@ -37,10 +38,9 @@ from disagg.transfer.messages import (
     Attach,
     Attached,
     Credit,
-    Nack,
-    answer_from,
     fill,
     parse,
+    read,
 )
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
@@ -153,7 +153,7 @@ class Channel:
         reply, nbytes = await self._call("Attach", data, self.options.call_s)
         return Attached.from_message(parse(kv.AttachResponse, reply)), nbytes
 
-    async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack | Nack, int]:
+    async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack, int]:
         """The answer to a commit, when there is one; the bytes of both messages."""
         if stream := self._serving:
             self._owe()
@@ -162,7 +162,9 @@ class Channel:
         finally:
             if stream and self._serving is stream:  # a later one owes nothing of this
                 self._answered()
-        return answer_from(parse(kv.CommitResponse, reply)), nbytes
+        if (ack := read(parse(kv.CommitResponse, reply))["ack"]) is None:
+            raise RequestError("a commit was answered, but not with an ack")
+        return ack, nbytes
 
     async def _call(self, name: str, data: bytes, timeout_s: float) -> tuple[bytes, int]:
         reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any, ClassVar, Self, TypeVar
 
 from google.protobuf.descriptor import Descriptor
@@ -238,26 +236,6 @@ class Ack(Told, form=kv.Ack):
     admit_ms: float = 0.0
 
 
-@dataclass(frozen=True)
-class Nack(Told, form=kv.Nack):
-    """The commit names items that are not here."""
-
-    missing: tuple[Item, ...]
-
-
-def answer_to(answer: Ack | Nack) -> kv.CommitResponse:
-    """The answer to a commit, as protobuf."""
-    return fill(kv.CommitResponse, **{"ack" if isinstance(answer, Ack) else "nack": answer})
-
-
-def answer_from(message: kv.CommitResponse) -> Ack | Nack:
-    """From protobuf; RequestError if it is neither."""
-    for answer in read(message).values():
-        if answer is not None:
-            return answer
-    raise RequestError("a commit was answered with neither ack nor nack")
-
-
 # -- to protobuf and back, field by field
 
 Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what protobuf has, and back
@@ -336,19 +314,6 @@ def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
     return lambda value: json.dumps(value) if value or value == {} else "", back
 
 
-def _items_to(items: Iterable[Item]) -> list[kv.ItemSet]:
-    """Items as sets of one kind, group and layer."""
-    return [
-        _known_to(Known(kind, group, layer, [x.record for x in run], ()))
-        for (kind, group, layer), run in groupby(sorted(items), itemgetter(0, 1, 2))
-    ]
-
-
-def _items_from(sets: Iterable[kv.ItemSet]) -> tuple[Item, ...]:
-    some = (items_of(_KIND[1](x.kind), x.group, x.layer, x.records) for x in sets)
-    return tuple(chain.from_iterable(some))
-
-
 def _known_to(x: Known) -> kv.ItemSet:
     where = {"kind": _KIND[0](x.kind), "group": x.group, "layer": x.layer}
     return kv.ItemSet(**where, records=x.records, digests=pack_digests(x.digests))
@@ -369,7 +334,6 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "load": _part(Load),
     "events": _several(_part(TokenEvent)),
     "ack": _part(Ack),
-    "nack": _part(Nack),
     "ticket": _TICKET,
     "tickets": _several(_TICKET),
     "work": _words("WORK", pb.Work, Work),
@@ -379,5 +343,4 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "stats": _json("stats", dict, lambda: None),
     "logprobs": _json("logprobs", list, tuple),
     "have": _several((_known_to, _known_from)),
-    "missing": (_items_to, _items_from),
 }

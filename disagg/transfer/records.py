@@ -322,11 +322,9 @@ class Arrivals:
                 found.append(Known(kind, group, layer, records, digests))
         return found
 
-    def missing(self, commit: Commit) -> tuple[Item, ...]:
-        """The items of a commit that are not here.
-
-        Raises LayoutError if it is a commit of another prompt, CorruptFrameError if an item is
-        here with another digest than the commit says.
+    def check(self, commit: Commit) -> None:
+        """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
+        another digest than the commit says, TransferError if one is not here.
         """
         ours = self._checklist.tokens, self._checklist.plan.fingerprint, self._checklist.num_items
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
@@ -335,9 +333,10 @@ class Arrivals:
             if seen != (expected := commit.digests[place]):
                 item = self._checklist.items[place]
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
-        if len(self._here) == len(commit.digests):
-            return ()
-        return tuple(x for place, x in enumerate(self._checklist.items) if place not in self._here)
+        if absent := len(commit.digests) - len(self._here):
+            first = next(place for place in range(len(commit.digests)) if place not in self._here)
+            item = self._checklist.items[first]
+            raise TransferError(f"{absent} items of the commit never came, the first is {item}")
 
 
 def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:

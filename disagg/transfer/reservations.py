@@ -32,7 +32,7 @@ from disagg.errors import (
 from disagg.plan import Plan
 from disagg.pool import Pool
 from disagg.state import GroupState
-from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job, Nack
+from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.transfer.records import Arrivals
 from disagg.wire import Commit, CommitFrame, PageFrame, Ticket
@@ -288,8 +288,9 @@ class Reservations:
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
 
-    def commit(self, frame: CommitFrame) -> Ack | Nack:
-        """Admit a hand-off whose items are all here with the digests of the commit.
+    def commit(self, frame: CommitFrame) -> Ack:
+        """Admit a hand-off whose items are all here with the digests of the commit; TransferError
+        where one is missing: an honest sender commits when all its frames were answered.
 
         The same commit again gets the same answer and admits nothing.
         """
@@ -301,8 +302,7 @@ class Reservations:
             return reservation.ack
         contents = reservation.attached(frame.ticket, State.ATTACHED, State.BROKEN)
         self._renew(reservation)
-        if missing := contents.arrivals.missing(frame.commit):
-            return Nack(missing)
+        contents.arrivals.check(frame.commit)
         reservation.committed = _hash(frame.commit)
         self._admit(reservation, contents, frame.commit)
         reservation.ack = Ack(reservation.verify_ms, 1000 * (self._clock() - began))

@@ -30,7 +30,7 @@ from disagg.errors import (
 from disagg.metrics import HandoffStats
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack
+from disagg.transfer.messages import Ack, Attach, Attached, Credit
 from disagg.transfer.records import Checklist, items_in_frame, message_bytes
 from disagg.wire import (
     FRAME_BYTES,
@@ -81,7 +81,7 @@ class Outbox:
     """The items of one hand-off on their way out. No sockets, no clock.
 
         offer ──► queue ──► frame ──► in flight ──► confirmed
-                    ▲                     │ stream broke, or the receiver misses it
+                    ▲                     │ stream broke
                     └─────────────────────┘
 
     Frames are filled with items of one kind, group and size, oldest first. A frame that is not full
@@ -152,16 +152,6 @@ class Outbox:
         if not self._flight:
             raise CorruptFrameError("an answer to a frame that was never sent")
         self._flight.popleft()
-
-    def missing(self, items: Sequence[Item]) -> None:
-        """The receiver does not have these: they go out again."""
-        if not items:
-            raise CorruptFrameError("the receiver misses items but names none")
-        for item in items:
-            if item not in self._given:
-                raise CorruptFrameError(f"the receiver misses {item}, which this prompt has not")
-            self.there.pop(item, None)
-        self._enqueue(items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
@@ -257,7 +247,7 @@ class Sender:
         self._ending: tuple[int, Mapping[str, PlainValue]] | None = None
         self._drained = asyncio.Event()  # everything is there: the commit may go
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
-        self._advanced_at = 0.0  # when the receiver last stored a frame or answered the commit
+        self._advanced_at = 0.0  # when the receiver last stored a frame
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0
 
@@ -328,23 +318,16 @@ class Sender:
     async def _push(self, attached: Attached) -> Ack:
         """Send what is not there, and commit, on one attachment."""
         if attached.admitted:  # the acknowledgement was lost
-            answer = await self._commit() if self._drained.is_set() else None
-            if not isinstance(answer, Ack):
+            if not self._drained.is_set():
                 raise ReservationError(f"{self} was admitted before all of it was sent")
-            return answer
+            return await self._commit()
         self.outbox.attached(attached.digests(), attached.credit)
         self._note_drained()
         with self._channel.carries(self, attached):
-            while True:
-                await self._unless_over(self._drained.wait())
-                if isinstance(answer := await self._unless_over(self._commit()), Ack):
-                    return answer
-                self._advanced_at = time.monotonic()
-                self.outbox.missing(answer.missing)
-                self._note_drained()
-                self._channel.wake.set()
+            await self._unless_over(self._drained.wait())
+            return await self._unless_over(self._commit())
 
-    async def _commit(self) -> Ack | Nack:
+    async def _commit(self) -> Ack:
         assert self._ending is not None
         first_token, extras = self._ending
         checklist, digests = self.outbox.checklist, self.outbox.manifest()

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from disagg.errors import TransferError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
@@ -16,8 +17,6 @@ from disagg.transfer.messages import (
     Attach,
     Attached,
     Credit,
-    Nack,
-    answer_to,
     parse,
     read,
 )
@@ -57,7 +56,7 @@ class Peer:
     pause: Callable[[PageFrame], Awaitable[object]] | None = None
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
-    on_commit: Callable[[CommitFrame], Ack | Nack | None] = lambda frame: None
+    on_commit: Callable[[CommitFrame], Ack | None] = lambda frame: None
 
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
@@ -100,14 +99,16 @@ class Peer:
         assert isinstance(frame, CommitFrame)
         self.commits.append(frame)
         answer = self.on_commit(frame)
-        return answer_to(answer or self.judge(frame)).SerializeToString()
+        ack = answer or self.judge(frame)
+        return kv.CommitResponse(ack=ack.to_message()).SerializeToString()
 
-    def judge(self, frame: CommitFrame) -> Ack | Nack:
+    def judge(self, frame: CommitFrame) -> Ack:
         commit, have = frame.commit, self.have[frame.ticket.nonce]
         items = Checklist(self.plan, commit.tokens).items
         promised = dict(zip(items, commit.digests, strict=True))
-        missing = tuple(item for item in items if have.get(item) != promised[item])
-        return Nack(missing) if missing else Ack(verify_ms=1.0, admit_ms=2.0)
+        if missing := [item for item in items if have.get(item) != promised[item]]:
+            raise TransferError(f"{missing[0]} never came")
+        return Ack(verify_ms=1.0, admit_ms=2.0)
 
     def sender(
         self, prompt: Prompt, channel: Channel, nonce: int = 7, deadline_s: float = 20.0

@@ -13,13 +13,14 @@ from disagg.errors import (
     LayoutError,
     RequestError,
     ReservationError,
+    TransferError,
     VersionError,
 )
 from disagg.pool import Pool
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
 from disagg.transfer.link import measure
-from disagg.transfer.messages import Ack, Attach, Attached, Credit, Nack, answer_from, fill
+from disagg.transfer.messages import Ack, Attach, Attached, Credit, fill
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.transfer.rpc import connect
@@ -124,9 +125,9 @@ class Booth(House):
         replies = self.receiver.push(stream())
         return [Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies]
 
-    async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack | Nack:
+    async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack:
         data = await self.receiver.commit(message(CommitFrame(ticket, prompt.commit())))
-        return answer_from(kv.CommitResponse.FromString(data))
+        return Ack.from_message(kv.CommitResponse.FromString(data).ack)
 
 
 def bytes_of(frame: Frame) -> bytes:
@@ -279,14 +280,15 @@ async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
 # -- the commit
 
 
-async def test_a_commit_is_answered_at_once_with_what_is_missing_or_that_the_engine_has_it(prompt):
+async def test_a_commit_is_refused_with_what_is_missing_or_answered_that_the_engine_has_it(prompt):
     booth = Booth()
     booth.admit_s = 7.0
     ticket = await booth.begin(prompt)
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         booth.receiver.take(bytes_of(frame), "channel")
-    assert await booth.commit(ticket, prompt) == Nack(tuple(last.items()))
+    with pytest.raises(TransferError, match=str(last.items()[0])):
+        await booth.commit(ticket, prompt)
     booth.receiver.take(bytes_of(last), "channel")
     first = await booth.commit(ticket, prompt)
     assert isinstance(first, Ack)

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from disagg.errors import CapacityError, CorruptFrameError, ReservationError
-from disagg.transfer.messages import Ack, Attach, Grant, Nack
+from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
+from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
 from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket
@@ -186,8 +186,9 @@ class Machine(RuleBasedStateMachine):
             answer = self.ledger.commit(CommitFrame(ticket, commit))
         except (ReservationError, CorruptFrameError):
             return
-        if isinstance(answer, Nack):
-            assert answer.missing
+        except TransferError:
+            have = self.ledger._by_nonce[ticket.nonce].contents.arrivals.have()
+            assert sum(len(known.records) for known in have) < len(commit.digests)
             return
         assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
         known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))

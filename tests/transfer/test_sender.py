@@ -20,12 +20,13 @@ from disagg.errors import (
     LayoutError,
     PeerLostError,
     ReservationError,
+    TransferError,
 )
 from disagg.page import Kind, make_layout
 from disagg.transfer import rpc
 from disagg.transfer.channel import Channel, Peers
 from disagg.transfer.link import Pace
-from disagg.transfer.messages import Attach, Attached, Credit, Nack
+from disagg.transfer.messages import Attach, Attached, Credit
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
@@ -70,22 +71,13 @@ async def test_a_layer_is_there_before_the_next_is_offered(prompt):
         await running
 
 
-async def test_what_a_commit_misses_is_sent_again(prompt):
+async def test_a_receiver_that_lost_what_it_took_ends_the_hand_off(prompt):
     lost = prompt.checklist.items[3]
     async with open_peer() as (peer, channel):
-
-        def lose(frame):
-            if len(peer.commits) == 1:
-                del peer.have[7][lost]
-                return Nack((lost,))
-            return None
-
-        peer.on_commit = lose
-        stats = await hand_over(peer.sender(prompt, channel), prompt)
-        assert peer.have[7] == prompt.digests()
-        assert (len(peer.commits), stats.attaches) == (2, 1)
-        again = prompt.checklist.nbytes(lost)
-        assert stats.payload_bytes == prompt.checklist.total_bytes + again
+        peer.on_commit = lambda frame: peer.have[7].pop(lost) and None
+        with pytest.raises(TransferError, match=str(lost)):
+            await hand_over(peer.sender(prompt, channel), prompt)
+        assert (len(peer.commits), len(peer.attaches)) == (1, 1)
 
 
 async def test_a_lost_acknowledgement_is_asked_for_again(prompt):

@@ -112,12 +112,6 @@ class Ack(_message.Message):
     admit_ms: float
     def __init__(self, verify_ms: _Optional[float] = ..., admit_ms: _Optional[float] = ...) -> None: ...
 
-class Nack(_message.Message):
-    __slots__ = ("missing",)
-    MISSING_FIELD_NUMBER: _ClassVar[int]
-    missing: _containers.RepeatedCompositeFieldContainer[ItemSet]
-    def __init__(self, missing: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ...) -> None: ...
-
 class CommitRequest(_message.Message):
     __slots__ = ("frame",)
     FRAME_FIELD_NUMBER: _ClassVar[int]
@@ -125,12 +119,10 @@ class CommitRequest(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("ack", "nack")
+    __slots__ = ("ack",)
     ACK_FIELD_NUMBER: _ClassVar[int]
-    NACK_FIELD_NUMBER: _ClassVar[int]
     ack: Ack
-    nack: Nack
-    def __init__(self, ack: _Optional[_Union[Ack, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ...) -> None: ...
+    def __init__(self, ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("payload",)
