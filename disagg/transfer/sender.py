@@ -138,10 +138,7 @@ class Outbox:
 
     def attached(self, have: Mapping[Item, int], credit: int) -> None:
         """Start over with a receiver that has these items, sent before or found by their keys."""
-        self.there = {**have}
-        for item in self._sent.keys() & have.keys():
-            if self._sent[item] != have[item]:
-                del self.there[item]
+        self.there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
@@ -241,6 +238,7 @@ class Sender:
         self.deadline = time.monotonic() + deadline_s
         self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
         self.wire_bytes = self.payload_bytes = 0
+        self.figures = HandoffStats("", attach.tokens, 0, 0)  # of the codec; those of the wire join
         self._channel = channel
         self._terms = attach
         self._deadline_s = deadline_s
@@ -269,7 +267,6 @@ class Sender:
     async def run(self) -> HandoffStats:
         """Push until the receiver acknowledges. Cancel the task to give the hand-off up.
 
-        The figures are those of the wire; what the codec did is for the caller to fill in.
         Raises DeadlineError, PeerLostError after `silence_s` without progress, ReservationError
         once the reservation is over, and whatever else the receiver refused.
         """
@@ -358,11 +355,8 @@ class Sender:
 
     def _stats(self, ack: Ack) -> HandoffStats:
         now = time.monotonic()
-        return HandoffStats(
-            codec="",
-            tokens=self._terms.tokens,
-            fp16_bytes=0,
-            fp8_bytes=0,
+        return replace(
+            self.figures,
             wire_bytes=self.wire_bytes,
             payload_bytes=self.payload_bytes,
             cached_bytes=self.outbox.cached_bytes,

@@ -53,7 +53,6 @@ class Offering:
         self._overlap = overlap
         self._loop = asyncio.get_running_loop()
         self._source: ArenaSource | None = None
-        self._kept: list[Item] = []
         self._offered = set[Item]()
         self._left_out = set[Item]()
 
@@ -79,10 +78,10 @@ class Offering:
 
     async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
         """All is computed: what was kept back goes, and what was left out as it is there; then the
-        commit; the figures of the wire."""
+        commit; the figures."""
         left_out = [x for x in self.checklist.items if x not in self._offered]
         self._left_out.update(left_out)
-        if items := [*self._kept, *left_out]:
+        if items := left_out if self._overlap else self.checklist.items:
             self._pass(items)
         self.sender.finish(first_token, extras)
         return await self._sending
@@ -116,8 +115,8 @@ class Offering:
         assert self._source is not None
         self._offered.update(items)
         if not self._overlap:
-            self._kept.extend(items)
-        elif self.arena.on_host:
+            return
+        if self.arena.on_host:
             self._loop.call_soon_threadsafe(self._pass, items)
         else:
             self._copies.submit(self._land, items, self._source.stage(items))

@@ -20,16 +20,6 @@ from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.workers.offering import Exit, Offering
 
-OF_THE_CODEC = (
-    "codec",
-    "fp16_bytes",
-    "fp8_bytes",
-    "resident_bytes",
-    "encode_ms",
-    "cached_tokens",
-    "attention_error",
-)
-
 Say = Callable[[Iterable[TokenEvent]], None]
 
 
@@ -123,7 +113,6 @@ class PrefillSide:
             self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
             return
         self.say([] if job.emitted else [first])
-        sent = await offering.commit(done.first_token, {"logprobs": said} if said else {})
-        kept = {name: getattr(stats, name) for name in OF_THE_CODEC}
-        figures = asdict(replace(sent, **kept))
-        self.say([TokenEvent(job.rid, job.attempt, 0, stats=figures)])
+        offering.sender.figures = stats
+        stats = await offering.commit(done.first_token, {"logprobs": said} if said else {})
+        self.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])
