@@ -113,7 +113,6 @@ class Channel:
         self.address = address
         self.options = options or ChannelOptions()
         self.link = connect(address, security)  # it connects when first used
-        self.report: LinkReport | None = None
         self._security = security
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
@@ -305,7 +304,7 @@ class Peers:
         self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
         self._security = security
         self._channels = WeakValueDictionary[str, Channel]()
-        self._met: dict[str, Channel] = {}
+        self._met: dict[Channel, LinkReport] = {}
 
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
@@ -318,18 +317,17 @@ class Peers:
         channels = [self.get(address) for address in addresses]
         for channel in channels:
             try:
-                channel.report = await measure(channel.link)
-                self._met[channel.address] = channel
-                size = channel.report.frame_bytes(self.options.frame_bytes)
+                report = self._met[channel] = await measure(channel.link)
+                size = report.frame_bytes(self.options.frame_bytes)
                 channel.options = replace(self.options, frame_bytes=size)
-                log.info("%s", channel.report)
+                log.info("%s", report)
             except DisaggError as error:
                 log.warning("the link to %s cannot be measured: %s", channel.address, error)
-        return [str(channel.report) for channel in channels if channel.report]
+        return [str(self._met[x]) for x in channels if x in self._met]
 
     def as_info(self) -> list[dict[str, Any]]:
         """What was measured, as plain values."""
-        return [asdict(x.report) for x in self._met.values() if x.report]
+        return list(map(asdict, self._met.values()))
 
     async def close(self) -> None:
         """End everything."""

@@ -71,26 +71,17 @@ class Holding:
     """The records of one prompt.
 
     keys:    of its units, by layer group
-    cached:  how many leading units of each layer group were found
-    digests: of their items, by place
+    digests: of the items of those that were found, by place
     shared:  page ids that others may own too
+    cached_tokens: leading ones that all layer groups have the units of, or need none of
     """
 
     checklist: Checklist
     keys: Keys
     groups: tuple[GroupState, ...]
-    cached: tuple[int, ...]
     digests: dict[int, int]
     shared: frozenset[int]
-
-    @property
-    def cached_tokens(self) -> int:
-        """Leading tokens that all layer groups have the units of, or need none of."""
-        plan, tokens = self.checklist.plan, self.checklist.tokens
-        found = zip(plan.groups, units_of(plan, tokens), self.cached, strict=True)
-        return min(
-            some[count - 1].end if count else group.dropped(tokens) for group, some, count in found
-        )
+    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -209,13 +200,16 @@ class PrefixCache:
         except BaseException:
             self._pool.release(owned)
             raise
-        digests, here = dict[int, int](), units_of(checklist.plan, checklist.tokens)
-        for units, notes in zip(here, found, strict=True):
+        plan, tokens = checklist.plan, checklist.tokens
+        digests, cached = dict[int, int](), tokens
+        for group, units, notes in zip(plan.groups, units_of(plan, tokens), found, strict=True):
+            end = group.dropped(tokens)
             for unit, note in zip(units, notes, strict=False):  # by this prompt's record numbers
-                places = chain.from_iterable(checklist.places(unit))
+                places, end = chain.from_iterable(checklist.places(unit)), unit.end
                 digests.update(zip(places, note.seen(), strict=True))
+            cached = min(cached, end)
         pages = frozenset(chain.from_iterable(note.pages for note in shared))
-        return Holding(checklist, keys, groups, tuple(map(len, found)), digests, pages)
+        return Holding(checklist, keys, groups, digests, pages, cached)
 
     def _leave(self, spare_bytes: int, checklist: Checklist, givers: Sequence["Giver"]) -> None:
         """CapacityError unless the records leave so much free; nothing was evicted by then."""

@@ -6,7 +6,7 @@ So this is a guess; where it is wrong, a prompt costs what one costs that nobody
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 UNIT_TOKENS = 64
@@ -17,14 +17,11 @@ KEY_BYTES = 12
 def keys_of(prompt: Sequence[int], codec: str = "") -> tuple[bytes, ...]:
     """A key for each 64 tokens of a prompt and all before; of its pages by a codec, or exact."""
     view = memoryview(array("q", prompt))
-    chain = blake2b(repr(codec).encode(), digest_size=KEY_BYTES)
-
-    def keys() -> Iterator[bytes]:
-        for end in range(UNIT_TOKENS, len(prompt) + 1, UNIT_TOKENS):
-            chain.update(view[end - UNIT_TOKENS : end])
-            yield chain.digest()
-
-    return tuple(keys())
+    chain, keys = blake2b(repr(codec).encode(), digest_size=KEY_BYTES), list[bytes]()
+    for end in range(UNIT_TOKENS, len(prompt) + 1, UNIT_TOKENS):
+        chain.update(view[end - UNIT_TOKENS : end])
+        keys.append(chain.digest())
+    return tuple(keys)
 
 
 class KnownPrefixes:

@@ -72,11 +72,10 @@ class Peer:
 class Client:
     """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
 
-    logprobs: of the token that was heard of last · asked, waited_s: when, and how long in the queue
+    logprobs: of the token that was heard of last · waited_s: how long in the queue
     choice:   why it has its codec, where that was left to the service
     """
 
-    asked: float
     waited_s: float = 0.0
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +122,7 @@ class Router:
         if self.waiting >= (most := self.config.max_queue):
             raise QueueFullError(f"{self.waiting} requests wait, {most} may; try again later")
         rid = f"{self.id}-{uuid.uuid4().hex}"
-        client = self._clients[rid] = Client(self._clock())
+        client = self._clients[rid] = Client()
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
@@ -296,8 +295,9 @@ class Router:
                 case Start(worker, job):
                     peer, submit = self.peers[worker], self._submit(action)
                     if not job.emitted and (client := self._clients.get(job.rid)):
-                        client.waited_s = self._clock() - client.asked
-                        client.choice = self.dispatch.entries[job.rid].choice
+                        entry = self.dispatch.entries[job.rid]
+                        client.waited_s = self._clock() - entry.arrived
+                        client.choice = entry.choice
                     self._call(worker, job, peer.client.submit(submit))
                 case Forget():
                     self._spawn(self._forget(action))

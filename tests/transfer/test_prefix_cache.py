@@ -175,7 +175,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     pool.release(pages)
     assert pool.cached_pages == 3
     holding = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
-    assert (holding.cached, holding.digests) == ((0,), {})
+    assert (holding.cached_tokens, holding.digests) == (0, {})
     cache.release(holding.groups)
     pool.check_integrity()
     assert pool.referenced_pages == 0
@@ -298,7 +298,9 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     longer, much_longer, shorter = (hold(prompt[:n]) for n in (1100, 1500, 500))
     sealed = plan.groups[0].sealed(1000)
     assert longer.cached_tokens == sealed  # the window begins among what the first prompt kept
-    assert longer.cached[1] == (sealed - plan.groups[1].dropped(1100)) // 64
+    found = [x for x in map(longer.checklist.items.__getitem__, longer.digests) if x.group == 1]
+    pages = (sealed - plan.groups[1].dropped(1100)) // 64
+    assert len(found) == pages * len(plan.groups[1].layers)
     assert much_longer.cached_tokens == plan.groups[0].sealed(1100)
     assert shorter.cached_tokens == plan.groups[1].dropped(500)  # its last window was dropped
     for holding in (longer, much_longer, shorter):
