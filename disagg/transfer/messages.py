@@ -113,7 +113,6 @@ class Grant(Told, form=pb.ReserveResponse):
 
     nonce: int
     epoch: int
-    lease_s: float
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,13 @@ class Submit(Told, form=pb.SubmitRequest):
 
 @dataclass(frozen=True)
 class Load(Told, form=pb.Load):
-    """What a worker could take now: bytes and sequences; and those that run or wait for room.
+    """What a worker could take now: bytes and sequences; and those that wait for room.
 
     role: what it admits; None: as when it started
     """
 
     free_bytes: int = 0
     slots: int = 0
-    running: int = 0
     waiting: int = 0
     role: Role | None = None
 
@@ -172,11 +170,9 @@ class Step(Told, form=pb.EventsResponse):
 
 @dataclass(frozen=True)
 class WorkerStatus(Told, form=pb.StatusResponse):
-    """What a worker is and how busy: fingerprints, gauges by name, anything else as `info`."""
+    """What a worker is and how busy: gauges by name, anything else as `info`."""
 
     epoch: int
-    model: str
-    plan: str
     gauges: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 

@@ -206,13 +206,13 @@ class Reservations:
             if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
             self._renew(old)
-            return self._grant(old)
+            return Grant(old.nonce, self.epoch)
         self._refuse_late(job)
         self.cache.check(plan, job.tokens)
         for lower in self._of(job.rid):
             self._bury(job.rid, lower.attempt)
             self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over")
-        return self._grant(self._hold(job, plan))
+        return Grant(self._hold(job, plan).nonce, self.epoch)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
         """No attempt up to this one goes on, whether it is known yet or not."""
@@ -379,9 +379,6 @@ class Reservations:
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation)
         return reservation
-
-    def _grant(self, reservation: Reservation) -> Grant:
-        return Grant(reservation.nonce, self.epoch, self.terms.lease_s)
 
     def _renew(self, reservation: Reservation) -> None:
         reservation.lease_until = self._clock() + self.terms.lease_s

@@ -217,7 +217,6 @@ class Worker:
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.reservations.gauges().items()},
         }
-        plan, model = self.engine.plan(self._codec), self._runner.fingerprint
         counts = {**self.reservations.counts, **self.decode.counts}
         counts |= {"preempted": self._preempted, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
@@ -225,7 +224,7 @@ class Worker:
         info["failures"] = {x: n for x, n in failures.items() if x != AbortedError.reason}
         info |= {"node": socket.gethostname(), "backend": self.backend}
         info["tokens_fit"] = self._fit(int(gauges["arena_bytes"] - gauges["used_bytes"]))
-        return WorkerStatus(self.epoch, model, plan.fingerprint, gauges, info)
+        return WorkerStatus(self.epoch, gauges, info)
 
     def _accept(self, job: Job, epoch: int, router: str) -> Job:
         """A job for the worker as it is now, with the codec that it means."""
@@ -242,7 +241,7 @@ class Worker:
         slots = min(engine.slots, self.config.engine.max_sequences - here)
         waiting = 0 if self.engine.may_reserve() else max(1, engine.waiting)
         free_bytes = max(0, pool.arena.nbytes - pool.used_bytes - spare)
-        return Load(free_bytes, max(0, slots), engine.running, waiting, self.role)
+        return Load(free_bytes, max(0, slots), waiting, self.role)
 
     # -- threads
 

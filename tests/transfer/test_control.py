@@ -33,13 +33,13 @@ JOB = Job(
     moved=9,
 )
 SUBMIT = Submit(JOB, Work.PREFILL, 9, "127.0.0.1:1", 7, 2**64 - 1, "me")
-GRANT = Grant(2**64 - 1, 7, 10.0)
+GRANT = Grant(2**64 - 1, 7)
 STEPS = [
-    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 2, 1, Role.NONE)),
+    Step((TokenEvent("r", 2, 0, 17), TokenEvent("s", 0, 5, 0)), Load(1 << 40, 3, 1, Role.NONE)),
     Step((TokenEvent("r", 2, 1, 18, "length", stats={"wire_bytes": 3}),)),
     Step((TokenEvent("s", 0, 6, error=CapacityError("no room")),)),
 ]
-STATUS = WorkerStatus(9, "m", "p", {"running": 2.0}, {"role": "decode"})
+STATUS = WorkerStatus(9, {"running": 2.0}, {"role": "decode"})
 
 
 class Worker:

@@ -95,7 +95,7 @@ class FakeWorker:
 
     def load(self) -> Load:
         used = len(self.jobs) + len(self.reserved)
-        return Load(1 << 30, max(0, self.slots - used), len(self.jobs))
+        return Load(1 << 30, max(0, self.slots - used))
 
     def die(self) -> None:
         self.broken = True
@@ -111,7 +111,7 @@ class FakeWorker:
             raise CapacityError("full")
         nonce = next(self._nonces)
         self.reserved[nonce] = job
-        return Grant(nonce, epoch, lease_s=10.0)
+        return Grant(nonce, epoch)
 
     async def submit(self, submit: Submit) -> None:
         self._reach()
@@ -181,7 +181,7 @@ class FakeWorker:
 
     async def status(self) -> WorkerStatus:
         self._reach()
-        return WorkerStatus(self.started.epoch, "model", "plan", {"jobs": len(self.jobs)})
+        return WorkerStatus(self.started.epoch, {"jobs": len(self.jobs)})
 
     def _reach(self) -> None:
         if self.broken:

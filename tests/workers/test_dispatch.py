@@ -20,7 +20,7 @@ from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.dispatch import MOVE_TOKENS, Phase, Started
 from tests.workers.fakes import Rules
 
-GRANT = Grant(7, 1, 10.0)
+GRANT = Grant(7, 1)
 ROOM = Load(1 << 30, 10)
 
 

@@ -39,7 +39,7 @@ class FakeWorker:
     @property
     def load(self) -> Load:
         free = max(0, self.slots - len(self.held) - len(self.jobs))
-        return Load(free_bytes=100 * free, slots=free, running=len(self.jobs), role=self.role)
+        return Load(free_bytes=100 * free, slots=free, role=self.role)
 
 
 def answer(rid: str, index: int) -> int:
@@ -140,7 +140,7 @@ class Interleavings(RuleBasedStateMachine):
         if worker is not None and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
-            grant = asked.worker, job.rid, job.attempt, Grant(1, 1, 9.0)
+            grant = asked.worker, job.rid, job.attempt, Grant(1, 1)
             self.act(self.dispatch.granted(*grant))
         else:
             said = self.dispatch.refused(asked.worker, job.rid, job.attempt, error, self.now)

@@ -62,14 +62,12 @@ class ReserveRequest(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., epoch: _Optional[int] = ..., router: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("nonce", "epoch", "lease_s")
+    __slots__ = ("nonce", "epoch")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     epoch: int
-    lease_s: float
-    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("job", "work", "epoch", "decode_address", "decode_epoch", "nonce", "router")
@@ -117,18 +115,16 @@ class EventsResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("free_bytes", "slots", "running", "waiting", "role")
+    __slots__ = ("free_bytes", "slots", "waiting", "role")
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     free_bytes: int
     slots: int
-    running: int
     waiting: int
     role: Role
-    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
+    def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats", "logprobs")
@@ -183,7 +179,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("epoch", "model", "plan", "gauges", "info")
+    __slots__ = ("epoch", "gauges", "info")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -192,13 +188,9 @@ class StatusResponse(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    model: str
-    plan: str
     gauges: _containers.ScalarMap[str, float]
     info: str
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., info: _Optional[str] = ...) -> None: ...
