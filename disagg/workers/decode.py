@@ -27,8 +27,9 @@ from disagg.transfer.messages import Job, Submit, TokenEvent
 from disagg.transfer.records import ids_by_kind
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit, Item
+from disagg.workers.events import Events
 from disagg.workers.offering import Exit, Offering
-from disagg.workers.prefill import Say, request_of
+from disagg.workers.prefill import request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
 PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
@@ -42,15 +43,13 @@ class DecodeSide:
     """The requests that decode here.
 
     on_done: called with (rid, attempt) when the engine has freed one
-    on_left: called with (rid, attempt) when one decodes elsewhere and says there what nobody heard
     counts:  sequences that moved away, bytes and milliseconds of their hand-offs
     """
 
     way: Exit
     tasks: asyncio.TaskGroup
-    say: Say
+    events: Events
     on_done: Callable[[str, int], None]
-    on_left: Callable[[str, int], None]
     counts: Counter[str] = field(default_factory=Counter)
     _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
     _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class DecodeSide:
                 raise CorruptFrameError(f"{job.moved} tokens, with an answer of {len(emitted)}")
             known = len(job.emitted)
             again = enumerate(emitted[known:-1], known)
-            self.say(TokenEvent(job.rid, job.attempt, index, token) for index, token in again)
+            self.events.say(TokenEvent(job.rid, job.attempt, *each) for each in again)
         said = () if job.emitted else _plain(commit, "logprobs", _score)
         self._jobs[request.rid] = job
         self.way.engine.submit(Admit(request, admission.groups, emitted, job.moved, said))
@@ -111,7 +110,7 @@ class DecodeSide:
 
     def fail(self, rid: str, attempt: int, error: DisaggError) -> None:
         """A request was dropped, and the router does not know: it may try again."""
-        self.say([TokenEvent(rid, attempt, 0, error=error)])
+        self.events.say([TokenEvent(rid, attempt, 0, error=error)])
 
     def step(self, outputs: Iterable[Token | Moved | Failed]) -> list[TokenEvent]:
         """What an engine step brought for the router; what is not of this side is left alone."""
@@ -159,7 +158,7 @@ class DecodeSide:
             self.counts.update(
                 moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
             )
-            self.on_left(rid, attempt)
+            self.events.forget(rid, attempt)  # it says there what nobody heard
         except Exception as failure:
             self.fail(rid, attempt, named(failure))
 

@@ -10,7 +10,7 @@ up; whatever goes wrong with one request ends that request, and nothing else.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from disagg.engine.messages import Abort, Failed, Prefill, Prefilled, named
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
+from disagg.workers.events import Events
 from disagg.workers.offering import Exit, Offering
-
-Say = Callable[[Iterable[TokenEvent]], None]
 
 
 def request_of(job: Job, side: str) -> Request:
@@ -42,7 +41,7 @@ class PrefillSide:
     way: Exit
     overlap: bool
     tasks: asyncio.TaskGroup
-    say: Say
+    events: Events
     failures: Counter[str] = field(default_factory=Counter)
     _running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
     _computed: dict[str, asyncio.Future[Prefilled]] = field(default_factory=dict)
@@ -87,7 +86,7 @@ class PrefillSide:
         except Exception as failure:
             error = named(failure)
             self.failures[error.reason] += 1
-            self.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
+            self.events.say([TokenEvent(job.rid, job.attempt, 0, error=error)])
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
@@ -110,9 +109,9 @@ class PrefillSide:
         first = TokenEvent(job.rid, job.attempt, 0, done.first_token, logprobs=said)
         if done.finish_reason and not job.emitted:  # nothing is left to decode, so to hand over
             figures = asdict(replace(stats, wire_bytes=offering.sender.wire_bytes))
-            self.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
+            self.events.say([replace(first, finish_reason=done.finish_reason, stats=figures)])
             return
-        self.say([] if job.emitted else [first])
+        self.events.say([] if job.emitted else [first])
         offering.sender.figures = stats
         stats = await offering.commit(done.first_token, {"logprobs": said} if said else {})
-        self.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])
+        self.events.say([TokenEvent(job.rid, job.attempt, 0, stats=asdict(stats))])

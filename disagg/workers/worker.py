@@ -313,13 +313,9 @@ class Worker:
         self._events = events = Events(self._room)
         self._peers = Peers(self._security, transfer)
         way = Exit(engine, model, self._peers)
-        self.prefill = PrefillSide(way, transfer.overlap, tasks, events.say)
+        self.prefill = PrefillSide(way, transfer.overlap, tasks, events)
         self.decode = decode = DecodeSide(
-            way,
-            tasks,
-            say=events.say,
-            on_done=lambda rid, attempt: self.reservations.finished(rid, attempt),
-            on_left=events.forget,
+            way, tasks, events, on_done=lambda *which: self.reservations.finished(*which)
         )
         terms = Terms(
             model=model,

@@ -14,6 +14,7 @@ from disagg.transfer import sender
 from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Buffer, Frame, Item
+from disagg.workers.events import Events
 from disagg.workers.offering import Offering
 from disagg.workers.prefill import PrefillSide
 from disagg.workers.worker import Worker
@@ -108,7 +109,7 @@ async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatc
     monkeypatch.setattr(PrefillSide, "_hand_over", hand_over)
     first, *others = (Submit(Job("r", i, (1,)), Work.PREFILL, 1) for i in (1, 2, 3))
     async with asyncio.TaskGroup() as tasks:
-        side = PrefillSide(None, True, tasks, say=list)
+        side = PrefillSide(None, True, tasks, Events())
         await side.start(first)
         await asyncio.gather(*map(side.start, others))
         assert side.attempts == {("r", 3)}

@@ -18,10 +18,11 @@ from disagg.errors import (
 )
 from disagg.llm import LLM
 from disagg.plan import Plan
-from disagg.transfer.messages import Job, Role, Submit, TokenEvent, Work
+from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit
 from disagg.workers.decode import DecodeSide
+from disagg.workers.events import Events
 from disagg.workers.worker import Worker
 from tests.workers.pairs import KIVI, paired
 
@@ -137,10 +138,9 @@ SCORES = [math.nan, []], [b"-1", []], [-1.0, [[-7, -1.0]]], [-1.0, [[7, None]]],
     [*(("emitted", x) for x in EMITTED), *(("logprobs", [x]) for x in SCORES)],
 )
 def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
-    said = list[TokenEvent]()
-    side = DecodeSide(None, None, said.extend, on_done=None, on_left=None)
+    side = DecodeSide(None, None, Events(), on_done=None)
     job = Job("r", 1, (1, 2), moved=4 if name == "emitted" else 0)
     with pytest.raises(CorruptFrameError, match=name):
         side.admit(Admission(job, (), Commit(2, "", (), 7, {name: value})))
-    assert not said
+    assert not side.events.kept
     assert not side.attempts
