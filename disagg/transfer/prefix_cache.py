@@ -154,7 +154,7 @@ class PrefixCache:
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
             ids = ids_by_kind(state)
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
-                pages = tuple(unit.ids(ids))
+                pages = tuple(ids[kind][record] for kind, record in unit.records())
                 self._pool.keep(key, pages, Note(key, pages, unit, checklist, packed))
                 found.update(pages)
         return frozenset(found)

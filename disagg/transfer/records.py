@@ -389,10 +389,6 @@ class Unit:
             for kind, record in self.records()
         ]
 
-    def ids(self, ids: Mapping[Kind, Sequence[int]]) -> list[int]:
-        """The page ids of the records, in their order, from those of a whole sequence."""
-        return [ids[kind][record] for kind, record in self.records()]
-
 
 def units_of(plan: Plan, tokens: int) -> tuple[tuple[Unit, ...], ...]:
     """The units of a prompt of `tokens` tokens: for each layer group, in token order.
