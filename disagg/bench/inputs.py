@@ -28,15 +28,14 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, Queries
+from disagg.codecs.contract import Codec, Encoded, Prompt, Queries
 from disagg.codecs.exact import exact_format, slots_format
-from disagg.codecs.layer import attend_tables
+from disagg.codecs.layer import views_of
 from disagg.codecs.planning import KVShape
 from disagg.codecs.tables import PageTable, plan_units, upload
 from disagg.errors import ConfigError, PromptTooLongError
 from disagg.kernels.formats import FREE
-from disagg.kernels.ops import serves_gpu, store_blocks
+from disagg.kernels.ops import attend, serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import Softmax, Units
@@ -236,8 +235,8 @@ class PagedLayer:
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        given = self.arena, self.q, self.tables, Softmax(self.shape.scale), self.units
-        return attend_tables(self.codec, self.group, LAYER, *given)
+        views = views_of(self.codec, self.group, LAYER, self.arena, self.tables)
+        return attend(self.q, views, Softmax(self.shape.scale), self.units)
 
     def error(self) -> float:
         """Of `attend`, relative, against `exact`."""
@@ -267,7 +266,7 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     assert shape.tokens % stretch == 0
     made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
     prompt = Prompt(stretch, made.k, Queries.of(made.q, shape.heads, stretch))
-    encoded = codec.encode(made.k, made.v, 0, LAYER, prompt)
+    encoded = codec.encode(made.k, made.v, 0, LAYER, prompt, None)
     k, v = codec.decode(encoded, group)
     counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
     arena, tables, nbytes = _store(encoded, group, shape, device)

@@ -181,7 +181,7 @@ def measure_encode(specs: Sequence[str], device: torch.device, runs: int, tokens
     rows = []
     for spec in tell(specs, lambda spec: f"encode, {spec}"):
         codec = get_codec(spec)
-        encode = partial(codec.encode, k, v, 0, LAYER, prompt)
+        encode = partial(codec.encode, k, v, 0, LAYER, prompt, None)
         copied, us = time_cpu([partial(_finish, call, device) for call in (copy, encode)], runs)
         nbytes = 2 * k.numel() * k.element_size()
         speed = {"milliseconds": us / 1e3, "gb_per_s": nbytes / us / 1e3, "copies": us / copied}

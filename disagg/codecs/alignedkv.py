@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import EXACT_ERRORS
@@ -55,18 +54,12 @@ class AlignedKV(Codec):
         return make_layout(self.spec, Kind.PAGE, tokens, planes)
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
         return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]), target=target)[0])
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        return self.encode(k, v, first, layer)
+        return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]))[0])
 
     def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
         return [table.view(arena, group, layer, aligned_format(self, group.head_dim))]

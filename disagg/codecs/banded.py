@@ -115,15 +115,8 @@ class Banded(SinkCodec):
         )
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
-        prompt = prompt or Prompt(k.shape[1], k)
         segment = self._segment(_squares(prompt), _ranges(prompt), layer)
         cut = Segmentation(self.segment_tokens, frozen=segment)
         return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, LayerCodec, Queries
+from disagg.codecs.contract import Codec, Encoded, Queries
 from disagg.codecs.layer import (
-    attend_tables,
     read_blocks,
     read_tail,
     views_of,
@@ -18,19 +17,12 @@ from disagg.codecs.layer import (
     write_step,
 )
 from disagg.codecs.seals import Growth, segment_layout, take_records
-from disagg.codecs.tables import (
-    PageTable,
-    block_size,
-    build_tables,
-    plan_step,
-    plan_units,
-    upload,
-)
+from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat, Format
-from disagg.kernels.ops import bits_read
+from disagg.kernels.ops import attend, bits_read
 from disagg.kernels.reference.aligned import Bits
-from disagg.kernels.view import Softmax, Units
+from disagg.kernels.view import Softmax, Units, View
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, RecordShape
 from disagg.state import GroupState, allocate_group
@@ -72,9 +64,7 @@ class GrowingArena:
 class CompressedKV:
     """The compressed K and V of one layer of one sequence. `codec.compress(k, v)` makes one."""
 
-    def __init__(
-        self, codec: LayerCodec, group: LayerGroup, state: GroupState, arena: GrowingArena
-    ):
+    def __init__(self, codec: Codec, group: LayerGroup, state: GroupState, arena: GrowingArena):
         self.codec = codec
         self.group = group
         self.num_tokens = 0
@@ -83,12 +73,7 @@ class CompressedKV:
 
     @classmethod
     def from_prompt(
-        cls,
-        codec: LayerCodec,
-        k: Tensor,
-        v: Tensor,
-        layer: int = 0,
-        q: Tensor | Queries | None = None,
+        cls, codec: Codec, k: Tensor, v: Tensor, layer: int, q: Tensor | Queries | None
     ) -> "CompressedKV":
         """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)
@@ -133,10 +118,8 @@ class CompressedKV:
                  Hq a multiple of the KV heads; query head i reads KV head i // (Hq / H)
         softmax: with a scale of D**-0.5 and nothing else unless given
         """
-        rows, tables, units = self._view(q)
-        codec, group, arena = self.codec, self.group, self._arena.bytes
-        softmax = softmax or Softmax(group.head_dim**-0.5)
-        o = attend_tables(codec, group, self.layer, arena, rows, tables, softmax, units)[0]
+        rows, views, units = self._view(q)
+        o = attend(rows, views, softmax or Softmax(self.group.head_dim**-0.5), units)[0]
         return o.transpose(0, 1) if q.ndim == 3 else o[0]
 
     def bits_read(self, q: Tensor, scale: float | None = None) -> Bits:
@@ -144,34 +127,31 @@ class CompressedKV:
 
         RequestError where the codec always reads all that it stores, or has no page yet.
         """
-        rows, tables, _ = self._view(q)
+        rows, views, _ = self._view(q)
         if not self._state.num_pages:
             raise RequestError(f"no page is sealed of {self.num_tokens} tokens; none can be read")
-        arena, group = self._arena.bytes, self.group
-        views = self.codec.views(arena, tables[0], group, self.layer)
         if not isinstance(views[0].fmt, AlignedFormat):
             raise RequestError(f"{self.codec.name} reads all that its pages store")
-        return bits_read(rows, views[0], group.head_dim**-0.5 if scale is None else scale)
+        return bits_read(rows, views[0], self.group.head_dim**-0.5 if scale is None else scale)
 
     def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
         group, arena = self.group, self._arena.bytes
         tokens = self._state.num_pages * group.page.tokens
-        exact = read_tail(group, self._state, self.layer, arena, self.num_tokens - tokens)
-        sink, rest = ([x[:, some].to(dtype) for x in exact] for some in _around(group.sink))
+        tail = read_tail(group, self._state.tail, self.layer, arena)
+        exact = [x[:, : self.num_tokens - tokens].to(dtype) for x in tail]
+        sink, rest = ([x[:, some] for x in exact] for some in _around(group.sink))
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
         k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
         return k, v
 
     def formats(self) -> list[Format]:
         """Of the pages that attention reads; sealed ones first."""
-        now, device = Growth(self._state, self.num_tokens - 1, 1, 0), self._arena.bytes.device
-        tables = build_tables(self.group, [now], 1, device)
-        views = views_of(self.codec, self.group, self.layer, self._arena.bytes, tables)
-        return [view.fmt for view in views]
+        q = torch.zeros(self.group.heads, self.group.head_dim, device=self._arena.bytes.device)
+        return [view.fmt for view in self._view(q)[1]]
 
-    def _view(self, q: Tensor) -> tuple[Tensor, tuple[PageTable, ...], Units | None]:
-        """The queries as a batch of one, the page tables that they see, and their units of work."""
+    def _view(self, q: Tensor) -> tuple[Tensor, list[View], Units | None]:
+        """The queries as a batch of one, what they see, and their units of work."""
         heads, dim = self.group.heads, self.group.head_dim
         if q.ndim not in (2, 3) or q.shape[-1] != dim or q.shape[0] % heads:
             wanted = f"[Hq, {dim}] or [Hq, W, {dim}], Hq a multiple of {heads} KV heads, is wanted"
@@ -183,9 +163,9 @@ class CompressedKV:
         exact = q.dtype == torch.float64 and not q.is_cuda
         rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
         tables = build_tables(self.group, [now], width, q.device)
-        return rows[None].contiguous(), *upload(
-            (tables, plan_units(self.group, tables, q.device)), q.device
-        )
+        tables, units = upload((tables, plan_units(self.group, tables, q.device)), q.device)
+        views = views_of(self.codec, self.group, self.layer, self._arena.bytes, tables)
+        return rows[None].contiguous(), views, units
 
     @property
     def layer(self) -> int:

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes
 from disagg.codecs.seals import flush_layout
@@ -72,15 +71,9 @@ class H2O(Codec):
         return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim))
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
-        if prompt is None or prompt.queries is None:
+        if prompt.queries is None:
             raise RequestError("h2o drops by attention: q=, last queries of the prompt, is wanted")
         heads, n, head_dim = k.shape
         count = n // PAGE_TOKENS

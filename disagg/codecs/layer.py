@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
+from disagg.codecs.contract import Codec, Encoded, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
@@ -25,7 +25,7 @@ from disagg.kernels.ops import (
     store_blocks,
 )
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import Softmax, Units, View
+from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import GroupState
@@ -57,7 +57,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 
 
 def write_prompt(
-    codec: LayerCodec,
+    codec: Codec,
     group: LayerGroup,
     state: GroupState,
     layer: int,
@@ -115,20 +115,18 @@ def write_prompt(
 
 
 def write_step(
-    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
+    codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
 ) -> None:
     """Append the step's new tokens of one layer to the tails, and seal what is full.
 
     k, v: [N, H, D] - one row for each row of `step.rows`
     """
     group = step.group
-    rows, sealing = _new_rows(step, layer), _sealing(codec, step, layer)
-    append(arena, k, v, rows, sealing)
+    sealing = _sealing(codec, step, layer)
+    append(arena, k, v, _new_rows(step, layer), sealing)
     for seal in step.seals if sealing is None else ():
-        ids = torch.tensor([seal.tail], dtype=torch.int32, device=arena.device)
-        tail_k, tail_v = gather_raw(arena, ids, rows.fmt, rows.base, group.heads)
-        before = _before(group, seal, layer, arena)
-        encoded = codec.flush(tail_k[0], tail_v[0], seal.first, layer, before)
+        tail = read_tail(group, seal.tail, layer, arena)
+        encoded = codec.flush(*tail, seal.first, layer, _before(group, seal, layer, arena))
         _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
             layout = group.layout(Kind.SEGMENT)
@@ -142,7 +140,7 @@ class StepLayers:
     Where the C library serves all of it, a layer is one call of it; what they share is made once.
     """
 
-    def __init__(self, codec: LayerCodec, step: GroupStep, arena: Tensor) -> None:
+    def __init__(self, codec: Codec, step: GroupStep, arena: Tensor) -> None:
         self.step = step
         self._codec, self._arena = codec, arena
         self._calls: LayerCalls | None = None
@@ -169,7 +167,7 @@ class StepLayers:
 
 
 def attend_step(
-    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
+    codec: Codec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
@@ -177,26 +175,13 @@ def attend_step(
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
     rows = q.unsqueeze(1) if alone else q[step.queries]
-    o = attend_tables(codec, step.group, layer, arena, rows, step.tables, softmax, step.units)
+    views = views_of(codec, step.group, layer, arena, step.tables)
+    o = attend(rows, views, softmax, step.units)
     return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
-def attend_tables(
-    codec: LayerCodec,
-    group: LayerGroup,
-    layer: int,
-    arena: Tensor,
-    q: Tensor,
-    tables: Sequence[PageTable],
-    softmax: Softmax,
-    units: Units | None = None,
-) -> Tensor:
-    """Attention over all tables: [B, M, Hq, D] of the dtype of q; units: as in `GroupStep`."""
-    return attend(q, views_of(codec, group, layer, arena, tables), softmax, units)
-
-
 def views_of(
-    codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
+    codec: Codec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
     """What attention over all tables reads, over disjoint tokens."""
     views: list[View] = []
@@ -216,13 +201,13 @@ def _new_rows(step: GroupStep, layer: int) -> NewRows:
 
 
 def read_tail(
-    group: LayerGroup, state: GroupState, layer: int, arena: Tensor, count: int
+    group: LayerGroup, pages: Sequence[int], layer: int, arena: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The `count` exact tokens of a tail: k, v [H, count, D] in the raw dtype."""
-    ids = torch.tensor([state.tail], dtype=torch.int32, device=arena.device)
+    """The exact tokens of raw pages of a tail: k, v [H, n, D] in the raw dtype."""
+    ids = torch.tensor([pages], dtype=torch.int32, device=arena.device)
     base = group.layer_offset(group.raw, layer)
     k, v = gather_raw(arena, ids, exact_format(group.raw), base, group.heads)
-    return k[0, :, :count], v[0, :, :count]
+    return k[0], v[0]
 
 
 def read_blocks(
@@ -234,7 +219,7 @@ def read_blocks(
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
 
 
-def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
+def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
     fmt = None if rows is None else codec.seal_format(group.head_dim)

@@ -126,13 +126,7 @@ class Ott(QuantizedCodec):
         return replace(group, kept=self.outliers, kept_limit=self.slots)
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
         won, side, kept = self._compete(k, v, first, layer, None)
         cut = Segmentation(SEGMENT_TOKENS, seed_of(layer, first))

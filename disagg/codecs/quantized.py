@@ -17,8 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require, seed_of
+from disagg.codecs.contract import Codec, Encoded, Prompt, require, seed_of
 from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
@@ -64,13 +63,7 @@ class QuantizedCodec(Codec):
         return page_format(page, segment, head_dim, self.k_by, self.v_by)
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
         cut = Segmentation(self.segment_tokens, seed_of(layer, first))
         return Encoded(*ops.encode(k, v, prompt_format(self, k.shape[2]), cut, target=target))

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.tables import PageTable
 from disagg.kernels.cpu.library import EXACT_ERRORS
@@ -61,13 +60,7 @@ class Raw(Codec):
         return super(Raw, fixed).layer_group(layers, heads, head_dim, model_dtype, window)
 
     def encode(
-        self,
-        k: Tensor,
-        v: Tensor,
-        first: int,
-        layer: int = 0,
-        prompt: Prompt | None = None,
-        target: Target | None = None,
+        self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
         blocks = raw_blocks(k, v)
         if target is not None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Queries
-from disagg.codecs.layer import attend_tables, write_prompt
+from disagg.codecs.layer import views_of, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
 from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
+from disagg.kernels.ops import attend
 from disagg.kernels.view import Softmax
 from disagg.model.attention import Batch, Chunk, Decode
 from disagg.model.runner import Runner
@@ -84,9 +85,8 @@ class PagedKV:
             for layer in group.layers:
                 q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
                 softmax = prompt[layer].queries.softmax or Softmax(group.head_dim**-0.5)
-                given = layer, self._arena.bytes, q, tables, softmax, units
-                out = attend_tables(codec_of(group), group, *given)
-                found[layer] = out[0]
+                views = views_of(codec_of(group), group, layer, self._arena.bytes, tables)
+                found[layer] = attend(q, views, softmax, units)[0]
         return [found[layer] for layer in sorted(found)]
 
     def feed(self, tokens: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from disagg.codecs import get_codec
 from disagg.errors import RequestError
 from disagg.kernels.reference.aligned import FEWER_AT, k_drops, v_drops
-from tests.codecs.test_golden import golden
+from tests.codecs.test_golden import encode, golden
 from tests.synthetic import realistic, relative_error
 
 
@@ -42,7 +42,7 @@ def test_the_planes_are_the_numbers_cut_in_three() -> None:
     found = golden("alignedkv_planes")
     codec = get_codec("alignedkv")
     k, v = found["k"][:, :256], found["v"][:, :256]
-    encoded, group = codec.encode(k, v, 0), codec.layer_group((0,), 4, 128, "float16")
+    encoded, group = encode(codec, k, v), codec.layer_group((0,), 4, 128, "float16")
     high, middle, low = (
         encoded.blocks[0, 2, group.page.plane(name).offset :][: group.page.plane(name).nbytes]
         for name in ("k_high", "k_middle", "k_low")

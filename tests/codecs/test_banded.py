@@ -122,7 +122,7 @@ def test_signs_differ_by_layer_and_head_and_nothing_else():
     fmt = prompt_format(codec, 64)
 
     def signs(layer: int) -> Tensor:
-        segments = codec.encode(k, v, 64, layer).segments
+        segments = codec.encode(k, v, 64, layer, Prompt(256, k), None).segments
         return read_signs(DenseBlocks(segments[0]), fmt.turn, 64)
 
     assert torch.equal(signs(3), signs(3))
@@ -144,7 +144,8 @@ def test_no_code_is_further_off_than_the_docstring_says(bits, factor):
 def test_the_bytes_of_a_page_and_a_segment_are_what_they_were(bits, seen):
     with np.load(INPUTS) as arrays:
         k, v = (torch.from_numpy(arrays[x])[0, :, :256] for x in "kv")
-    encoded = Banded(bits=bits).encode(k, v, 64, 1, Prompt(320, torch.cat([k, k], 1)[:, :320]))
+    prompt = Prompt(320, torch.cat([k, k], 1)[:, :320])
+    encoded = Banded(bits=bits).encode(k, v, 64, 1, prompt, None)
     found = blake2b(encoded.blocks.numpy().tobytes(), digest_size=8)
     found.update(encoded.segments.numpy().tobytes())
     assert found.hexdigest() == seen

@@ -45,7 +45,7 @@ def wrong_attention(q: Tensor, *arguments: object) -> Tensor:
 
 
 def test_wrong_attention_is_found_and_refused_by_name(monkeypatch):
-    monkeypatch.setattr("disagg.codecs.layer.attend", wrong_attention)
+    monkeypatch.setattr("disagg.codecs.cache.attend", wrong_attention)
     encode, _, attend = examine(KIVI, 1, 64, CPU)
     assert encode.sound
     assert not attend.sound

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
+from disagg.codecs.contract import Codec, Encoded, Prompt
 from disagg.codecs.gear import Gear
 from disagg.kernels.formats import Scale, Side, Sparse
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
@@ -37,6 +38,11 @@ def golden(name: str) -> dict[str, Tensor]:
         return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
 
 
+def encode(codec: Codec, k: Tensor, v: Tensor) -> Encoded:
+    """The pages of a prompt of which nobody saw the queries."""
+    return codec.encode(k, v, 0, 0, Prompt(k.shape[1], k), None)
+
+
 def inputs() -> tuple[Tensor, Tensor]:
     """k, v [4, 256, 128] fp16."""
     found = golden("inputs")
@@ -55,7 +61,7 @@ def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits,
     k, v = inputs()
     codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
     fmt = codec.format_of(codec.page_layout(128), None, 128)
-    blocks = DenseBlocks(codec.encode(k, v, 0).blocks)
+    blocks = DenseBlocks(encode(codec, k, v).blocks)
     seen_k, seen_v = (
         read_codes(blocks, side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v)
     )
@@ -96,7 +102,7 @@ def test_kcvt_rebuilds_k_as_gear_does_and_v_better_by_its_finer_groups():
 def test_gear_l_errs_as_much_as_the_function_of_its_authors():
     k, v = inputs()
     codec = get_codec("gear-l:bits=2,backbone=kivi,group=64,rank=4")
-    encoded = codec.encode(k, v, 0)
+    encoded = encode(codec, k, v)
     seen = codec.decode(encoded, codec.layer_group((0,), 4, 128, "float16"))
     theirs = golden("gear_gearl_kivi_b2_g64_r4")
     for ours, exact, key in zip(seen, (k, v), ("k_deq", "v_deq"), strict=True):
@@ -129,7 +135,7 @@ def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(sparsi
     all heads together, and their V has no scales of each head."""
     x = inputs()
     codec = Gear(bits=4, backbone="kcvt", rank=4, sparsity=sparsity)
-    seen = codec.decode(codec.encode(*x, 0), codec.layer_group((0,), 4, 128, "float16"))
+    seen = codec.decode(encode(codec, *x), codec.layer_group((0,), 4, 128, "float16"))
     theirs, backbone = golden("gear_gear_kcvt_b4_s2_r4"), golden("gear_kcvt_b4")
     keys = ("k_deq", "v_deq")
     for ours, exact, key, ratio in zip(seen, x, keys, (of_k, of_v), strict=True):
@@ -156,7 +162,7 @@ def test_int8_codes_and_scales_are_the_expected_ones():
     k, v = inputs()
     codec = get_codec("int8")
     fmt = codec.format_of(codec.page_layout(128), None, 128)
-    blocks = DenseBlocks(codec.encode(k, v, 0).blocks)
+    blocks = DenseBlocks(encode(codec, k, v).blocks)
     theirs = golden("int8_fp8")
     for side, key in ((fmt.k, "k"), (fmt.v, "v")):
         codes = read_codes(blocks, side, torch.float32) - 128
@@ -180,7 +186,7 @@ def test_fp8_codes_are_the_expected_ones_at_the_same_scale():
         largest = theirs[f"{key}_fs"][0].float() * 448  # every page and head gets that number
         x[:, ::64, 0] = largest.reshape(-1, 1).expand(4, -1).half()
         found.append(x)
-    blocks = DenseBlocks(codec.encode(*found, 0).blocks)
+    blocks = DenseBlocks(encode(codec, *found).blocks)
     for side, key in ((fmt.k, "k"), (fmt.v, "v")):
         codes = blocks.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
         codes = (codes if key == "k" else codes.transpose(2, 3)).view(torch.uint8)

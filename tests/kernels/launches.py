@@ -35,9 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from disagg.codecs import get_codec
-from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
-from disagg.codecs.contract import Prompt, Queries
+from disagg.codecs.contract import Codec, Prompt, Queries
 from disagg.codecs.layer import attend_step, write_prompt, write_step
 from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import GroupStep, plan_step, upload
@@ -197,7 +196,7 @@ def follow(scenario: Scenario) -> None:
         if i == 0:
             whole = slice(group.sealed(n))
             prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
-            codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt)
+            codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt, None)
         states.append(allocate_group(group, n, arena))
         write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, prompt.queries)
         lengths.append(n)
