@@ -63,6 +63,14 @@ class Segmentation:
         """Segments of so many tokens; no tokens are one segment too."""
         return max(1, -(-tokens // self.tokens))
 
+    def begin(self, tokens: int, heads: int, fmt: PageFormat, device: torch.device) -> Tensor:
+        """The segments of so many tokens [S, H, segment_bytes] u8: as they are frozen, else 0."""
+        if fmt.turn and self.frozen is None:
+            raise ValueError("a frozen segment is wanted: it says the order of K's channels")
+        shape = (self.count(tokens), heads, fmt.segment_bytes)
+        segments = torch.zeros(shape, dtype=torch.uint8, device=device)
+        return segments if self.frozen is None else segments.copy_(self.frozen)
+
     def seeds(self, tokens: int) -> list[int]:
         """Of each segment."""
         step = self.tokens // STRETCH_TOKENS

@@ -7,7 +7,6 @@ rotations are left to the torch reference.
 import ctypes
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS
@@ -28,15 +27,9 @@ def seal_pages(
 
     returns: segments [S, H, segment_bytes] u8, or None where there are none
     """
-    if fmt.turn and cut.frozen is None:
-        raise ValueError("a frozen segment is wanted: it says the order of K's channels")
     k, v = _readable(k, v)
     heads, n, _ = k.shape
-    segments = None
-    if fmt.segment_bytes:
-        segments = torch.zeros(cut.count(n), heads, fmt.segment_bytes, dtype=torch.uint8)
-        if cut.frozen is not None:
-            segments.copy_(cut.frozen)
+    segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
     if n:
         pages = target.pages.contiguous()
         job = EncodingC(

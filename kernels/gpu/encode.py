@@ -135,18 +135,13 @@ def encode(
     shape = (0 if target else n // fmt.tokens, heads, fmt.block_bytes)
     make = torch.empty if fmt.written_bytes == fmt.block_bytes else torch.zeros
     blocks = make(shape, dtype=torch.uint8, device=k.device)
-    shape = (cut.count(n), heads, fmt.segment_bytes)
-    segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
-    if cut.frozen is not None:
-        segments.copy_(cut.frozen)
+    segments = cut.begin(n, heads, fmt, k.device)
     if n:
         where = target or in_order(blocks)
         _clear_gaps(where, heads, fmt)
         needed = 2 if fmt.k.low_rank is not None else 0
         missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
         gone = None if absent is None else absent.contiguous().view(torch.uint8)
-        if fmt.turn and cut.frozen is None:
-            raise ValueError("a frozen segment is wanted: it says the order of K's channels")
         for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
             if side.rotation:
                 x = _rotate(x, side.rotation, segments, cut)

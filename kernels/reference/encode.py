@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ExactFormat, LowRank, PageFormat, Rotation, Side
+from disagg.kernels.formats import ExactFormat, PageFormat, Rotation, Side, Turn
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
     DenseBlocks,
@@ -71,12 +71,7 @@ def encode(
     heads, n, _ = k.shape
     shape = (n // fmt.tokens, heads, fmt.block_bytes)
     blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
-    segments = None
-    if fmt.segment_bytes:
-        shape = (cut.count(n), heads, fmt.segment_bytes)
-        segments = torch.zeros(shape, dtype=torch.uint8, device=k.device)
-        if cut.frozen is not None:
-            segments.copy_(cut.frozen)
+    segments = cut.begin(n, heads, fmt, k.device) if fmt.segment_bytes else None
     if fmt.has_own_basis:
         cut = replace(cut, tokens=fmt.tokens)
     shared = blocks if fmt.has_own_basis else segments
@@ -85,10 +80,11 @@ def encode(
         for i, seed in enumerate(cut.seeds(n) if n else ()):
             part = slice(i * cut.tokens, (i + 1) * cut.tokens)
             some = blocks[i * pages : (i + 1) * pages]
-            _encode_segment(k[:, part], v[:, part], fmt, some, shared[i], seed, cut.frozen)
+            fresh = cut.frozen is None
+            _encode_segment(k[:, part], v[:, part], fmt, some, shared[i], seed, fresh)
     else:
-        if fmt.turn:
-            k, v = _turned(k, v, fmt, cut.frozen)
+        if fmt.turn and segments is not None:
+            k, v = _turned(k, v, fmt.turn, DenseBlocks(segments[0]))
         sides = [*zip(k.split([side.columns for side in fmt.k_sides], 2), fmt.k_sides, strict=True)]
         step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
         for start in range(0, blocks.shape[0], step):
@@ -149,13 +145,7 @@ def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, cut: Segmentation) -> Tenso
 
 
 def _encode_segment(
-    k: Tensor,
-    v: Tensor,
-    fmt: PageFormat,
-    blocks: Tensor,
-    segment: Tensor,
-    seed: int,
-    frozen: Tensor | None,
+    k: Tensor, v: Tensor, fmt: PageFormat, blocks: Tensor, segment: Tensor, seed: int, fresh: bool
 ) -> None:
     """The pages of one segment, head by head, and the segment [H, segment_bytes] u8, which is
     the page itself where that has a basis of its own."""
@@ -164,7 +154,7 @@ def _encode_segment(
         pages, shared = DenseBlocks(blocks[:, one]), DenseBlocks(segment[one])
         for odd, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
             start = 2 * (seed * HEAD_STRIDE + head) + odd
-            _encode(x[one], side, fmt, pages, shared, start, frozen is None)
+            _encode(x[one], side, fmt, pages, shared, start, fresh)
 
 
 def _encode(
@@ -187,19 +177,18 @@ def _encode(
     if side.low_rank and shared is not None and missing is not None:
         if side is fmt.v:
             missing = missing.transpose(2, 3)
-        tokens = missing.transpose(0, 1).flatten(1, 2)
-        _encode_low_rank(tokens, side.low_rank, fmt, pages, shared, seed)
+        tokens, factors = missing.transpose(0, 1).flatten(1, 2), side.low_rank
+        a, b = low_rank(tokens, factors.rank, torch.tensor([seed], device=x.device))
+        by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
+        pages.plane(torch.float16, factors.a, (fmt.tokens, factors.rank)).copy_(by_page)
+        shared.plane(torch.float16, factors.b, (fmt.head_dim, factors.rank)).copy_(b)
 
 
-def _turned(k: Tensor, v: Tensor, fmt: PageFormat, frozen: Tensor | None) -> tuple[Tensor, Tensor]:
+def _turned(k: Tensor, v: Tensor, by: Turn, segment: DenseBlocks) -> tuple[Tensor, Tensor]:
     """K's channels in the order, and V's turned by the signs, of a segment; what then is beyond
     fp16 saturates."""
-    assert fmt.turn is not None
-    if frozen is None:
-        raise ValueError("a frozen segment is wanted: it says the order of K's channels")
-    segment = DenseBlocks(frozen)
-    order = read_order(segment, fmt.turn, fmt.head_dim).unsqueeze(1).expand_as(k)
-    signs = read_signs(segment, fmt.turn, fmt.head_dim).unsqueeze(1)
+    order = read_order(segment, by, k.shape[2]).unsqueeze(1).expand_as(k)
+    signs = read_signs(segment, by, k.shape[2]).unsqueeze(1)
     return k.gather(2, order), turn(finite(v), signs)
 
 
@@ -236,21 +225,6 @@ def _encode_codes(
         pages.plane(torch.float16, side.sparse.delta, shape).copy_(delta)
         by_column.scatter_(3, index, 0.0)
     return missing
-
-
-def _encode_low_rank(
-    missing: Tensor,
-    factors: LowRank,
-    fmt: PageFormat,
-    pages: DenseBlocks,
-    shared: DenseBlocks,
-    seed: int,
-) -> None:
-    """Write A and B of what is missing [1, n, D]."""
-    a, b = low_rank(missing, factors.rank, torch.tensor([seed], device=missing.device))
-    by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
-    pages.plane(torch.float16, factors.a, (fmt.tokens, factors.rank)).copy_(by_page)
-    shared.plane(torch.float16, factors.b, (fmt.head_dim, factors.rank)).copy_(b)
 
 
 def _rotate(x: Tensor, turn: Rotation, shared: DenseBlocks, fresh: bool) -> Tensor:
