@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes
+from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes, half_planes
 from disagg.page import FinalAt
 
 
@@ -40,13 +40,9 @@ class DecoQuant(QuantizedCodec):
     def page_planes(self, head_dim: int) -> Planes:
         divides = head_dim % self.block == 0 and head_dim % 16 == 0
         require(divides, f"decoquant:block={self.block} does not divide the head dim {head_dim}")
-        scales = (1, self.page_tokens)
-        return [
-            *code_planes(self.bits, self.page_tokens, head_dim),
-            ("k_scale", "float16", scales),
-            ("v_scale", "float16", scales),
-        ]
+        scales = half_planes(k_scale=(1, self.page_tokens), v_scale=(1, self.page_tokens))
+        return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:
         shape = (self.block, self.block)
-        return [("k_rotation", "float16", shape), ("v_rotation", "float16", shape)]
+        return half_planes(k_rotation=shape, v_rotation=shape)

@@ -1,10 +1,10 @@
 """GEAR: a quantised backbone, a low-rank matrix for what it misses, outliers (arXiv:2403.05527)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, SinkCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
 BACKBONES = ("kcvt", "kivi")
@@ -52,37 +52,29 @@ class GearL(SinkCodec):
     def tail_tokens(self) -> int:
         return KIVI_TAIL if self.backbone == "kivi" else 0
 
-    def page_planes(self, head_dim: int) -> Planes:
-        return self._page(head_dim, self.rank)
-
-    def segment_planes(self, head_dim: int) -> Planes:
-        return self._segment(head_dim, self.rank)
-
     def flush_page_layout(self, head_dim: int) -> Layout | None:
-        rank = self.decode_rank
-        planes = self._page(head_dim, rank) + self._segment(head_dim, rank)
+        small = replace(self, rank=self.decode_rank)
+        planes = small.page_planes(head_dim) + small.segment_planes(head_dim)
         return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
 
     def outlier_planes(self, head_dim: int) -> Planes:
         """The sparse slots of a page; GEAR-L has none."""
         return []
 
-    def _page(self, head_dim: int, rank: int) -> Planes:
-        tokens, scales = self.page_tokens, self._scales(head_dim)
+    def page_planes(self, head_dim: int) -> Planes:
+        factor, scales = (self.page_tokens, self.rank), self._scales(head_dim)
         return [
-            *code_planes(self.bits, tokens, head_dim),
+            *code_planes(self.bits, self.page_tokens, head_dim),
             *(plane for plane in scales if self.backbone == "kivi" or plane[0][0] == "v"),
-            ("k_low", "float16", (tokens, rank)),
-            ("v_low", "float16", (tokens, rank)),
+            *half_planes(k_low=factor, v_low=factor),
             *self.outlier_planes(head_dim),
         ]
 
-    def _segment(self, head_dim: int, rank: int) -> Planes:
-        scales = [plane for plane in self._scales(head_dim) if plane[0][0] == "k"]
+    def segment_planes(self, head_dim: int) -> Planes:
+        factor, scales = (head_dim, self.rank), self._scales(head_dim)
         return [
-            *(scales if self.backbone == "kcvt" else []),
-            ("k_basis", "float16", (head_dim, rank)),
-            ("v_basis", "float16", (head_dim, rank)),
+            *(plane for plane in scales if self.backbone == "kcvt" and plane[0][0] == "k"),
+            *half_planes(k_basis=factor, v_basis=factor),
         ]
 
     def _scales(self, head_dim: int) -> Planes:
@@ -94,8 +86,7 @@ class GearL(SinkCodec):
             require(head_dim % self.group == 0, message)
             k = (self.page_tokens // self.group, head_dim)
             v = (head_dim // self.group, self.page_tokens)
-        names = [("k_scale", k), ("k_zero", k), ("v_scale", v), ("v_zero", v)]
-        return [(name, "float16", shape) for name, shape in names]
+        return half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, SinkCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,6 @@ class Int8(SinkCodec):
 
     def page_planes(self, head_dim: int) -> Planes:
         require(head_dim % 16 == 0, f"int8 packs 16 channels; the head dim {head_dim} is odd")
-        return [
-            *code_planes(8, self.page_tokens, head_dim),
-            ("k_scale", "float16", (1, self.page_tokens)),
-            ("v_scale", "float16", (1, self.page_tokens)),
-        ]
+        shape = (1, self.page_tokens)
+        scales = half_planes(k_scale=shape, v_scale=shape)
+        return [*code_planes(8, self.page_tokens, head_dim), *scales]

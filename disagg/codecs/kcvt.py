@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, SinkCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
 
@@ -34,15 +34,11 @@ class Kcvt(SinkCodec):
 
     def page_planes(self, head_dim: int) -> Planes:
         require(head_dim % 16 == 0, f"kcvt packs 16 channels; the head dim is {head_dim}")
-        scales = (1, self.page_tokens)
-        return [
-            *code_planes(self.bits, self.page_tokens, head_dim),
-            ("v_scale", "float16", scales),
-            ("v_zero", "float16", scales),
-        ]
+        scales = half_planes(v_scale=(1, self.page_tokens), v_zero=(1, self.page_tokens))
+        return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 
     def segment_planes(self, head_dim: int) -> Planes:
-        return [("k_scale", "float16", (1, head_dim)), ("k_zero", "float16", (1, head_dim))]
+        return half_planes(k_scale=(1, head_dim), k_zero=(1, head_dim))
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         planes = self.page_planes(head_dim) + self.segment_planes(head_dim)

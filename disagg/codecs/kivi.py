@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, SinkCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.page import RAW_TOKENS
 
 
@@ -45,8 +45,5 @@ class Kivi(SinkCodec):
         require(divides, f"kivi:group={self.group} does not divide the head dim {head_dim}")
         tokens = self.page_tokens
         k, v = (tokens // self.group, head_dim), (head_dim // self.group, tokens)
-        scales = [("k_scale", k), ("k_zero", k), ("v_scale", v), ("v_zero", v)]
-        return [
-            *code_planes(self.bits, tokens, head_dim),
-            *((name, "float16", shape) for name, shape in scales),
-        ]
+        scales = half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
+        return [*code_planes(self.bits, tokens, head_dim), *scales]

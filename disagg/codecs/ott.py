@@ -13,6 +13,7 @@ from disagg.codecs.quantized import (
     QuantizedCodec,
     code_planes,
     flush_format,
+    half_planes,
     prompt_format,
 )
 from disagg.kernels import ops
@@ -90,18 +91,17 @@ class Ott(QuantizedCodec):
         require(divides, f"ott:group={self.group} does not divide the head dim {head_dim}")
         tokens = self.page_tokens
         k, v = (tokens // self.group, head_dim), (head_dim // v_group, tokens)
-        scales = [("k_scale", k), ("k_zero", k), ("v_scale", v), ("v_zero", v)]
-        factors = [("k_low", (tokens, self.rank)), ("v_low", (tokens, self.rank))]
+        factor = (tokens, self.rank)
         return [
             *code_planes(self.bits, tokens, head_dim),
-            *((name, "float16", shape) for name, shape in scales),
-            *((name, "float16", shape) for name, shape in factors if self.rank),
+            *half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v),
+            *(half_planes(k_low=factor, v_low=factor) if self.rank else []),
             ("valid", "uint8", (tokens // 8, 1)),
         ]
 
     def segment_planes(self, head_dim: int) -> Planes:
         shape = (head_dim, self.rank)
-        return [(f"{x}_basis", "float16", shape) for x in "kv"] if self.rank else []
+        return half_planes(k_basis=shape, v_basis=shape) if self.rank else []
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         planes = self.page_planes(head_dim) + self.segment_planes(head_dim)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from disagg.codecs.contract import require
-from disagg.codecs.quantized import Planes, SinkCodec, code_planes
+from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class PerToken(SinkCodec):
     def page_planes(self, head_dim: int) -> Planes:
         divides = head_dim % self.group == 0 and head_dim % 16 == 0
         require(divides, f"pertoken:group={self.group} does not divide the head dim {head_dim}")
-        scales = (head_dim // self.group, self.page_tokens)
-        return [
-            *code_planes(self.bits, self.page_tokens, head_dim),
-            *((name, "float16", scales) for name in ("k_scale", "k_zero", "v_scale", "v_zero")),
-        ]
+        shape = (head_dim // self.group, self.page_tokens)
+        scales = half_planes(k_scale=shape, k_zero=shape, v_scale=shape, v_zero=shape)
+        return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]

@@ -137,6 +137,11 @@ def code_planes(bits: int, tokens: int, head_dim: int) -> Planes:
     ]
 
 
+def half_planes(**shapes: tuple[int, ...]) -> Planes:
+    """Planes of fp16: scales, zeros and factors, by name."""
+    return [(name, "float16", shape) for name, shape in shapes.items()]
+
+
 @lru_cache(maxsize=1024)
 def page_format(
     page: Layout, segment: Layout | None, head_dim: int, k_by: str, v_by: str
