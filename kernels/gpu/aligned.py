@@ -185,10 +185,8 @@ def attend(
     batch, queries, query_heads, head_dim = q.shape
     width, slots, heads = view.pages.shape[1], units.table.shape[0], view.heads
     shape = shape_of(fmt, queries, query_heads // heads, TENSOR_COLUMNS)
-    grid, options = (
-        (heads, shape.blocks(queries), slots),
-        {"num_warps": 4 if head_dim <= 128 else 8},
-    )
+    grid = heads, shape.blocks(queries), slots
+    options = {"num_warps": 4 if head_dim <= 128 else 8}
     tables = view.arena, view.pages, units.table, number
 
     blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)

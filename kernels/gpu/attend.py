@@ -10,7 +10,7 @@ planes, in two passes, are aligned.py's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -155,20 +155,14 @@ def attend_unit(unit_of, asked, view, out, scale, LOOP: tl.constexpr):
 
 
 def attend(
-    q: Tensor,
-    views: Sequence[View],
-    scale: float,
-    units: Units | None = None,
-    spelling: str | None = None,
-    cap: float = 0.0,
+    q: Tensor, views: Sequence[View], scale: float, units: Units | None = None, cap: float = 0.0
 ) -> UnitPartials:
     """What the units of views find; q [B, M, Hq, D] of any float dtype.
 
-    units:    as plan.py cuts them; None: found here, which asks the host
-    spelling: how codes are read, of bits.py; None: as the chip takes them
+    units: as plan.py cuts them; None: found here, which asks the host
     scale, cap: as in `Softmax`
-    error:    about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5
-              for exact tokens of fp32
+    error: about 5e-4 relative (q and p, with scales folded in, are rounded to 16 bits), 1e-5 for
+           exact tokens of fp32
     """
     units = units or units_of(views, q.device)
     tables = [(view.pages, view.lo, view.hi, view.sides) for view in views]
@@ -181,7 +175,6 @@ def attend(
     lse = torch.empty(slots, rows, device=q.device)
     served = [i for i, view in enumerate(views) if not isinstance(view.fmt, AlignedFormat)]
     chip = chip_of(q.device)
-    chip = replace(chip, codes=spelling) if spelling else chip
     some = [views[i] for i in served]
     formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
     loops = loops_of(formats, served, queries, query_heads // heads, chip, cap)

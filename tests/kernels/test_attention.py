@@ -44,22 +44,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpre
 LO = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
 
 
-def attend(
-    case: Case, scale: float, spelling: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def spell(monkeypatch: pytest.MonkeyPatch, codes: str) -> None:
+    """Codes are read in this way from now on."""
+    chip = replace(gpu.chip_of(torch.device(DEVICE)), codes=codes)
+    monkeypatch.setattr(gpu, "chip_of", lambda device: chip)
+
+
+def attend(case: Case, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The answer and its log-sum-exp, on the CPU."""
     q, view = case.on(DEVICE)
-    o, lse = merge(gpu.attend(q, [view], scale, spelling=spelling))
+    o, lse = merge(gpu.attend(q, [view], scale))
     return o.cpu(), lse.cpu()
 
 
-def check(case: Case, tolerance: float = 1e-3, spelling: str | None = None) -> None:
+def check(case: Case, tolerance: float = 1e-3) -> None:
     fmt = case.view.fmt
     assert isinstance(fmt, ExactFormat) or is_supported(fmt)
     exact = exact_attention(case, 0.2)
     if getattr(fmt, "valid", None) is not None:  # the reference is held against masks elsewhere
         exact = codes.attend(case.q.double(), case.view, 0.2)
-    assert_alike(attend(case, 0.2, spelling), exact, tolerance, 2e-3, 1e-3)
+    assert_alike(attend(case, 0.2), exact, tolerance, 2e-3, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +193,9 @@ def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_the_magic_number_form_equals_exact_attention(bits):
-    check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4), spelling=MAGIC)
+def test_the_magic_number_form_equals_exact_attention(bits, monkeypatch):
+    spell(monkeypatch, MAGIC)
+    check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes it itself")
@@ -201,12 +206,14 @@ def test_the_magic_number_form_equals_exact_attention(bits):
 )
 def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
     q, view = make_case(fmt, [130], 1, 4).on(DEVICE)
-    plain = merge(gpu.attend(q, [view], 0.2, spelling=PLAIN))
+    spell(monkeypatch, PLAIN)
+    plain = merge(gpu.attend(q, [view], 0.2))
+    spell(monkeypatch, PTX)
     with pytest.raises(interpreter.InterpreterError):
-        gpu.attend(q, [view], 0.2, spelling=PTX)
+        gpu.attend(q, [view], 0.2)
     assemble(monkeypatch)
     assert takes_subnormals(torch.device(DEVICE), PTX)
-    found = merge(gpu.attend(q, [view], 0.2, spelling=PTX))
+    found = merge(gpu.attend(q, [view], 0.2))
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
