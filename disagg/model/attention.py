@@ -12,7 +12,6 @@ Registered with transformers as "disagg"; it has no mask function there, so mode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +35,9 @@ BLOCK_SCORES = 1 << 24  # fp32 scores that are held at a time where no fused ker
 # hide the first; before: tokens of earlier calls
 Sink = Callable[[int, Tensor, Tensor, int], None]
 
-
-class Attention(Protocol):
-    """What answers an attention call of a model."""
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, options: dict
-    ) -> Tensor:
-        """q [Hq, N, D], k and v [H, N, D] of a packed row of N tokens -> [N, Hq, D]."""
+# what answers an attention call of a model: its module; q [Hq, N, D], k and v [H, N, D] of a packed
+# row of N tokens; how it wants their softmax; all that it says besides -> [N, Hq, D]
+Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 
 
 @dataclass(frozen=True)
@@ -234,7 +228,7 @@ def disagg_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, softcap or 0.0, s_aux)
     options["attention_mask"] = attention_mask
-    out = disagg.attend(module, query[0], key[0], value[0], softmax, options)
+    out = disagg(module, query[0], key[0], value[0], softmax, options)
     return out[None], None
 
 

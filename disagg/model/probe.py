@@ -76,7 +76,7 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
         position_ids=positions[None],
         past_key_values=PassThrough(),
         use_cache=True,
-        disagg=probe,
+        disagg=probe.attend,
     )
     expected = [
         (layer, info.query_heads, info.heads, info.head_dim) for layer in range(info.num_layers)

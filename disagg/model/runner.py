@@ -117,6 +117,6 @@ class Runner:
             position_ids=positions.long(),
             past_key_values=PassThrough(),
             use_cache=True,
-            disagg=BatchAttention(batch, self.info.windows),
+            disagg=BatchAttention(batch, self.info.windows).attend,
             **selection,
         ).logits[0]
