@@ -140,7 +140,7 @@ class CompressedKV:
         tokens = self._state.num_pages * group.page.tokens
         tail = read_tail(group, self._state.tail, self.layer, arena)
         exact = [x[:, : self.num_tokens - tokens].to(dtype) for x in tail]
-        sink, rest = ([x[:, some] for x in exact] for some in _around(group.sink))
+        sink, rest = [x[:, : group.sink] for x in exact], [x[:, group.sink :] for x in exact]
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
         k, v = (torch.cat(parts, 1) for parts in zip(sink, *sealed, rest, strict=True))
         return k, v
@@ -177,8 +177,8 @@ class CompressedKV:
         sealed = [self.codec.present(encoded, self.group) for encoded in self.runs()]
         tail = self.num_tokens - sum(x.shape[1] for x in sealed)
         rest = torch.ones(self.group.heads, tail, dtype=torch.bool, device=self._arena.bytes.device)
-        before, behind = (rest[:, some] for some in _around(self.group.sink))
-        return torch.cat([before, *sealed, behind], 1)
+        sink = self.group.sink
+        return torch.cat([rest[:, :sink], *sealed, rest[:, sink:]], 1)
 
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
@@ -214,11 +214,6 @@ class CompressedKV:
         if group.side is not None:
             total += group.layer_bytes(group.side)
         return total
-
-
-def _around(sink: int) -> tuple[slice, slice]:
-    """Of raw tokens, those in front of the pages and those behind."""
-    return slice(sink), slice(sink, None)
 
 
 def _check_pair(k: Tensor, v: Tensor) -> None:

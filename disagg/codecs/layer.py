@@ -152,11 +152,8 @@ class StepLayers:
         new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
         if self._alone and self._calls is None:
             first = step.group.layers[0]
-            rows, views = (
-                _new_rows(step, first),
-                views_of(codec, step.group, first, arena, step.tables),
-            )
-            self._calls = prepare(arena, rows, views, new_q.float().unsqueeze(1))
+            views = views_of(codec, step.group, first, arena, step.tables)
+            self._calls = prepare(arena, _new_rows(step, first), views, new_q.float().unsqueeze(1))
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
