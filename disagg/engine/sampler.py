@@ -6,7 +6,7 @@ state travels.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,7 @@ class Sampled:
 
 
 def sample(
-    logits: Tensor,
-    requests: Sequence[Request],
-    emitted: Sequence[Sequence[int]],
-    eos_ids: Sequence[int] = (),
+    logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]], eos_ids: Seq[int] = ()
 ) -> list[Sampled]:
     """One token for each row.
 
@@ -55,7 +52,7 @@ def sample(
     return [Sampled(token, known.get(row)) for row, token in enumerate(chosen)]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[Logprobs]:
+def logprobs_of(logits: Tensor, tokens: Tensor, counts: Seq[int]) -> list[Logprobs]:
     """What the model says of tokens, whatever sampling makes of it.
 
     logits: [B, V] · tokens: [B] · counts: per row, how many of the likeliest are wanted
@@ -77,10 +74,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _edit(
-    logits: Tensor,
-    requests: Sequence[Request],
-    emitted: Sequence[Sequence[int]],
-    eos_ids: Sequence[int],
+    logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]], eos_ids: Seq[int]
 ) -> Tensor:
     """Logits with biases, penalties and what `min_tokens` forbids: in the order of vLLM."""
     params = [request.params for request in requests]
@@ -103,9 +97,7 @@ def _edit(
     return logits
 
 
-def _penalise(
-    logits: Tensor, requests: Sequence[Request], emitted: Sequence[Sequence[int]]
-) -> Tensor:
+def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) -> Tensor:
     """Less for tokens that were seen: in prompt and answer (repetition), in the answer (others)."""
     params = [request.params for request in requests]
     said = _counts(emitted, logits)
@@ -117,7 +109,7 @@ def _penalise(
     return logits - _column([x.presence_penalty for x in params], logits) * (said > 0)
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> Tensor:
+def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Tensor:
     """Inverse transform sampling: the tokens share [0, 1) between them, in their order."""
     best = logits.max(dim=-1, keepdim=True).values
     scores = (logits - best).double()
@@ -132,7 +124,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[in
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
-def _truncate(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _truncate(shares: Tensor, params: Seq[SamplingParams]) -> Tensor:
     """Shares [B, V], those that top_k, top_p and min_p leave; the others 0."""
     size = shares.shape[-1]
     ranked, order = shares.sort(descending=True, stable=True)
@@ -144,18 +136,18 @@ def _truncate(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return torch.zeros_like(shares).scatter(-1, order, ranked * kept)
 
 
-def _counts(some: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+def _counts(some: Seq[Seq[int]], like: Tensor) -> Tensor:
     """How often each token [B, V] is in the list of its row."""
     rows = [row for row, tokens in enumerate(some) for _ in tokens]
     at = _at(rows, [token for tokens in some for token in tokens], like)
     return torch.zeros_like(like).index_put_(at, like.new_ones(len(rows)), accumulate=True)
 
 
-def _at(rows: Sequence[int], tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+def _at(rows: Seq[int], tokens: Seq[int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Places in [B, V]."""
     rows_, tokens_ = torch.tensor([rows, tokens], dtype=torch.int64, device=like.device)
     return rows_, tokens_
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
+def _column(values: Seq[float], like: Tensor) -> Tensor:
     return like.new_tensor(values)[:, None]

@@ -21,11 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(
-    engine: Engine,
-    specs: Sequence[str],
-    rows: int,
-    context: int,
-    tell: Callable[[str], None] = lambda doing: None,
+    engine: Engine, specs: Sequence[str], rows: int, context: int, tell: Callable[[str], None]
 ) -> None:
     """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
 

@@ -23,12 +23,7 @@ class PassThrough(Cache):
         super().__init__(layer_class_to_replicate=DynamicLayer)
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 

@@ -31,7 +31,7 @@ def test_prompts_like_those_of_the_start_record_nothing_more(runner, codec):
     recorder = EagerRecorder()
     runner.record_steps(recorder)
     engine = make_engine(runner)
-    warm_up(engine, [codec], ROWS, runner.info.context_length)
+    warm_up(engine, [codec], ROWS, runner.info.context_length, print)
     recorded = recorder.recorded
     assert recorded > 0
     assert not engine.counts
@@ -83,4 +83,4 @@ def test_a_listed_codec_that_does_not_fit_is_an_error(runner):
 def test_a_prompt_that_fails_at_the_start_is_an_error(runner):
     engine = Engine(runner, EngineConfig(arena_bytes=1 << 20))
     with pytest.raises(ConfigError):
-        warm_up(engine, ["no-such-codec"], 1, runner.info.context_length)
+        warm_up(engine, ["no-such-codec"], 1, runner.info.context_length, print)
