@@ -6,6 +6,7 @@
 "banded:bits=3|kivi:bits=4"                   the second where the first cannot hold the head dim
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,18 +48,13 @@ def parse_plan(spec: str, shape: KVShape) -> Plan:
 
 
 def _plan_of(codec_of: Sequence[Codec], shape: KVShape) -> Plan:
-    members: dict[tuple[Codec, int | None], list[int]] = {}
-    for layer, codec in enumerate(codec_of):
-        members.setdefault((codec, shape.windows[layer]), []).append(layer)
-    groups: list[LayerGroup] = []
-    group_of = [0] * shape.num_layers
-    for (codec, window), layers in members.items():
-        for layer in layers:
-            group_of[layer] = len(groups)
-        groups.append(
-            codec.layer_group(tuple(layers), shape.heads, shape.head_dim, shape.dtype, window)
-        )
-    return Plan(tuple(groups), tuple(group_of))
+    kinds = list(zip(codec_of, shape.windows, strict=True))
+    found, groups = list(dict.fromkeys(kinds)), list[LayerGroup]()
+    sizes = shape.heads, shape.head_dim, shape.dtype
+    for codec, window in found:
+        layers = tuple(i for i, kind in enumerate(kinds) if kind == (codec, window))
+        groups.append(codec.layer_group(layers, *sizes, window))
+    return Plan(tuple(groups), tuple(map(found.index, kinds)))
 
 
 def codec_of(group: LayerGroup) -> Codec:
@@ -90,17 +86,14 @@ def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
 def _layers(text: str, num_layers: int, spec: str) -> list[int]:
     found: list[int] = []
     for item in text.split(","):
-        first, dash, last = item.strip().partition("-")
-        end = (int(last) if _is_number(last) else num_layers - 1) if dash else first
-        if not _is_number(first) or (dash and last and not _is_number(last)):
+        parts = re.fullmatch("([0-9]+)(-?)([0-9]*)", item.strip())
+        if parts is None:
             raise ConfigError(f"{item!r} in {spec!r} is no layer or range; write 0, 0-3 or 4-")
-        if not int(first) <= int(end) < num_layers:
+        first, dash, last = parts.groups()
+        end = int(last or num_layers - 1) if dash else int(first)
+        if not int(first) <= end < num_layers:
             raise ConfigError(
                 f"{item!r} in {spec!r} is outside the model's layers 0-{num_layers - 1}"
             )
-        found.extend(range(int(first), int(end) + 1))
+        found.extend(range(int(first), end + 1))
     return found
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()

@@ -18,24 +18,8 @@ from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
 from disagg.errors import ConfigError, UnknownNameError
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec
-    for codec in (
-        AlignedKV,
-        Banded,
-        DecoQuant,
-        Fp8,
-        Gear,
-        GearL,
-        H2O,
-        Int8,
-        Kcvt,
-        Kivi,
-        Ott,
-        PerToken,
-        Raw,
-    )
-}
+KNOWN = (AlignedKV, Banded, DecoQuant, Fp8, Gear, GearL, H2O, Int8, Kcvt, Kivi, Ott, PerToken, Raw)
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in KNOWN}
 GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
 
 

@@ -12,22 +12,20 @@ that a sequence could have.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from disagg.codecs.exact import exact_format, raw_blocks
-from disagg.codecs.planning import KVShape
-from disagg.codecs.raw import Raw
+from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.arena import wait_for_kernels
 from disagg.engine.sequence import Sequence
 from disagg.errors import CapacityError
 from disagg.kernels.ops import gather_raw, store_blocks
 from disagg.kernels.sealing import Target
 from disagg.page import RAW_TOKENS
-from disagg.plan import Plan
 from disagg.pool import Kept, Pool
 from disagg.transfer.records import content_keys
 
@@ -52,11 +50,9 @@ class ExactPrefixes:
     """
 
     def __init__(self, pool: Pool, arena: Tensor, shape: KVShape):
-        windows = list(dict.fromkeys(shape.windows))
-        members = [[i for i, x in enumerate(shape.windows) if x == window] for window in windows]
-        sizes = shape.heads, shape.head_dim, shape.dtype
-        groups = tuple(Raw().layer_group(tuple(layers), *sizes) for layers in members)
-        self._plan = Plan(groups, tuple(map(windows.index, shape.windows)))
+        plan = parse_plan("raw", shape)
+        groups = tuple(replace(group, window=None) for group in plan.groups)  # all is kept
+        self._plan = replace(plan, groups=groups)
         self._format = exact_format(groups[0].raw)
         self._pool, self._arena = pool, arena
         self._new: list[NewUnits] = []
