@@ -14,7 +14,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allo
 log = logging.getLogger(__name__)
 
 Step = Callable[[StaticStep], Tensor]  # logits [bucket, V] of the inputs in the buffers
-
-
-class Recorder(Protocol):
-    """What repeats a call at the same addresses."""
-
-    def record(self, call: Callable[[], Tensor]) -> "Recording":
-        """Record a call; RuntimeError if it cannot be."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Tensor]) -> Recording:
+        """Record a call; RuntimeError if it cannot be."""
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(current)
         try:
@@ -74,7 +67,7 @@ class CudaRecorder:
 class DecodeGraphs:
     """The recorded decode steps of a model. Not thread-safe, as the model."""
 
-    def __init__(self, step: Step, recorder: Recorder):
+    def __init__(self, step: Step, recorder: CudaRecorder):
         self._step = step
         self._recorder = recorder
         self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()

@@ -17,7 +17,7 @@ from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import PassThrough, Workspace
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
-from disagg.model.graphs import CudaRecorder, DecodeGraphs, Recorder
+from disagg.model.graphs import CudaRecorder, DecodeGraphs
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, load_model
@@ -74,7 +74,7 @@ class Runner:
         """Whether decode steps are recorded: then kernels are compiled too, better at the start."""
         return self._graphs is not None
 
-    def record_steps(self, recorder: Recorder) -> DecodeGraphs:
+    def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay those that are alike."""
         self._graphs = DecodeGraphs(self._static_step, recorder)
         return self._graphs

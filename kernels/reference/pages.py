@@ -4,21 +4,13 @@ A plane is read through `ArenaBlocks`, from pages at their addresses, or `DenseB
 in order. Nothing here computes; attention is in codes.py and exact.py, sealing in encode.py.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side, parts_of_word
 from disagg.kernels.sealing import Target
-
-
-class Blocks(Protocol):
-    """Blocks of equal layout, of pages, segments or side records."""
-
-    def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
-        """One plane of every block: [..., *shape] of dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +24,13 @@ class ArenaBlocks:
     block_bytes: int
 
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        """One plane of every block: [..., *shape] of dtype."""
         found = plane_view(self, dtype, offset, shape).index_select(0, self.ids.flatten())
         return found.unflatten(0, self.ids.shape).transpose(1, 2)
 
     def some(self, columns: slice) -> "ArenaBlocks":
         """The blocks of some of the record columns."""
-        return ArenaBlocks(
-            self.arena, self.ids[:, columns], self.base, self.heads, self.block_bytes
-        )
+        return replace(self, ids=self.ids[:, columns])
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,9 @@ class DenseBlocks:
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
         nbytes = shape[0] * shape[1] * dtype.itemsize
         return self.blocks[..., offset : offset + nbytes].view(dtype).unflatten(-1, shape)
+
+
+Blocks = ArenaBlocks | DenseBlocks  # of equal layout: of pages, segments or side records
 
 
 def plane_view(
