@@ -207,12 +207,8 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _rename(config: dict[str, Any]) -> dict[str, Any]:
-    renamed = dict(config)
-    for name, aliases in ALIASES.items():
-        for alias in aliases:
-            if alias in config:
-                renamed.setdefault(name, config[alias])
-    return renamed
+    known = [(name, x) for name, aliases in ALIASES.items() for x in reversed(aliases)]
+    return {name: config[alias] for name, alias in known if alias in config} | config
 
 
 def _explicit(sizes: dict[str, Any]) -> bool:

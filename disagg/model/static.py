@@ -33,10 +33,7 @@ Width = tuple[int, int]  # of tables: tokens of pages, and segments
 
 def bucket_of(count: int) -> int:
     """The least bucket that holds `count` rows."""
-    for bucket in SMALL_BUCKETS:
-        if count <= bucket:
-            return bucket
-    return -(-count // BUCKET) * BUCKET
+    return next((x for x in SMALL_BUCKETS if count <= x), -(-count // BUCKET) * BUCKET)
 
 
 def width_of(count: int) -> int:

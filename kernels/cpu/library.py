@@ -43,8 +43,6 @@ SideC = _structure(
     "rows columns bits codes by group scale zero center shared rank a b slots index delta turn "
     "matrix floating fitted",
 )
-
-
 FormatC = _structure(
     "FormatC",
     "tokens head_dim block_bytes segment_bytes valid raw raw_k raw_v order signs bands",
@@ -60,14 +58,10 @@ EncodingC = _structure(
     "*format *k *v k_head k_token v_head v_token type tokens heads *blocks *segments *pages base "
     "unit segment_tokens",
 )
-
-
 AppendC = _structure(
     "AppendC",
     "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head *format base layer",
 )
-
-
 AttentionC = _structure(
     "AttentionC",
     "*tables *q *o *lse num_tables batch m heads width head_dim q_row q_head layer",
