@@ -11,6 +11,7 @@ from torch import Tensor
 from disagg.codecs.contract import Codec, Encoded, Queries
 from disagg.codecs.layer import (
     read_blocks,
+    read_kept,
     read_tail,
     views_of,
     write_prompt,
@@ -191,17 +192,9 @@ class CompressedKV:
                 layout = segment_layout(group, run.layout)
                 assert layout is not None
                 segments = read_blocks(group, layout, self.layer, arena, [run.segment])
-            side, kept = self._kept()
-            found.append(Encoded(blocks, segments, side, kept, flushed, run.first))
+            kept = read_kept(group, self._state, self.layer, arena)
+            found.append(Encoded(blocks, segments, *kept, flushed, run.first))
         return found
-
-    def _kept(self) -> tuple[Tensor | None, Tensor | None]:
-        """The side record, and the raw pages of kept tokens."""
-        group, state, arena = self.group, self._state, self._arena.bytes
-        if group.side is None or state.side is None or not state.kept:
-            return None, None
-        side = read_blocks(group, group.side, self.layer, arena, [state.side])
-        return side[0], read_blocks(group, group.raw, self.layer, arena, state.kept)
 
     @property
     def nbytes(self) -> int:

@@ -216,6 +216,18 @@ def read_blocks(
     return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
 
 
+def read_kept(
+    group: LayerGroup, state: GroupState, layer: int, arena: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
+    side = kept = None
+    if group.side is not None and state.side is not None:
+        side = read_blocks(group, group.side, layer, arena, [state.side])[0]
+    if state.kept:
+        kept = read_blocks(group, group.raw, layer, arena, state.kept)
+    return side, kept
+
+
 def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
@@ -230,18 +242,10 @@ def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
 
 def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:
     """What a flush may look at: the segment that its page joins, the side record, kept tokens."""
-
-    def load(layout: Layout | None, ids: Sequence[int | None]) -> Tensor | None:
-        known = [x for x in ids if x is not None]
-        return read_blocks(group, layout, layer, arena, known) if layout and known else None
-
-    side = load(group.side, [seal.state.side])
-    return Encoded(
-        blocks=arena.new_zeros(0),
-        segments=None if seal.fresh else load(group.segment, [seal.segment]),
-        side=None if side is None else side[0],
-        kept=load(group.raw, seal.state.kept),
-    )
+    segments = None
+    if group.segment is not None and seal.segment is not None and not seal.fresh:
+        segments = read_blocks(group, group.segment, layer, arena, [seal.segment])
+    return Encoded(arena.new_zeros(0), segments, *read_kept(group, seal.state, layer, arena))
 
 
 def _store_kept(

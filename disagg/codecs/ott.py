@@ -143,27 +143,21 @@ class Ott(QuantizedCodec):
         self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The winners [H, n] bool, who leave their page; the side record and raw pages then."""
-        side, blocks = self._kept_before(k, before)
-        layout = self.side_layout(k.shape[2])
-        if side is None or blocks is None or layout is None or layer < self.skip_layers:
+        heads, _, head_dim = k.shape
+        layout = self.side_layout(head_dim)
+        if layout is None:
+            return None, None, None
+        raw = exact_format(make_raw_layout(str(k.dtype).removeprefix("torch."), head_dim))
+        if before is not None and before.side is not None:
+            side, blocks = before.side.clone(), before.kept
+        else:  # a prompt begins with empty ones
+            side = torch.zeros(heads, layout.block_bytes, dtype=torch.uint8, device=k.device)
+            blocks = side.new_zeros(-(-self.outliers // RAW_TOKENS), heads, raw.block_bytes)
+        if blocks is None or layer < self.skip_layers:
             return None, side, blocks
-        raw = exact_format(_raw_of_dtype(k))
         kept = view_kept(side, blocks, slots_format(layout), raw)
         won = ops.keep_outliers(kept, k, v, self.outliers, first)
         return won, side, raw_blocks(kept.k, kept.v)
-
-    def _kept_before(
-        self, k: Tensor, before: Encoded | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The side record and the raw pages so far; a prompt begins with empty ones."""
-        layout = self.side_layout(k.shape[2])
-        if layout is None:
-            return None, None
-        if before is not None and before.side is not None:
-            return before.side.clone(), before.kept
-        empty = torch.zeros(k.shape[0], layout.block_bytes, dtype=torch.uint8, device=k.device)
-        raws = -(-min(self.outliers, self.slots) // RAW_TOKENS)
-        return empty, empty.new_zeros(raws, k.shape[0], _raw_of_dtype(k).block_bytes)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -178,7 +172,3 @@ class Ott(QuantizedCodec):
             k[head, here[head, slot].long()] = kept.k[head, slot].to(dtype)
             v[head, here[head, slot].long()] = kept.v[head, slot].to(dtype)
         return k, v
-
-
-def _raw_of_dtype(k: Tensor) -> Layout:
-    return make_raw_layout(str(k.dtype).removeprefix("torch."), k.shape[2])
