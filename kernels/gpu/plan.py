@@ -126,9 +126,7 @@ def converts_float8(device: torch.device) -> bool:
 def check_tables(*tables: Tensor | None) -> None:
     """Refuse what a kernel would misread."""
     for x in tables:
-        if x is None:
-            continue
-        if not x.is_contiguous() or x.dtype not in (torch.float32, torch.int32):
+        if x is not None and not (x.is_contiguous() and x.dtype in (torch.float32, torch.int32)):
             raise ValueError("q fp32 and int32 tables are wanted, contiguous in memory")
 
 
@@ -225,17 +223,14 @@ def units_of(views: Sequence[View], device: torch.device) -> Units:
     """The units of views, where nobody planned them; the host asks for all lengths."""
     spans = []
     for view in views:
-        tables = (view.lo.amin(1), view.hi.amax(1), view.owner, view.segments)
-        host = [None if x is None else x.cpu().numpy().astype(np.int64) for x in tables]
-        lo, hi, owner, segments = host
-        assert lo is not None
-        assert hi is not None
+        lo, hi = (x.cpu().numpy() for x in (view.lo.amin(1), view.hi.amax(1)))
+        shared = (None if x is None else x.cpu().numpy() for x in (view.owner, view.segments))
         tile = tile_of(view.fmt)
         most = view.pages.shape[1] * view.fmt.tokens
         if isinstance(view.fmt, ExactFormat) and view.fmt.side is not None:
             slots = min(most, view.fmt.side.slots)
             lo, hi = np.zeros_like(lo), np.where(hi > lo, slots, 0)
-        spans.append(Span(tile, lo, hi, most, owner, segments))
+        spans.append(Span(tile, lo, hi, most, *shared))
     found = units_of_spans(spans, views[0].heads, device)
     return Units(*(torch.from_numpy(x).to(device) for x in found))
 
