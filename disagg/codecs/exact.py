@@ -40,10 +40,7 @@ def raw_blocks(k: Tensor, v: Tensor) -> Tensor:
 
     k, v: [H, n, D] in the raw dtype
     """
-    heads, n, head_dim = k.shape
-    pages = -(-n // RAW_TOKENS)
-    blocks = k.new_zeros(pages, heads, 2, RAW_TOKENS * head_dim)
-    for index, x in enumerate((k, v)):
-        padded = torch.nn.functional.pad(x, (0, 0, 0, pages * RAW_TOKENS - n))
-        blocks[:, :, index] = padded.reshape(heads, pages, RAW_TOKENS * head_dim).transpose(0, 1)
-    return blocks.flatten(2).view(torch.uint8)
+    n = k.shape[1]
+    both = torch.nn.functional.pad(torch.stack([k, v], 1), (0, 0, 0, -n % RAW_TOKENS))
+    pages = both.unflatten(2, (-(-n // RAW_TOKENS), RAW_TOKENS))  # [H, 2, P, T, D]
+    return pages.permute(2, 0, 1, 3, 4).flatten(2).view(torch.uint8)

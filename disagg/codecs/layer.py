@@ -33,15 +33,10 @@ from disagg.state import GroupState
 
 @dataclass(frozen=True)
 class Written:
-    """Layer pages that are now final: records `first` .. `first + count - 1` of a kind."""
+    """Layer pages that are now final: these records of a kind."""
 
     kind: Kind
-    first: int
-    count: int
-
-    @property
-    def indices(self) -> range:
-        return range(self.first, self.first + self.count)
+    indices: range
 
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
@@ -96,12 +91,12 @@ def write_prompt(
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
             _store(group, group.segment, layer, arena, encoded.segments, chosen)
-            written.append(Written(Kind.SEGMENT, index, len(chosen)))
-        written.append(Written(Kind.PAGE, page, count))
+            written.append(Written(Kind.SEGMENT, range(index, index + len(chosen))))
+        written.append(Written(Kind.PAGE, range(page, page + count)))
         _store_kept(group, layer, arena, encoded, state)
     if done == total:
         if group.is_side_sent(total):
-            written.append(Written(Kind.SIDE, 0, 1))
+            written.append(Written(Kind.SIDE, range(1)))
         if not end and group.side is not None:
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
             _store_kept(group, layer, arena, early, state)
@@ -110,7 +105,7 @@ def write_prompt(
             blocks = raw_blocks(*(rounded(x, raw) for x in ends))
             _store(group, group.raw, layer, arena, blocks, state.tail)
         if raws := len(state.tail) + len(state.kept):
-            written.append(Written(Kind.RAW, 0, raws))
+            written.append(Written(Kind.RAW, range(raws)))
     return written
 
 
