@@ -102,8 +102,7 @@ class CompressedKV:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
             growths = [Growth(self._state, self.num_tokens, m, 0)]
             fresh = take_records(self.group, growths, self._arena)
-            planned = plan_step(self.group, growths, fresh, k.device)
-            step = upload(planned, k.device)
+            step = upload(plan_step(self.group, growths, fresh, k.device), k.device)
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
             write_step(self.codec, step, self.layer, self._arena.bytes, new_k, new_v)

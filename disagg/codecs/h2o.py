@@ -9,7 +9,7 @@ from torch import Tensor
 
 from disagg.codecs.contract import Codec, Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
-from disagg.codecs.quantized import Planes
+from disagg.codecs.quantized import Planes, half_planes
 from disagg.codecs.seals import flush_layout
 from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
@@ -62,10 +62,9 @@ class H2O(Codec):
         return round(PAGE_TOKENS * self.keep)
 
     def page_layout(self, head_dim: int) -> Layout:
-        planes: Planes = [("positions", "int32", (self.slots, 1))]
-        return make_layout(
-            self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(self.slots, head_dim) + planes
-        )
+        planes = _exact_planes(self.slots, head_dim)
+        planes.append(("positions", "int32", (self.slots, 1)))
+        return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, planes)
 
     def flush_page_layout(self, head_dim: int) -> Layout | None:
         return make_layout(self.spec, Kind.PAGE, PAGE_TOKENS, _exact_planes(PAGE_TOKENS, head_dim))
@@ -134,4 +133,4 @@ def _places(encoded: Encoded, fmt: ExactFormat) -> Tensor:
 
 def _exact_planes(slots: int, head_dim: int) -> Planes:
     require(head_dim % 16 == 0, f"h2o wants a head dim of whole 16 channels, not {head_dim}")
-    return [("k", "float16", (slots, head_dim)), ("v", "float16", (slots, head_dim))]
+    return half_planes(k=(slots, head_dim), v=(slots, head_dim))

@@ -19,7 +19,7 @@ import torch
 from disagg.errors import CapacityError
 from disagg.kernels.sealing import NO_PAGE, STRETCH_TOKENS, SealRows
 from disagg.page import RAW_TOKENS, Layout
-from disagg.plan import LayerGroup, RecordShape
+from disagg.plan import LayerGroup
 from disagg.state import Allocator, GroupState, Run
 
 
@@ -90,15 +90,12 @@ def take_records(group: LayerGroup, growths: Sequence[Growth], allocator: Alloca
             pages += 1
             segments += begins_segment(group, growth.state)
             raws += _more_kept(group, growth.state)
-    wanted: list[tuple[RecordShape | None, int]] = [
-        (group.record(group.raw), raws),
-        (group.record(flush_layout(group)), pages),
-        (group.record(group.segment) if group.segment else None, segments),
-    ]
+    wanted = ((group.raw, raws), (flush_layout(group), pages), (group.segment, segments))
     taken: list[list[int]] = []
     try:
-        for shape, count in wanted:
-            taken.append(allocator.allocate(shape, count) if shape and count else [])
+        for layout, count in wanted:
+            ids = allocator.allocate(group.record(layout), count) if layout and count else []
+            taken.append(ids)
     except CapacityError:
         for ids in taken:
             allocator.release(ids)

@@ -270,9 +270,7 @@ class Upload(Generic[T]):
     """
 
     def __init__(self, tree: T, device: torch.device):
-        packed = _packed(tree)
-        self._buffer = torch.empty_like(packed, device=device)
-        self._buffer.copy_(packed)
+        self._buffer = _packed(tree).to(device)
         parts = self._buffer.split([_room(x) for x in _tensors(tree)])
         shaped = (
             part[: x.numel()].view(x.shape) for x, part in zip(_tensors(tree), parts, strict=True)

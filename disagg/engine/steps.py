@@ -87,14 +87,7 @@ def build_batch(
         )
         for group, growths, fresh in stash.buckets
     ]
-    return Batch(
-        tokens=tokens,
-        positions=positions,
-        outputs=outputs,
-        arena=arena,
-        chunks=tuple(chunks),
-        decodes=tuple(decodes),
-    )
+    return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
 
 
 def _buckets(shares: Sequence[Share]) -> list[tuple[LayerGroup, list[Growth]]]:
