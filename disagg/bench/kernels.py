@@ -85,7 +85,7 @@ def run(options: KernelOptions) -> Row:
         check_device(options.device, "--machine-code needs none")
     if options.machine_code:
         targets = {"targets": options.targets} if options.targets else {}
-        others = [asdict(row) for row in compile_others(**targets)]
+        others = compile_others(**targets)
         return result_of(compile_all(**targets), NOTES["machine-code"], others=others)
     device = torch.device(options.device)
     more: Row = {}

@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from disagg.bench.result import tell
+from disagg.bench.result import Row, tell
 from disagg.codecs import get_codec
 from disagg.codecs.alignedkv import AlignedKV, aligned_format
 from disagg.codecs.exact import exact_format
@@ -81,37 +81,6 @@ LOOPS = tuple(f"{name}-{width}heads" for name in SPECS for width in (4, 8))
 COMPILE_SECONDS = 300.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Row:
-    """The loop over pages of one kernel on one target.
-
-    per_element: instructions of one thread lane for each element of K and V
-    spill_bytes: of a thread; load_bits: width of the loads that bring in most bytes
-    buffers:     pages that can be in flight while one is worked on, plus that one
-    """
-
-    kernel: str
-    target: str
-    per_element: float
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    load_bits: int
-    buffers: int
-
-
-@dataclass(frozen=True)
-class Spills:
-    """One kernel on one target; spill_bytes: of a thread; instructions: of the whole kernel."""
-
-    kernel: str
-    target: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    instructions: int
 
 
 @dataclass(frozen=True)
@@ -210,8 +179,12 @@ def attention(
 
 
 def measure_loop(kernel: str, target: str) -> Row:
-    """Compile one attention kernel for one target, in this process, and read the result."""
-    _check(kernel, LOOPS, target)
+    """Compile one attention kernel for one target, in this process: its loop over pages.
+
+    per_element: instructions of one thread lane for each element of K and V
+    spill_bytes: of a thread; load_bits: width of the loads that bring in most bytes
+    buffers:     pages that can be in flight while one is worked on, plus that one
+    """
     chip = TARGETS[target]
     name, _, width = kernel.rpartition("-")
     fmt = page_format(SPECS[name])
@@ -223,21 +196,23 @@ def measure_loop(kernel: str, target: str) -> Row:
         loop = pipelined(code)
     else:
         loop, registers, spilled = read_amdgcn(compiled.asm["amdgcn"])
-    return Row(
-        kernel=kernel,
-        target=target,
-        per_element=round(len(loop) * chip.warp_size / (2 * slots * HEAD_DIM), 3),
-        registers=registers,
-        spill_bytes=spilled,
-        shared_bytes=compiled.metadata.shared,
-        load_bits=load_width(loop),
-        buffers=count_buffers(compiled.asm["ttgir"]),
-    )
+    return {
+        "kernel": kernel,
+        "target": target,
+        "per_element": round(len(loop) * chip.warp_size / (2 * slots * HEAD_DIM), 3),
+        "registers": registers,
+        "spill_bytes": spilled,
+        "shared_bytes": compiled.metadata.shared,
+        "load_bits": load_width(loop),
+        "buffers": count_buffers(compiled.asm["ttgir"]),
+    }
 
 
-def measure_spills(kernel: str, target: str) -> Spills:
-    """Compile one of the other kernels for one target, in this process, and read the result."""
-    _check(kernel, tuple(OTHERS), target)
+def measure_spills(kernel: str, target: str) -> Row:
+    """Compile one of the other kernels for one target, in this process.
+
+    spill_bytes: of a thread; instructions: of the whole kernel
+    """
     chip = TARGETS[target]
     compiled = OTHERS[kernel](chip).compile(chip)
     if chip.backend == "cuda":
@@ -247,14 +222,14 @@ def measure_spills(kernel: str, target: str) -> Spills:
         text = compiled.asm["amdgcn"]
         registers, spilled = _amd_registers(text)
         count = len(re.findall(r"^\t[vs]_\w", text, re.M))
-    return Spills(kernel, target, registers, spilled, compiled.metadata.shared, count)
-
-
-def _check(kernel: str, kernels: tuple[str, ...], target: str) -> None:
-    if kernel not in kernels:
-        raise ValueError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    if target not in TARGETS:
-        raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
+    return {
+        "kernel": kernel,
+        "target": target,
+        "registers": registers,
+        "spill_bytes": spilled,
+        "shared_bytes": compiled.metadata.shared,
+        "instructions": count,
+    }
 
 
 def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
@@ -404,34 +379,28 @@ def count_buffers(ttgir: str) -> int:
     return min((int(count) for count in found), default=1)
 
 
-@dataclass(frozen=True)
-class NotCompiled:
-    """A kernel that did not compile, with what the compiler said first."""
-
-    kernel: str
-    target: str
-    reason: str
-
-
 def compile_all(
     kernels: Iterable[str] = LOOPS, targets: Iterable[str] = tuple(TARGETS)
-) -> list[Row | NotCompiled]:
-    """The figures of the attention kernels: one row for each kernel and target."""
+) -> list[Row]:
+    """A row of `measure_loop` for each kernel and target; one that does not compile has a `reason`:
+    what the compiler said first."""
     return _two_at_once(compile_one, product(kernels, targets))
 
 
-def compile_one(kernel: str, target: str) -> Row | NotCompiled:
-    """The figures of one kernel."""
+def compile_one(kernel: str, target: str) -> Row:
+    """The row of one kernel."""
     lines, reason = _compile("loops", target, kernel)
-    if reason:
-        return NotCompiled(kernel, target, reason)
-    return Row(**json.loads(lines[-1]))
+    return _failed(kernel, target, reason) if reason else json.loads(lines[-1])
+
+
+def _failed(kernel: str, target: str, reason: str) -> Row:
+    return {"kernel": kernel, "target": target, "reason": reason}
 
 
 def compile_others(
     targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(OTHERS)
-) -> list[Spills | NotCompiled]:
-    """What all other kernels spill: one row for each kernel and target."""
+) -> list[Row]:
+    """The same of all other kernels: rows of `measure_spills`."""
     names, given = tuple(kernels), (("all others", target) for target in targets)
     done = _two_at_once(lambda _, target: _compile_rest(target, names), given)
     return [row for rows in done for row in rows]
@@ -443,15 +412,15 @@ def _two_at_once(call: Callable[[str, str], T], given: Iterable[tuple[str, str]]
         return [job.result() for _, job in tell(jobs, lambda job: " on ".join(job[0]))]
 
 
-def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Spills | NotCompiled]:
+def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Row]:
     """The rows of one target; where a kernel ends the process, the next one begins behind it."""
-    rows: list[Spills | NotCompiled] = []
+    rows: list[Row] = []
     while len(rows) < len(kernels):
         rest = kernels[len(rows) :]
         lines, reason = _compile("others", target, *rest)
-        rows += [Spills(**json.loads(line)) for line in lines]
+        rows += map(json.loads, lines)
         if len(lines) < len(rest):
-            rows.append(NotCompiled(rest[len(lines)], target, reason))
+            rows.append(_failed(rest[len(lines)], target, reason))
     return rows
 
 
@@ -481,8 +450,12 @@ def _cause(said: str) -> str:
 def main(kind: str, target: str, *names: str) -> None:
     """Print a row of JSON for each kernel."""
     known, measure = (LOOPS, measure_loop) if kind == "loops" else (tuple(OTHERS), measure_spills)
+    if target not in TARGETS:
+        raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
     for name in names or known:
-        print(json.dumps(asdict(measure(name, target))), flush=True)
+        if name not in known:
+            raise ValueError(f"no kernel {name!r}; there are {', '.join(known)}")
+        print(json.dumps(measure(name, target)), flush=True)
 
 
 if __name__ == "__main__":

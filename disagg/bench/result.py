@@ -9,7 +9,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,15 +34,15 @@ def tell(cases: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
         yield case
 
 
-def result_of(rows: Iterable[Any], notes: str, **more: Any) -> Row:
-    """A result as a JSON object; `rows` are dataclasses or dicts, `more` stands beside them."""
+def result_of(rows: Iterable[Row], notes: str, **more: Any) -> Row:
+    """A result as a JSON object; `more` stands beside the rows."""
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "notes": notes,
         "versions": {"python": platform.python_version()} | {x: version_of(x) for x in PACKAGES},
         "machine": describe_machine(),
         **more,
-        "rows": [row if isinstance(row, dict) else asdict(row) for row in rows],
+        "rows": [*rows],
     }
 
 

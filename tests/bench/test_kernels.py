@@ -10,7 +10,6 @@ import torch
 from disagg.bench import kernels
 from disagg.bench.inputs import StepShape, make_layer
 from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
-from disagg.bench.machine_code import NotCompiled
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
@@ -93,7 +92,7 @@ def test_a_dtype_that_ends_the_process_is_no_baseline(monkeypatch):
 
 
 def test_machine_code_that_cannot_be_had_is_a_row_that_says_why(monkeypatch):
-    failed = NotCompiled("kivi-2-4heads", "sm_90", "no compiler")
+    failed = {"kernel": "kivi-2-4heads", "target": "sm_90", "reason": "no compiler"}
     monkeypatch.setattr(kernels, "compile_all", lambda **options: [failed])
     monkeypatch.setattr(kernels, "compile_others", lambda **options: [failed])
     result = kernels.run(kernels.KernelOptions(machine_code=True))

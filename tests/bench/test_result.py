@@ -1,16 +1,9 @@
 """What every benchmark says: progress for people who wait, a file, a table."""
 
 import json
-from dataclasses import dataclass
 
 from disagg.bench import result
 from disagg.bench.result import result_of, table, tell, write
-
-
-@dataclass(frozen=True)
-class Pair:
-    name: str
-    ms: float
 
 
 def test_progress_goes_to_stderr_with_number_and_name(monkeypatch, capsys):
@@ -28,7 +21,7 @@ def test_quick_cases_do_not_flood_the_terminal(monkeypatch, capsys):
 
 
 def test_a_written_result_is_read_back_with_what_it_was_measured_with(tmp_path):
-    found = result_of([Pair("a", 1.5)], "notes", gpu="none")
+    found = result_of([{"name": "a", "ms": 1.5}], "notes", gpu="none")
     write(found, tmp_path / "new" / "pairs.json")
     assert json.loads((tmp_path / "new" / "pairs.json").read_text()) == found
     assert found["rows"] == [{"name": "a", "ms": 1.5}]
