@@ -31,7 +31,6 @@ Links = Annotated[
     typer.Option("--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."),
 ]
 Plane = Annotated[bool, typer.Option("--plane", help="Every channel beside a TCP socket.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
 Size = Annotated[int, typer.Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
 Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Also write it here.")]
 
@@ -40,18 +39,16 @@ Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Also 
 def overlap(runs: Runs = 5, out: Out = None, as_json: options.Json = False) -> None:
     """Time to the first decode token over a paced link, with and without overlap."""
     from disagg.bench.handoff import measure_overlap
-    from disagg.bench.result import draw_rows
 
-    _show(draw_rows, measure_overlap(runs), out, as_json)
+    _show(measure_overlap(runs), out, as_json)
 
 
 @app.command()
 def load(out: Out = None, as_json: options.Json = False) -> None:
     """How long 48 prompts of 4 to 1,500 tokens wait for each other, and should wait."""
     from disagg.bench.handoff import measure_load
-    from disagg.bench.result import draw_rows
 
-    _show(draw_rows, measure_load(), out, as_json)
+    _show(measure_load(), out, as_json)
 
 
 @app.command()
@@ -66,7 +63,7 @@ def streams(
     from disagg.bench.streams import StreamsOptions, draw_streams, measure_streams
 
     given = _set({"rounds": rounds, "parts": part})
-    _show(draw_streams, measure_streams(StreamsOptions(model, **given)), out, as_json)
+    _show(measure_streams(StreamsOptions(model, **given)), out, as_json, draw_streams)
 
 
 @app.command()
@@ -81,7 +78,7 @@ def latency(
     from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
-    _show(draw_latency, measure_latency(LatencyOptions(**given)), out, as_json)
+    _show(measure_latency(LatencyOptions(**given)), out, as_json, draw_latency)
 
 
 @app.command()
@@ -98,20 +95,15 @@ def chaos(
     from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
     asked = ChaosOptions(seed, minutes, streams=streams, calm=calm, **_set({"codec": codec}))
-    _show(draw_chaos, measure_chaos(asked), out, as_json)
+    _show(measure_chaos(asked), out, as_json, draw_chaos)
 
 
 @app.command()
-def moves(
-    runs: Runs = 20,
-    out: Out = None,
-    as_json: options.Json = False,
-) -> None:
+def moves(runs: Runs = 20, out: Out = None, as_json: options.Json = False) -> None:
     """What an answer notices when it goes on at another decode worker."""
     from disagg.bench.crew import measure_moves
-    from disagg.bench.result import draw_rows
 
-    _show(draw_rows, measure_moves(runs), out, as_json)
+    _show(measure_moves(runs), out, as_json)
 
 
 @app.command()
@@ -127,7 +119,7 @@ def kernels(
     from disagg.bench import kernels
 
     asked = kernels.KernelOptions(machine_code, device, runs, targets=target or ())
-    _show(kernels.draw, kernels.run(asked), out, as_json)
+    _show(kernels.run(asked), out, as_json, kernels.draw)
 
 
 @app.command()
@@ -142,10 +134,9 @@ def decode(
 ) -> None:
     """Steps of a whole model of random weights, by codec."""
     from disagg.bench.decode import DecodeOptions, run
-    from disagg.bench.result import draw_rows
 
     given = _set({"codecs": codec, "sizes": size, "dtype": dtype})
-    _show(draw_rows, run(DecodeOptions(device, model, **given)), out, as_json)
+    _show(run(DecodeOptions(device, model, **given)), out, as_json)
 
 
 @app.command()
@@ -160,10 +151,9 @@ def capacity(
 ) -> None:
     """Sequences that fit in a memory, and their speed: measured here, modelled for GPUs."""
     from disagg.bench.decode import CapacityOptions, measure_capacity
-    from disagg.bench.result import draw_rows
 
     asked = CapacityOptions(device, model, memory_mb, tokens, **_set({"codecs": codec}))
-    _show(draw_rows, measure_capacity(asked), out, as_json)
+    _show(measure_capacity(asked), out, as_json)
 
 
 @app.command()
@@ -173,7 +163,7 @@ def compare(
     cached: Annotated[bool, typer.Option("--cached", help="Prefill knows the prompts.")] = False,
     prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 512,
-    plot: Plot = None,
+    plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -181,14 +171,12 @@ def compare(
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
+    result = measure_compare(CompareOptions(model, **given))
     if plot is not None:
         from disagg.report import transfer as pictures
 
-        pictures.check_name(plot)
-    result = measure_compare(CompareOptions(model, **given))
-    if plot is not None:
         pictures.draw_compare(result, plot)
-    _show(draw_compare, result, out, as_json)
+    _show(result, out, as_json, draw_compare)
 
 
 @app.command()
@@ -204,7 +192,7 @@ def auto(
     from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
     asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))
-    _show(draw_auto, measure_auto(asked), out, as_json)
+    _show(measure_auto(asked), out, as_json, draw_auto)
 
 
 @app.command()
@@ -220,7 +208,7 @@ def transfer(
     channel: Annotated[Literal["grpc", "direct"], typer.Option(help="How frames go.")] = "grpc",
     netns: Links = None,
     plane: Plane = False,
-    plot: Plot = None,
+    plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -239,7 +227,7 @@ def transfer(
     from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
     asked = replace(PLANE, **{"netns": available()} | given)
-    _show(draw_plane, measure_plane(asked), out, as_json)
+    _show(measure_plane(asked), out, as_json, draw_plane)
 
 
 def _measure_transfer(
@@ -247,14 +235,12 @@ def _measure_transfer(
 ) -> None:
     from disagg.bench.transfer import TransferOptions, draw, measure
 
+    result = measure(TransferOptions(**given))
     if plot is not None:
         from disagg.report import transfer as pictures
 
-        pictures.check_name(plot)
-    result = measure(TransferOptions(**given))
-    if plot is not None:
         pictures.draw(result["rows"], plot)
-    _show(draw, result, out, as_json)
+    _show(result, out, as_json, draw)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:
@@ -263,15 +249,18 @@ def _set(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(
-    draw: Callable[[dict[str, Any]], str], result: dict[str, Any], out: Path | None, as_json: bool
+    result: dict[str, Any],
+    out: Path | None,
+    as_json: bool,
+    draw: Callable[[dict[str, Any]], str] | None = None,
 ) -> None:
-    """Write a result to a file if asked, and print it."""
-    if out is not None:
-        from disagg.bench.result import write
+    """Write a result to a file if asked, and print it: as `draw` has it, else as one table."""
+    from disagg.bench.result import draw_rows, write
 
+    if out is not None:
         write(result, out)
     if as_json:
         print_json(result)
     else:
-        print(draw(result))
+        print((draw or draw_rows)(result))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)

@@ -33,7 +33,6 @@ Keys = Annotated[int, typer.Option(min=1, help="Of each length and depth.")]
 Streaming = Annotated[bool, typer.Option("--streaming", help="Seal tails meanwhile, as service.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
 Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Write rows to it.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw to this .png, .svg or .pdf file.")]
 SaveCosts = Annotated[
     bool, typer.Option("--save-costs", help="Put perplexity and KL where `disagg codecs` looks.")
 ]
@@ -53,7 +52,7 @@ def evaluate(
     streaming: Streaming = False,
     threads: Threads = 1,
     out: Out = None,
-    plot: Plot = None,
+    plot: options.Plot = None,
     resume: Resume = False,
     save_costs: SaveCosts = False,
     as_json: options.Json = False,
@@ -62,7 +61,7 @@ def evaluate(
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))
-    _check(model, texts, out, plot, resume)
+    _check(model, texts, out, resume)
     with stages() as say:
         say("loading torch and the model")
         from disagg.eval.quality import CODECS, EvalOptions, Judge
@@ -79,9 +78,7 @@ def evaluate(
         _show(result)
 
 
-def _check(
-    model: str | None, texts: Sequence[str], out: Path | None, plot: Path | None, resume: bool
-) -> None:
+def _check(model: str | None, texts: Sequence[str], out: Path | None, resume: bool) -> None:
     """What can be known before torch is imported, which takes seconds."""
     from disagg.eval.texts import read_text
     from disagg.model.describe import locate_model
@@ -91,10 +88,6 @@ def _check(
         read_text(text)
     if resume and (out is None or not out.is_file()):
         raise ConfigError("--resume goes on with the file of --out, and there is none")
-    if plot is not None:
-        from disagg.report.transfer import check_name
-
-        check_name(plot)
 
 
 def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
@@ -103,8 +96,6 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
     from disagg.eval.quality import Case
     from disagg.eval.recall import RecallCase
 
-    if plot is not None:
-        from disagg.report.quality import draw
     rows, keys = _known(judge, out) if resume and out else ([], [])
     cases: list[Case | RecallCase] = [*judge.cases(rows), *judge.recall.cases(keys)]
     for case in tell(cases, str):
@@ -118,6 +109,8 @@ def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) 
     if out is not None:  # once more: all rows may have been known
         write(result, out)
     if plot is not None:
+        from disagg.report.quality import draw
+
         draw(result["summary"], _title(result), plot)
     return result
 

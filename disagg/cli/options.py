@@ -54,6 +54,22 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def drawable(path: Path | None) -> Path | None:
+    """ConfigError unless a picture can be drawn there, before anything is measured for it."""
+    if path is not None:
+        from disagg.report.transfer import SUFFIXES
+
+        if path.suffix not in SUFFIXES or not path.parent.is_dir():
+            known = f"folders must exist, and {', '.join(SUFFIXES)}"
+            raise ConfigError(f"no picture can be written to {path}: {known}")
+    return path
+
+
+Plot = Annotated[
+    Path | None, typer.Option(callback=drawable, help="Also draw to this .png, .svg or .pdf file.")
+]
+
+
 def print_config(config: Config, as_json: bool) -> None:
     """As YAML that `--config` reads, or as JSON."""
     if as_json:

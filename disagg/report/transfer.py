@@ -14,7 +14,6 @@ from disagg.errors import ConfigError
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -34,13 +33,6 @@ KEY = (
     Line2D([], [], color="black", linestyle="--", linewidth=1, label="encoded beforehand"),
     Line2D([], [], color="black", marker="X", linestyle="", label="encode is the bottleneck"),
 )
-
-
-def check_name(file: Path) -> None:
-    """ConfigError unless a picture can be written there."""
-    if file.suffix not in SUFFIXES or not file.parent.is_dir():
-        known = ", ".join(SUFFIXES)
-        raise ConfigError(f"no picture can be written to {file}: folders must exist, and {known}")
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
@@ -70,9 +62,7 @@ def make_figure(rows: Sequence[Row]) -> Figure:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches, to be drawn without a screen."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
