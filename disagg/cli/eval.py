@@ -170,10 +170,10 @@ def _title(result: Row) -> str:
 
 
 def _show(result: Row) -> None:
-    from disagg.eval.summary import columns, table_rows
+    from disagg.eval.summary import table_rows
 
-    summary, exact = result["summary"], result["perplexity"]
-    print_table(_title(result), columns(summary), table_rows(summary))
+    rows, exact = table_rows(result["summary"]), result["perplexity"]
+    print_table(_title(result), [x for x, _ in rows[0]], [[y for _, y in row] for row in rows])
     if recall := result["recall"]:
         cells = [[str(value) for value in line.values()] for line in recall]
         heads = ["codec", *(f">{place}" for place in recall[0] if place != "codec")]

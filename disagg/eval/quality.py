@@ -7,7 +7,7 @@ Every scored token but the last predicts the next one. Knows no file, and draws 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -155,10 +155,7 @@ class Judge:
         exact = -truth.logp.gather(1, targets)
         delta = -logp.gather(1, targets) - exact
         pairs = zip(outputs, truth.outputs, strict=True)
-        return {
-            "text": case.text,
-            "row": case.row,
-            "codec": case.codec,
+        return asdict(case) | {
             "spec": self.specs[case.codec],
             "tokens": len(targets),
             "nll": float(exact.sum()),

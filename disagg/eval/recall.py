@@ -5,7 +5,7 @@ The wording is that of the default model's training (`training/rows.py`); digits
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -61,8 +61,8 @@ class Recall:
 
     def cases(self, done: Sequence[Row] = ()) -> list[RecallCase]:
         """What is left, all codecs of a prompt side by side."""
-        known = {(row["length"], row["depth"], row["key"], row["codec"]) for row in done}
-        return [x for x in self._every if (x.length, x.depth, x.key, x.codec) not in known]
+        known = {RecallCase(row["length"], row["depth"], row["key"], row["codec"]) for row in done}
+        return [x for x in self._every if x not in known]
 
     def measure(self, case: RecallCase) -> Row:
         """Whether every digit of the answer is right."""
@@ -71,13 +71,7 @@ class Recall:
             self._prompt = tokens, prefill(self._runner, tokens[:-1])
         kv = PagedKV(self._runner, case.codec, self._prompt[1])
         said = greedy(kv, tokens[-1], len(answer))
-        return {
-            "length": case.length,
-            "depth": case.depth,
-            "key": case.key,
-            "codec": case.codec,
-            "right": said == answer,
-        }
+        return asdict(case) | {"right": said == answer}
 
     def _passage(self, case: RecallCase) -> tuple[list[int], list[int]]:
         """(prompt, answer): tokens."""

@@ -79,34 +79,24 @@ def exact_perplexity(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def table_rows(summary: Sequence[Row]) -> list[list[str]]:
-    """What people read, under `columns`."""
+def table_rows(summary: Sequence[Row]) -> list[list[tuple[str, str]]]:
+    """What people read: heads of columns, and cells; ">": aligned to the right."""
     free = any(line["same"] for line in summary)
     return [
         [
-            line["codec"],
-            f"{line['bits']:.2f}",
-            f"{line['handoff_pct']:.1f}",
-            f"{line['answer_pct']:.1f}",
-            *(f"{value:+.2f}" for value in _several(line).values()),
-            f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}",
-            f"{line['kl']:.4f}",
-            f"{line['top1_pct']:.1f}",
-            *([f"{line['same']:.1f}"] if free else []),
-            f"{line['error']:.3f} ({line['error_min']:.3f}..{line['error_max']:.3f})",
+            ("codec", line["codec"]),
+            (">bits", f"{line['bits']:.2f}"),
+            (">% of fp16", f"{line['handoff_pct']:.1f}"),
+            (">after 1,024", f"{line['answer_pct']:.1f}"),
+            *((f">{x} %", f"{y:+.2f}") for x, y in line["texts"].items() if len(line["texts"]) > 1),
+            (">perplexity % ± s.e.", f"{line['ppl_pct']:+.2f} ± {line['ppl_se_pct']:.2f}"),
+            (">KL", f"{line['kl']:.4f}"),
+            (">top-1 %", f"{line['top1_pct']:.1f}"),
+            *([(">same tokens", f"{line['same']:.1f}")] if free else []),
+            (
+                "error of attention (layers)",
+                f"{line['error']:.3f} ({line['error_min']:.3f}..{line['error_max']:.3f})",
+            ),
         ]
         for line in summary
     ]
-
-
-def columns(summary: Sequence[Row]) -> list[str]:
-    """The heads of a table; ">": aligned to the right."""
-    texts = [f">{name} %" for name in _several(summary[0])]
-    heads = ["codec", ">bits", ">% of fp16", ">after 1,024", *texts, ">perplexity % ± s.e."]
-    same = [">same tokens"] if any(line["same"] for line in summary) else []
-    return [*heads, ">KL", ">top-1 %", *same, "error of attention (layers)"]
-
-
-def _several(line: Row) -> dict[str, float]:
-    """The texts of a line, where there is more than one."""
-    return line["texts"] if len(line["texts"]) > 1 else {}
