@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -79,8 +79,6 @@ SPECS = {
 }
 LOOPS = tuple(f"{name}-{width}heads" for name in SPECS for width in (4, 8))
 COMPILE_SECONDS = 300.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -255,8 +253,8 @@ def _low_rank(chip: GPUTarget) -> CompiledSource:
     return CompiledSource(low_rank_kernel, {"FMT": fmt}, LOW_RANK_WARPS)
 
 
-def _append(name: str | None, chip: GPUTarget) -> CompiledSource:
-    codec = get_codec(SPECS[name] if name else "raw:dtype=fp16")
+def _append(name: str, chip: GPUTarget) -> CompiledSource:
+    codec = get_codec(SPECS[name])
     raw = exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").raw)
     fmt = codec.seal_format(HEAD_DIM)
     codes = isinstance(fmt, PageFormat)
@@ -289,7 +287,7 @@ OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
         for side in "kv"
     },
     **{f"append-{name}": partial(_append, name) for name in (*ENCODED, "h2o") if name != "ott"},
-    "append": partial(_append, None),
+    "append": partial(_append, "raw-fp16"),
     "segment-scales": partial(_scales, "kcvt-4"),
     "segment-scales-sparse": partial(_scales, "gear-4"),
     "low-rank": _low_rank,
@@ -384,43 +382,36 @@ def compile_all(
 ) -> list[Row]:
     """A row of `measure_loop` for each kernel and target; one that does not compile has a `reason`:
     what the compiler said first."""
-    return _two_at_once(compile_one, product(kernels, targets))
-
-
-def compile_one(kernel: str, target: str) -> Row:
-    """The row of one kernel."""
-    lines, reason = _compile("loops", target, kernel)
-    return _failed(kernel, target, reason) if reason else json.loads(lines[-1])
-
-
-def _failed(kernel: str, target: str, reason: str) -> Row:
-    return {"kernel": kernel, "target": target, "reason": reason}
+    return _two_at_once((x, "loops", y, (x,)) for x, y in product(kernels, targets))
 
 
 def compile_others(
     targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(OTHERS)
 ) -> list[Row]:
     """The same of all other kernels: rows of `measure_spills`."""
-    names, given = tuple(kernels), (("all others", target) for target in targets)
-    done = _two_at_once(lambda _, target: _compile_rest(target, names), given)
-    return [row for rows in done for row in rows]
+    names = tuple(kernels)
+    return _two_at_once(("all others", "others", target, names) for target in targets)
 
 
-def _two_at_once(call: Callable[[str, str], T], given: Iterable[tuple[str, str]]) -> list[T]:
+def _two_at_once(given: Iterable[tuple[str, str, str, tuple[str, ...]]]) -> list[Row]:
+    """The rows of (name, kind, target, kernels), in order."""
     with ThreadPoolExecutor(2) as pool:
-        jobs = [(pair, pool.submit(call, *pair)) for pair in given]
-        return [job.result() for _, job in tell(jobs, lambda job: " on ".join(job[0]))]
+        jobs = [
+            (f"{name} on {target}", pool.submit(_compile_each, kind, target, kernels))
+            for name, kind, target, kernels in given
+        ]
+        return [row for _, job in tell(jobs, lambda job: job[0]) for row in job.result()]
 
 
-def _compile_rest(target: str, kernels: tuple[str, ...]) -> list[Row]:
+def _compile_each(kind: str, target: str, kernels: tuple[str, ...]) -> list[Row]:
     """The rows of one target; where a kernel ends the process, the next one begins behind it."""
     rows: list[Row] = []
     while len(rows) < len(kernels):
         rest = kernels[len(rows) :]
-        lines, reason = _compile("others", target, *rest)
+        lines, reason = _compile(kind, target, *rest)
         rows += map(json.loads, lines)
         if len(lines) < len(rest):
-            rows.append(_failed(rest[len(lines)], target, reason))
+            rows.append({"kernel": rest[len(lines)], "target": target, "reason": reason})
     return rows
 
 

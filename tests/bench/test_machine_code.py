@@ -3,7 +3,7 @@
 import pytest
 
 from disagg.bench import machine_code
-from disagg.bench.machine_code import compile_all, compile_one, compile_others, read_amdgcn
+from disagg.bench.machine_code import compile_all, compile_others, read_amdgcn
 
 # instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
 WITH_4_AND_8_HEADS = {
@@ -61,7 +61,7 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
 def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
     monkeypatch.setattr(machine_code, "_compile", lambda *_: ([], "ptxas is not there"))
     failed = {"kernel": "kivi-2-4heads", "target": "sm_90", "reason": "ptxas is not there"}
-    assert compile_one("kivi-2-4heads", "sm_90") == failed
+    assert compile_all(["kivi-2-4heads"], ["sm_90"]) == [failed]
 
 
 @pytest.mark.timeout(300)
