@@ -22,7 +22,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,7 +45,6 @@ BURST, QUEUE = "1mb", "20ms"
 # of what can choose, and of namespaces that may; bbr takes pauses between frames for a slow link
 CONGESTION, SETTING = "cubic", "/proc/sys/net/ipv4/tcp_congestion_control"
 CHUNK_BYTES = 1 << 18  # that a door lets through at once
-_COUNT = struct.Struct("<Q")
 
 
 # -- children
@@ -203,7 +201,7 @@ def serve_raw(host: str, nbytes: int) -> int:
                 while count and total < nbytes:
                     count = connection.recv_into(memory[total : total + FRAME_BYTES])
                     total += count
-                connection.sendall(_COUNT.pack(total))
+                connection.sendall(total.to_bytes(8))
 
     Thread(target=accept, daemon=True).start()
     return int(server.getsockname()[1])
@@ -217,8 +215,7 @@ def send_raw(host: str, port: int, data: memoryview) -> int:
         for start in range(0, len(data), FRAME_BYTES):
             connection.sendall(data[start : start + FRAME_BYTES])
         connection.shutdown(socket.SHUT_WR)
-        (count,) = _COUNT.unpack(connection.recv(_COUNT.size, socket.MSG_WAITALL))
-    return int(count)
+        return int.from_bytes(connection.recv(8, socket.MSG_WAITALL))
 
 
 class Door:

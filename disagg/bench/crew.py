@@ -31,8 +31,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count, pairwise
+from multiprocessing import active_children
 from statistics import median
 from unittest.mock import patch
 
@@ -81,9 +82,6 @@ class Hand:
     door: Door
     link: Link
 
-    def kill(self, number: signal.Signals) -> None:
-        os.kill(self.child.pid, number)
-
 
 class Crew:
     """Workers by name, and their router. `process`: what each is in its own."""
@@ -91,8 +89,7 @@ class Crew:
     def __init__(self, config: Config, process: type[WorkerEnd]):
         self.router = Router(config.router)
         self.hands: dict[str, Hand] = {}
-        self.pids: list[int] = []  # of all that ever were, as are the doors
-        self.doors: list[Door] = []
+        self.doors: list[Door] = []  # of all that ever were
         self._config, self._process = config, process
         self._numbers = count()
 
@@ -100,7 +97,6 @@ class Crew:
         """Start a worker and give it work."""
         name = f"{role}-{next(self._numbers)}"
         child = await asyncio.to_thread(Child, self._process)
-        self.pids.append(child.pid)
         started = await asyncio.to_thread(child.ask, "start", self._config, role, name)
         door = Door(started.address)
         self.doors.append(door)
@@ -140,7 +136,11 @@ class Crew:
                 _, writer = await asyncio.open_connection(LOOPBACK, port)
                 writer.close()
                 ports.append(port)
-        return {"processes": [pid for pid in self.pids if _lives(pid)], "ports": ports}
+        return {"processes": [child.pid or 0 for child in active_children()], "ports": ports}
+
+    def resident_mb(self) -> int:
+        """Memory of the workers that are there."""
+        return resident_mb(*(hand.child.pid for hand in self.hands.values()))
 
 
 @asynccontextmanager
@@ -170,14 +170,6 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         raise DeadlineError(f"not within {PATIENCE_S:g} s: {what}") from None
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 # -- chaos
 
 
@@ -201,16 +193,6 @@ class ChaosOptions:
     calm: bool = False
 
 
-@dataclass
-class Outcome:
-    """What became of the answers. `failed`: by the error that they ended with."""
-
-    completed: int = 0
-    wrong: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    gaps_s: list[float] = field(default_factory=list)
-
-
 def measure_chaos(options: ChaosOptions) -> Row:
     """A row for every event, and beside them what became of the answers, and what was left."""
     return asyncio.run(_measure(options))
@@ -221,28 +203,26 @@ async def _measure(options: ChaosOptions) -> Row:
     async with hired(config, options.prefill, options.decode) as crew:
         prompts = [prompt_of(40 * (number + 1), number) for number in range(PROMPTS)]
         answers = [await _answer(crew, options, prompt, []) for prompt in prompts]
-        storm, before = Storm(crew, options), resident_mb(*crew.pids)
+        storm, before = Storm(crew, options), crew.resident_mb()
         calls = [storm.ask(prompts, answers, number) for number in range(options.streams)]
         raging = asyncio.create_task(storm.rage())
         await asyncio.gather(raging, *calls)
-        held, rules = await crew.idle(), crew.router.dispatch
-        after = resident_mb(*(hand.child.pid for hand in crew.hands.values()))
-    outcome = storm.outcome
-    failed, gaps = sum(outcome.failed.values()), outcome.gaps_s
+        held, rules, after = await crew.idle(), crew.router.dispatch, crew.resident_mb()
+    failed = storm.failed.total()
     return result_of(
         raging.result(),
         NOTES,
         options=asdict(options),
-        completed=outcome.completed,
+        completed=storm.completed,
         failed=failed,
-        wrong=outcome.wrong,
-        completed_share=outcome.completed / max(1, outcome.completed + failed),
-        errors=dict(outcome.failed),
+        wrong=storm.wrong,
+        completed_share=storm.completed / max(1, storm.completed + failed),
+        errors=dict(storm.failed),
         moved=rules.moves,
         retried=rules.retries,
         unequal_tokens=rules.unequal_tokens,
-        longest_gap_s=max(gaps),
-        median_gap_s=median(gaps),
+        longest_gap_s=max(storm.gaps_s),
+        median_gap_s=median(storm.gaps_s),
         resident_mb={"before": before, "after": after},
         held=held,
         left=await crew.left(),
@@ -265,10 +245,12 @@ async def _answer(
 
 
 class Storm:
-    """Asks, and strikes meanwhile."""
+    """Asks, and strikes meanwhile. `failed`: answers by the error that they ended with."""
 
     def __init__(self, crew: Crew, options: ChaosOptions):
-        self.outcome = Outcome()
+        self.completed = self.wrong = 0
+        self.failed: Counter[str] = Counter()
+        self.gaps_s: list[float] = []
         self._crew = crew
         self._options = options
         self._pick = random.Random(options.seed)
@@ -279,16 +261,15 @@ class Storm:
         self, prompts: list[tuple[int, ...]], answers: list[list[int]], number: int
     ) -> None:
         """One stream of answers, until the storm is over."""
-        outcome = self.outcome
         while not self._over:
             number = (number + 1) % PROMPTS
             try:
-                tokens = await _answer(self._crew, self._options, prompts[number], outcome.gaps_s)
+                tokens = await _answer(self._crew, self._options, prompts[number], self.gaps_s)
             except DisaggError as error:
-                outcome.failed[f"{error.reason}: {error}"] += 1
+                self.failed[f"{error.reason}: {error}"] += 1
             else:
-                outcome.completed += 1
-                outcome.wrong += tokens != answers[number]
+                self.completed += 1
+                self.wrong += tokens != answers[number]
 
     async def rage(self) -> list[Row]:
         """Strike until the time is over; what was done to whom, when."""
@@ -318,14 +299,14 @@ class Storm:
         self._struck.discard(hand.name)
 
     async def _kill(self, hand: Hand) -> None:
-        hand.kill(signal.SIGKILL)
+        os.kill(hand.child.pid, signal.SIGKILL)
         await self._crew.lose(hand)
         await self._crew.hire(hand.role)
 
     async def _freeze(self, hand: Hand) -> None:
-        hand.kill(signal.SIGSTOP)
+        os.kill(hand.child.pid, signal.SIGSTOP)
         await asyncio.sleep(5.0)
-        hand.kill(signal.SIGCONT)
+        os.kill(hand.child.pid, signal.SIGCONT)
 
     async def _drain(self, hand: Hand) -> None:
         await self._crew.hire(hand.role)

@@ -35,8 +35,8 @@ def test_four_workers_are_lost_and_no_answer(monkeypatch: pytest.MonkeyPatch) ->
             await self._strike(what, hand)
 
         async def goes_on() -> None:
-            before = self.outcome.completed
-            while self.outcome.completed < before + 4:
+            before = self.completed
+            while self.completed < before + 4:
                 await asyncio.sleep(0.05)
 
         await goes_on()
