@@ -17,8 +17,8 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 from statistics import mean, median
 
@@ -75,17 +75,10 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of prefill, alone: seconds of one prompt, and bytes of its KV in fp16."""
+    """Of prefill, alone: seconds of one prompt, and bytes of KV that it makes a second in fp16."""
 
-    prompt_s: float
-    fp16_bytes: int
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.fp16_bytes / self.prompt_s
-
-    def __str__(self) -> str:
-        return f"prefill makes {1e-6 * self.bytes_per_s:.3g} MB of KV a second, in fp16"
+    prefill_s: float
+    kv_bytes_per_s: float
 
 
 def measure_compare(options: CompareOptions) -> Row:
@@ -95,9 +88,8 @@ def measure_compare(options: CompareOptions) -> Row:
         speed, rows = asyncio.run(_measure(options, workers, pair))
     for row in rows:
         row["ratio"] = row["request_s"] / rows[0]["request_s"]
-    measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
-    measured |= {"model": options.model or "packaged", "cached": options.cached}
-    return result_of(rows, NOTES, **measured, tokens=options.tokens, answer=options.answer)
+    about = asdict(speed) | {"model": options.model or "packaged", "cached": options.cached}
+    return result_of(rows, NOTES, **about, tokens=options.tokens, answer=options.answer)
 
 
 async def _measure(
@@ -110,7 +102,7 @@ async def _measure(
     pair = [end.ask("assume", role) for end, role in roles]
     cases = [(rate, codec) for rate in options.rates for codec in options.codecs]
     for rate, codec in tell(cases, "{0[0]:g} times, {0[1]}".format):
-        workers[0].ask("pace", rate * speed.bytes_per_s)
+        workers[0].ask("pace", rate * speed.kv_bytes_per_s)
         row = await _cell(options, pair, speed, codec)
         rows.append({"serving": APART, "codec": codec, "link_times": rate} | row)
     return speed, rows
@@ -139,8 +131,10 @@ async def measure_speed(pair: Sequence[Started], model: str | None, tokens: int)
     async with routed(pair) as router:
         prompts = texts_of(model, tokens + 1, 5)
         seen = [await visit(router, x[1:], DEFAULT_CODEC, 1) for x in prompts]
-    speed = Speed(median(x.ttft_s for x, _ in seen[2:]), figures_of(seen)[0]["fp16_bytes"])
-    print(speed, file=sys.stderr, flush=True)
+    prefill_s = median(x.ttft_s for x, _ in seen[2:])
+    speed = Speed(prefill_s, figures_of(seen)[0]["fp16_bytes"] / prefill_s)
+    told = f"prefill makes {1e-6 * speed.kv_bytes_per_s:.3g} MB of KV a second, in fp16"
+    print(told, file=sys.stderr, flush=True)
     return speed
 
 
@@ -158,7 +152,7 @@ async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, 
             for prompt in prompts:
                 await visit(router, prompt, codec, 1)
         began = time.perf_counter()
-        timed = ((x, i * speed.prompt_s) for i, x in enumerate(prompts))
+        timed = ((x, i * speed.prefill_s) for i, x in enumerate(prompts))
         calls = [visit(router, x, codec, options.answer, at_s) for x, at_s in timed]
         found = await asyncio.gather(*calls)
     seen = [x for x, _ in found]
@@ -213,10 +207,10 @@ def measure_auto(options: AutoOptions) -> Row:
     config = config_of(options.model, options.codecs)
     with started_workers(config, Role.PREFILL, Role.DECODE) as ((prefill, _), pair):
         speed, rows = asyncio.run(_measure_auto(options, prefill, pair))
-    measured: Row = {"prefill_s": speed.prompt_s, "kv_bytes_per_s": speed.bytes_per_s}
-    measured |= {"deadline_s": options.times * speed.prompt_s, "budget": options.budget}
-    measured |= {"model": options.model or "packaged", "tokens": options.tokens}
-    return result_of(rows, AUTO_NOTES, **measured, link_times=PHASES, requests=options.requests)
+    about: Row = {"deadline_s": options.times * speed.prefill_s, "budget": options.budget}
+    about |= {"model": options.model or "packaged", "tokens": options.tokens}
+    about |= {"link_times": PHASES, "requests": options.requests}
+    return result_of(rows, AUTO_NOTES, **asdict(speed), **about)
 
 
 async def _measure_auto(
@@ -237,13 +231,13 @@ async def _serve(
     codec: str,
     known: dict[str, float],
 ) -> Row:
-    deadline_s = options.times * speed.prompt_s
+    deadline_s = options.times * speed.prefill_s
     prompts = iter(texts_of(options.model, options.tokens, options.requests * len(PHASES)))
     phases, errors, timely = list[Counter[str]](), list[float](), list[bool]()
     router_config = RouterConfig(error_budget=options.budget, first_decode_s=deadline_s)
     async with routed(pair, router_config) as router:
         for rate in PHASES:
-            prefill.ask("pace", rate * speed.bytes_per_s)
+            prefill.ask("pace", rate * speed.kv_bytes_per_s)
             phases.append(Counter())
             for _ in range(options.requests):
                 seen, kv = await visit(router, next(prompts), codec, 2)
@@ -262,10 +256,8 @@ async def _serve(
 
 def draw_auto(result: Row) -> str:
     """What people read."""
-
-    def rows() -> Iterator[Row]:
-        for row in result["rows"]:
-            told = (", ".join(f"{n} {codec}" for codec, n in x.items()) for x in row["phases"])
-            yield row | {"chosen": " | ".join(told)}
-
-    return table([*rows()], AUTO_SHOWN.split())
+    rows = []
+    for row in result["rows"]:
+        told = (", ".join(f"{n} {codec}" for codec, n in x.items()) for x in row["phases"])
+        rows.append(row | {"chosen": " | ".join(told)})
+    return table(rows, AUTO_SHOWN.split())
