@@ -165,7 +165,7 @@ class Decoding:
         self.times: list[tuple[float, float]] = []  # seconds of planning, and of all
         self.bare: list[float] = []  # seconds of the same step without attention
         self._runner, self._n = runner, tokens
-        slab = slab_bytes_for(*_sizes(runner))
+        slab = slab_bytes_for(runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim)
         slabs = slabs_for(self.plan, tokens + steps, slab, count, SPARE_RECORDS)
         self._pool, self._arena = make_pool(slabs * slab, slab, runner.device)
         self._states = [
@@ -209,8 +209,8 @@ def _write_context(
     runner: Runner, plan: Plan, states: list[GroupState], arena: torch.Tensor, tokens: int
 ) -> None:
     """Made-up K and V of a prompt, the same in every layer, encoded into the pages of a state."""
-    _, heads, head_dim = _sizes(runner)
-    made = make_prompt(tokens, heads, head_dim, 2)
+    heads = runner.shape.heads
+    made = make_prompt(tokens, heads, runner.shape.head_dim, 2)
     k, v, q = (
         x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
     )
@@ -218,10 +218,6 @@ def _write_context(
     for group, state in zip(plan.groups, states, strict=True):
         for layer in group.layers:
             write_prompt(codec_of(group), group, state, layer, arena, k, v, 0, tokens, queries)
-
-
-def _sizes(runner: Runner) -> tuple[int, int, int]:
-    return runner.shape.num_layers, runner.shape.heads, runner.shape.head_dim
 
 
 # -- capacity

@@ -367,9 +367,7 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
     with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
-        asyncio.run(_warm(pair))
-        prefill.ask("steps")
-        waits = asyncio.run(_arrive(pair, arrivals))
+        waits = asyncio.run(_arrive(pair, prefill, arrivals))
         steps = prefill.ask("steps")
     chunk, cost = config.engine.max_batch_tokens, fit_cost(steps)
     rules = waits_by_rule(arrivals, cost, chunk)
@@ -384,16 +382,15 @@ def measure_load(long: int = 8, others: int = 40) -> Row:
     return result_of(rows, LOAD_NOTES, **measured, chunk_tokens=chunk, worst_chunks=max(late))
 
 
-async def _warm(pair: Sequence[Started]) -> None:
-    async with routed(pair) as router:
-        await visit(router, prompt_of(PROMPT_TOKENS, 0), "")
-
-
-async def _arrive(pair: Sequence[Started], arrivals: Sequence[tuple[float, int]]) -> list[float]:
+async def _arrive(
+    pair: Sequence[Started], prefill: Child, arrivals: Sequence[tuple[float, int]]
+) -> list[float]:
     """Send every prompt when its time has come; the seconds until its first token."""
     prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(arrivals)]
     told = tell(arrivals, "a prompt of {0[1]} tokens".format)
     async with routed(pair) as router:
+        await visit(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
+        prefill.ask("steps")
 
         async def one(at: float, prompt: tuple[int, ...]) -> float:
             await asyncio.sleep(at)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -227,8 +228,14 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     }
     if find_spec("flashinfer"):
         made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)
-    found = {name: _make_running(make) for name, make in made.items()}
-    return {name: call for name, call in found.items() if call is not None}
+    found: dict[str, Call] = {}
+    for name, make in made.items():
+        # one refuses this shape or chip, or lacks its compiler
+        with suppress(RuntimeError, ImportError, ValueError, OSError):
+            call = make()
+            call()
+            found[name] = call
+    return found
 
 
 @cache
@@ -237,16 +244,6 @@ def is_runnable(name: str) -> bool:
     x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
     code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def _make_running(make: Callable[[], Call]) -> Call | None:
-    """A baseline, or None if it refuses this shape or chip, or lacks its compiler."""
-    try:
-        call = make()
-        call()
-    except (RuntimeError, ImportError, ValueError, OSError):
-        return None
-    return call
 
 
 def _flashinfer(shape: StepShape, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -141,9 +141,21 @@ def find_model(base_url: str, name: str | None = None) -> tuple[str, str]:
         raise PeerLostError(f"no model is served at {base_url}: {error}") from error
 
 
-def measure_serving(options: ServeOptions, visits: Sequence[Visit]) -> Row:
+def measure_serving(options: ServeOptions, visits: Sequence[Visit], tokenizer: str) -> Row:
     """The result with the keys of `vllm bench serve --save-result --save-detailed`."""
-    return summarize(options, *asyncio.run(visit_all(options, visits)))
+    about = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options.backend,
+        "backend": options.backend,
+        "label": None,
+        "model_id": options.model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": len(visits),
+        "request_rate": "inf" if options.request_rate == float("inf") else options.request_rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+    }
+    return about | summarize(options, *asyncio.run(visit_all(options, visits)))
 
 
 async def visit_all(options: ServeOptions, visits: Sequence[Visit]) -> tuple[list[Visited], float]:
@@ -296,23 +308,6 @@ def _peaks(done: Sequence[Visited]) -> tuple[float, int]:
             tokens[int(at)] += 1
         requests[int(begun) : int(begun + x.latency_s) + 1] += 1
     return float(tokens.max()), int(requests.max())
-
-
-def describe(options: ServeOptions, tokenizer: str, visits: int) -> Row:
-    """What stands in front of the figures in a file of results."""
-    rate = "inf" if options.request_rate == float("inf") else options.request_rate
-    return {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": options.backend,
-        "backend": options.backend,
-        "label": None,
-        "model_id": options.model,
-        "tokenizer_id": tokenizer,
-        "num_prompts": visits,
-        "request_rate": rate,
-        "burstiness": options.burstiness,
-        "max_concurrency": options.max_concurrency,
-    }
 
 
 def draw_serving(result: Mapping[str, Any]) -> str:

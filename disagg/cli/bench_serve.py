@@ -95,8 +95,7 @@ def serve(
     lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
     wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
     visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
-    found = serving.describe(asked, tokenizer or root, len(visits))
-    found |= serving.measure_serving(asked, visits)
+    found = serving.measure_serving(asked, visits, tokenizer or root)
     stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
     file = result_dir / (result_filename or stem) if save_result or save_detailed else None
     _tell(found, file, save_detailed, as_json)
