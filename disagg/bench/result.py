@@ -78,11 +78,6 @@ def write(result: Row, path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def draw_rows(result: Row) -> str:
-    """What people read of a result that is one table."""
-    return table(result["rows"])
-
-
 def table(rows: Sequence[Row], keys: Sequence[str] = ()) -> str:
     """Text on the left, numbers on the right, a column for every key that some row has."""
     keys = keys or list(dict.fromkeys(key for row in rows for key in row))

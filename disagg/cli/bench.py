@@ -254,13 +254,13 @@ def _show(
     as_json: bool,
     draw: Callable[[dict[str, Any]], str] | None = None,
 ) -> None:
-    """Write a result to a file if asked, and print it: as `draw` has it, else as one table."""
-    from disagg.bench.result import draw_rows, write
+    """Write a result to a file if asked, and print it: as `draw` has it, else its rows."""
+    from disagg.bench.result import table, write
 
     if out is not None:
         write(result, out)
     if as_json:
         print_json(result)
     else:
-        print((draw or draw_rows)(result))
+        print(draw(result) if draw else table(result["rows"]))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)

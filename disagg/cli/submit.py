@@ -51,15 +51,11 @@ def submit(
     as_json: options.Json = False,
 ) -> None:
     """Continue a prompt, at --url, the running service or a private one."""
-    sampling: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-    }
-    sampling |= {"top_k": top_k, "seed": seed, "stop": stop, "ignore_eos": ignore_eos}
     prompt = read_prompt(text)
     asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    body = {**asked, "model": model, "codec": codec, **sampling}
+    body: dict[str, Any] = {**asked, "model": model, "codec": codec, "max_tokens": max_tokens}
+    body |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    body |= {"seed": seed, "stop": stop, "ignore_eos": ignore_eos}
     flags = {"model.name": model, "codec": codec, "server.state_file": state_file}
     there = RunningService(url, 0, api_key or "") if url else None
     try:
