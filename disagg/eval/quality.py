@@ -8,6 +8,7 @@ Every scored token but the last predicts the next one. Knows no file, and draws 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Judge:
         filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
         asked = (options.passkeys, options.codecs, options.keys)
         self.recall = Recall(self.runner, tokenizer, filler, *asked)
-        self._truth: tuple[tuple[str, int], _Truth] | None = None
+        self._truth_of = lru_cache(maxsize=1)(self._exact)  # cases of a row come together
 
     def cases(self, done: Sequence[Row] = ()) -> list[Case]:
         """What is left to measure, all codecs of a row side by side."""
@@ -147,7 +148,7 @@ class Judge:
         errors:     relative, of attention outputs per layer: the last queries of the prompt
         """
         tokens = self.rows[case.text][case.row]
-        truth = self._truth_of(case)
+        truth = self._truth_of(case.text, case.row)
         kv = PagedKV(self.runner, case.codec, truth.prompt, self.options.streaming)
         outputs = kv.attend(truth.prompt)
         logp = self._score(kv, tokens)
@@ -177,16 +178,12 @@ class Judge:
             "answer_pct": round(percent_of_fp16(plan, prompt + ANSWER_TOKENS), 2),
         }
 
-    def _truth_of(self, case: Case) -> _Truth:
-        """Of the row of a case; the last one is kept."""
-        key = case.text, case.row
-        if self._truth is None or self._truth[0] != key:
-            tokens = self.rows[case.text][case.row]
-            prompt = prefill(self.runner, tokens[: self.options.prompt])
-            kv = PagedKV(self.runner, EXACT, prompt)
-            outputs, logp = kv.attend(prompt), self._score(kv, tokens)
-            self._truth = key, _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
-        return self._truth[1]
+    def _exact(self, text: str, row: int) -> _Truth:
+        tokens = self.rows[text][row]
+        prompt = prefill(self.runner, tokens[: self.options.prompt])
+        kv = PagedKV(self.runner, EXACT, prompt)
+        outputs, logp = kv.attend(prompt), self._score(kv, tokens)
+        return _Truth(prompt, outputs, logp, self._say(EXACT, prompt, tokens))
 
     def _say(self, codec: str, prompt: Sequence[LayerKV], tokens: Sequence[int]) -> list[int]:
         """Greedy tokens behind the first that is scored; their tails are always sealed."""
