@@ -132,15 +132,6 @@ def _live(role: type, pipe: Connection, isolated: bool) -> None:
     asyncio.run(_serve(role, pipe))
 
 
-def resident_mb(*pids: int) -> int:
-    """Memory of processes, in MB; 0 where there is no /proc."""
-    pages = 0
-    for pid in pids:
-        file = Path("/proc", str(pid), "statm")
-        pages += int(file.read_text().split()[1]) if file.exists() else 0
-    return pages * 4096 // 1_000_000
-
-
 # -- what lies between
 
 

@@ -32,7 +32,7 @@ from disagg.bench.inputs import (
     make_layer,
     make_prompt,
 )
-from disagg.bench.machine_code import compile_all, compile_others
+from disagg.bench.machine_code import TARGETS, compile_all, compile_others
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
@@ -70,14 +70,14 @@ Timer = Callable[[Sequence[Call], int], list[float]]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is asked for; runs: medians are of this many; empty: all that the device is given."""
+    """What is asked for; runs: medians are of this many; no shapes: those of the device."""
 
     machine_code: bool = False
     device: str = "cpu"
     runs: int = 15
     specs: Sequence[str] = SPECS
     shapes: Sequence[StepShape] = ()
-    targets: Sequence[str] = ()
+    targets: Sequence[str] = tuple(TARGETS)
 
 
 def run(options: KernelOptions) -> Row:
@@ -85,9 +85,9 @@ def run(options: KernelOptions) -> Row:
     if not options.machine_code or options.device not in DEVICES:
         check_device(options.device, "--machine-code needs none")
     if options.machine_code:
-        targets = {"targets": options.targets} if options.targets else {}
-        others = compile_others(**targets)
-        return result_of(compile_all(**targets), NOTES["machine-code"], others=others)
+        others = compile_others(targets=options.targets)
+        rows = compile_all(targets=options.targets)
+        return result_of(rows, NOTES["machine-code"], others=others)
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":

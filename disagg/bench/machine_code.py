@@ -185,8 +185,8 @@ def measure_loop(kernel: str, target: str) -> Row:
     """
     chip = TARGETS[target]
     name, _, width = kernel.rpartition("-")
-    fmt = page_format(SPECS[name])
     formats = served_formats(SPECS[name])
+    fmt = formats[0]
     compiled = attention(formats, int(width.removesuffix("heads")), chip).compile(chip)
     slots = fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
     if chip.backend == "cuda":
@@ -418,17 +418,15 @@ def _compile_each(kind: str, target: str, kernels: tuple[str, ...]) -> list[Row]
 def _compile(*arguments: str) -> tuple[list[str], str]:
     """What a process without the interpreter of a test printed, and why it failed, if it did."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    pipe = subprocess.PIPE
     command = [sys.executable, "-m", "disagg.bench.machine_code", *arguments]
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
-        out, said = process.communicate(timeout=COMPILE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, _ = process.communicate()
-        said = f"not done after {COMPILE_SECONDS:.0f} s"
-    failed = process.returncode != 0
-    return out.splitlines(), (_cause(said) or f"exit code {process.returncode}") if failed else ""
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS
+        )
+    except subprocess.TimeoutExpired as late:  # what it has are bytes, even of text
+        return (late.stdout or b"").decode().splitlines(), f"not done after {late.timeout:.0f} s"
+    cause = (_cause(done.stderr) or f"exit code {done.returncode}") if done.returncode else ""
+    return done.stdout.splitlines(), cause
 
 
 def _cause(said: str) -> str:

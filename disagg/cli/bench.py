@@ -118,7 +118,7 @@ def kernels(
     """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
     from disagg.bench import kernels
 
-    asked = kernels.KernelOptions(machine_code, device, runs, targets=target or ())
+    asked = kernels.KernelOptions(machine_code, device, runs, **_set({"targets": target}))
     _show(kernels.run(asked), out, as_json, kernels.draw)
 
 
