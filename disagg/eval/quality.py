@@ -27,25 +27,10 @@ from disagg.plan import Plan
 Row = dict[str, Any]  # a JSON object
 
 CODECS = (  # every codec as it comes, and those that papers compare
-    "raw:dtype=fp16",
-    "int8",
-    "fp8",
-    "banded:bits=3",
-    "banded:bits=2",
-    "kivi:bits=4",
-    "kivi:sink=64",
-    "kivi",
-    "kivi:group=32",
-    "gear-l:bits=2,backbone=kivi",
-    "gear:bits=2,backbone=kivi",
-    "ott",
-    "kcvt",
-    "gear-l",
-    "gear",
-    "pertoken",
-    "decoquant",
-    "h2o",
-    "alignedkv",
+    *("raw:dtype=fp16", "int8", "fp8", "banded:bits=3", "banded:bits=2"),
+    *("kivi:bits=4", "kivi:sink=64", "kivi", "kivi:group=32"),
+    *("gear-l:bits=2,backbone=kivi", "gear:bits=2,backbone=kivi"),
+    *("ott", "kcvt", "gear-l", "gear", "pertoken", "decoquant", "h2o", "alignedkv"),
 )
 FILLER_CHARS = 200_000  # of the first text, for pass keys to be lost in
 ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too

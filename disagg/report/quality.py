@@ -9,10 +9,7 @@ from disagg.report.transfer import COLORS, new_figure
 
 Row = dict[str, Any]  # of the summary of `disagg.eval`
 
-PANELS = (
-    ("kl", "KL from exact KV, nats a token"),
-    ("ppl_pct", "perplexity above exact KV, %"),
-)
+PANELS = {"kl": "KL from exact KV, nats a token", "ppl_pct": "perplexity above exact KV, %"}
 LEAST = {"kl": 1e-5, "ppl_pct": 1e-2}  # what is below is drawn there
 
 
@@ -20,7 +17,7 @@ def draw(summary: Sequence[Row], title: str, file: Path) -> None:
     """Draw a summary to a file whose name says the format."""
     figure = new_figure(12, 5.5)
     figure.suptitle(title, fontsize=11)
-    for panel, (key, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
+    for panel, (key, label) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         _panel(panel, summary, key)
         panel.set_ylabel(label)
     figure.savefig(file, dpi=150)
