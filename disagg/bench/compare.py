@@ -217,41 +217,33 @@ async def _measure_auto(
     options: AutoOptions, prefill: Child, pair: Sequence[Started]
 ) -> tuple[Speed, list[Row]]:
     speed = await measure_speed(pair, options.model, options.tokens)
-    known: dict[str, float] = {}  # errors of the last sampled prompt
-    cases = tell([*options.codecs, AUTO], "{}".format)
-    rows = [await _serve(options, pair, prefill, speed, codec, known) for codec in cases]
-    return speed, rows
-
-
-async def _serve(
-    options: AutoOptions,
-    pair: Sequence[Started],
-    prefill: Child,
-    speed: Speed,
-    codec: str,
-    known: dict[str, float],
-) -> Row:
     deadline_s = options.times * speed.prefill_s
-    prompts = iter(texts_of(options.model, options.tokens, options.requests * len(PHASES)))
-    phases, errors, timely = list[Counter[str]](), list[float](), list[bool]()
     router_config = RouterConfig(error_budget=options.budget, first_decode_s=deadline_s)
-    async with routed(pair, router_config) as router:
-        for rate in PHASES:
-            prefill.ask("pace", rate * speed.kv_bytes_per_s)
-            phases.append(Counter())
-            for _ in range(options.requests):
-                seen, kv = await visit(router, next(prompts), codec, 2)
-                figures_of([(seen, kv)])
-                known |= {x: max(off) for x, off in kv["attention_error"].items()}
-                phases[-1][kv["codec"]] += 1
-                timely.append(seen.latency_s <= deadline_s)
-                errors.append(known[kv["codec"]])
-    allowed = [error <= options.budget for error in errors]
-    both = [a and b for a, b in zip(timely, allowed, strict=True)]
-    percent = {"both": both, "deadline": timely, "budget": allowed}
-    figures: Row = {f"{name}_pct": 100 * mean(met) for name, met in percent.items()}
-    figures |= {"mean_error": mean(errors), "phases": [dict(phase) for phase in phases]}
-    return {"codec": codec} | figures
+    texts = texts_of(options.model, options.tokens, options.requests * len(PHASES))
+    known: dict[str, float] = {}  # errors of the last sampled prompt
+
+    async def serve(codec: str) -> Row:
+        prompts = iter(texts)
+        phases, errors, timely = list[Counter[str]](), list[float](), list[bool]()
+        async with routed(pair, router_config) as router:
+            for rate in PHASES:
+                prefill.ask("pace", rate * speed.kv_bytes_per_s)
+                phases.append(Counter())
+                for _ in range(options.requests):
+                    seen, kv = await visit(router, next(prompts), codec, 2)
+                    figures_of([(seen, kv)])
+                    known.update({x: max(off) for x, off in kv["attention_error"].items()})
+                    phases[-1][kv["codec"]] += 1
+                    timely.append(seen.latency_s <= deadline_s)
+                    errors.append(known[kv["codec"]])
+        allowed = [error <= options.budget for error in errors]
+        both = [a and b for a, b in zip(timely, allowed, strict=True)]
+        percent = {"both": both, "deadline": timely, "budget": allowed}
+        figures: Row = {f"{name}_pct": 100 * mean(met) for name, met in percent.items()}
+        figures |= {"mean_error": mean(errors), "phases": [dict(phase) for phase in phases]}
+        return {"codec": codec} | figures
+
+    return speed, [await serve(x) for x in tell([*options.codecs, AUTO], "{}".format)]
 
 
 def draw_auto(result: Row) -> str:
