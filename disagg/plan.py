@@ -41,21 +41,6 @@ class RecordShape:
 
 
 @dataclass(frozen=True)
-class Inventory:
-    """How many records of each kind hold n tokens of one group; `tail_len` tokens are raw."""
-
-    pages: int
-    segments: int
-    sides: int
-    raws: int
-    tail_len: int
-
-    def count(self, kind: Kind) -> int:
-        """The field of that kind."""
-        return int(getattr(self, f"{kind}s"))
-
-
-@dataclass(frozen=True)
 class LayerGroup:
     """Layers that share codec, attention window, KV heads and head dim, with their layouts.
 
@@ -163,14 +148,14 @@ class LayerGroup:
         seen = n if self.window is None else min(n, self.window)
         return 2 * seen * len(self.layers) * self.heads * self.head_dim
 
-    def inventory(self, n: int) -> Inventory:
-        """The records that a prompt of n tokens fills."""
-        sealed, dropped = self.sealed(n), self.dropped(n)
-        segments = -(-(sealed - dropped) // self.segment_tokens) if self.segment else 0
-        tail_len = n - sealed
-        raws = -(-tail_len // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
-        pages, sides = (sealed - dropped) // self.page.tokens, 1 if self.side else 0
-        return Inventory(pages, segments, sides, raws, tail_len)
+    def inventory(self, n: int) -> Counter[Kind]:
+        """How many records of each kind a prompt of n tokens fills, of those it fills any of."""
+        sealed = self.sealed(n)
+        paged = sealed - self.dropped(n)
+        raws = -(-(n - sealed) // RAW_TOKENS) + self.kept_raws(1 if sealed else 0)
+        segments = -(-paged // self.segment_tokens) if self.segment else 0
+        found = {Kind.PAGE: paged // self.page.tokens, Kind.SEGMENT: segments}
+        return +Counter(found | {Kind.SIDE: 1 if self.side else 0, Kind.RAW: raws})
 
     def is_side_sent(self, n: int) -> bool:
         """Whether the side record of a prompt of n tokens says anything: of its pages; in groups
@@ -213,9 +198,8 @@ class Plan:
         """What n tokens are in, all layers: pages, segments, side records and tail, by shape."""
         found = Counter[RecordShape]()
         for group in self.groups:
-            inventory = group.inventory(n)
-            for kind in filter(inventory.count, Kind):
-                found[group.record(group.layout(kind))] += inventory.count(kind)
+            for kind, count in group.inventory(n).items():
+                found[group.record(group.layout(kind))] += count
         return found
 
     def nbytes(self, n: int) -> int:

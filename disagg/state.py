@@ -88,12 +88,11 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
 
     Pages of one segment form one run; a codec without segments has a single run.
     """
-    inventory, dropped = group.inventory(n), group.dropped(n)
+    sealed, dropped = group.sealed(n), group.dropped(n)
     ids: dict[Kind, list[int]] = {}
     try:
-        for kind in Kind:
-            if count := inventory.count(kind):
-                ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
+        for kind, count in group.inventory(n).items():
+            ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
     except DisaggError:
         for taken in ids.values():
             allocator.release(taken)
@@ -106,6 +105,6 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
         for i, owner in zip(range(0, len(pages), step), owners, strict=False)
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
-    raws, split = ids.get(Kind.RAW, []), -(-inventory.tail_len // RAW_TOKENS)
-    seals = 1 if group.sealed(n) else 0
+    raws, split = ids.get(Kind.RAW, []), -(-(n - sealed) // RAW_TOKENS)
+    seals = 1 if sealed else 0
     return GroupState(runs, raws[:split], side, raws[split:], seals, dropped // group.page.tokens)

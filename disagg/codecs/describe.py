@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from disagg.codecs.registry import CODECS, get_codec
-from disagg.page import Kind
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
@@ -87,6 +86,5 @@ def fp16_percent(group: LayerGroup, tokens: int) -> float:
 
 def stored_bytes(group: LayerGroup, tokens: int) -> int:
     """Bytes of one layer of a prompt: pages, segments, side record and raw pages."""
-    inventory = group.inventory(tokens)
-    counts = {kind: inventory.count(kind) for kind in Kind}
-    return sum(n * group.layer_bytes(group.layout(kind)) for kind, n in counts.items() if n)
+    counts = group.inventory(tokens).items()
+    return sum(count * group.layer_bytes(group.layout(kind)) for kind, count in counts)

@@ -73,13 +73,13 @@ class Checklist:
         self._nbytes: dict[tuple[int, Kind], int] = {}
         for index, group in enumerate(plan.groups):
             inventory = group.inventory(tokens)
-            counts = {kind: inventory.count(kind) for kind in KIND_ORDER}
+            counts = {kind: inventory[kind] for kind in KIND_ORDER}
             counts[Kind.SIDE] = int(group.is_side_sent(tokens))
             self._counts.append({kind: count for kind, count in counts.items() if count})
             for kind in self._counts[index]:
                 self._nbytes[index, kind] = group.layer_bytes(group.layout(kind))
-            if rows := inventory.tail_len % RAW_TOKENS:
-                last = inventory.tail_len // RAW_TOKENS
+            last, rows = divmod(tokens - group.sealed(tokens), RAW_TOKENS)
+            if rows:
                 self.tails[index] = Tail(last, tuple(_rows(group, rows)))
         self.num_items = 0
         self.runs: dict[tuple[int, Kind], range] = {}  # places by layer and kind, in their order
@@ -140,7 +140,7 @@ class Checklist:
         for group, state in zip(self.plan.groups, states, strict=True):
             inventory, ids = group.inventory(self.tokens), ids_by_kind(state)
             theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
-            ours = {kind: inventory.count(kind) for kind in KIND_ORDER}
+            ours = {kind: inventory[kind] for kind in KIND_ORDER}
             joined = len(state.runs) > len({run.segment for run in state.runs})  # the first one
             if group.lead:  # which all others are copies of
                 theirs[Kind.SEGMENT], joined = ours[Kind.SEGMENT], False

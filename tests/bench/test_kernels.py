@@ -13,6 +13,7 @@ from disagg.bench.kernels import OTHER_HEADS, SHAPES, SPECS, measure_encode
 from disagg.codecs import codec_names
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
+from disagg.page import Kind
 
 CPU = torch.device("cpu")
 
@@ -54,16 +55,12 @@ def test_bytes_are_those_that_a_sequence_of_the_shape_stores(spec):
     shape = StepShape(3, 4096, heads=2, per_head=1, head_dim=64)
     layer = make_layer(spec, shape, CPU)
     group = layer.group
-    held = group.inventory(shape.tokens + group.sink + group.residual)
-    tail = -(-held.tail_len // 16)
-    expected = group.layer_bytes(group.page) * held.pages
-    expected += group.layer_bytes(group.raw) * (held.raws - tail)
-    if group.segment is not None:
-        expected += group.layer_bytes(group.segment) * held.segments
-    read = any(table.sides is not None for table in layer.tables)
-    if group.side is not None and read:
-        expected += group.layer_bytes(group.side)
-    assert layer.nbytes == 3 * expected
+    tokens = shape.tokens + group.sink + group.residual
+    held = group.inventory(tokens)
+    held[Kind.RAW] -= -(-(tokens - group.sealed(tokens)) // 16)
+    held[Kind.SIDE] *= any(table.sides is not None for table in layer.tables)
+    sizes = [n * group.layer_bytes(group.layout(kind)) for kind, n in held.items() if n]
+    assert layer.nbytes == 3 * sum(sizes)
 
 
 def test_a_row_of_the_cpu_says_what_it_was_compared_with(monkeypatch):

@@ -210,7 +210,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
             before = done
         inventory = group.inventory(n)
         for kind, ids in ids_by_kind(state).items():
-            assert len(ids) == inventory.count(kind)
+            assert len(ids) == inventory[kind]
             contents.append(read_blocks(group, group.layout(kind), 3, arena.bytes, ids))
     half = len(contents) // 2
     assert half

@@ -46,7 +46,7 @@ class Digests(Nowhere):
         state = hashlib.blake2b()
         for group, records in zip(self.plan.groups, self.groups, strict=True):
             for kind, ids in ids_by_kind(records).items():
-                assert len(ids) == group.inventory(n).count(kind)
+                assert len(ids) == group.inventory(n)[kind]
                 nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
                 for page in ids:
                     state.update(engine.pool.arena.read(page * ARENA_UNIT, nbytes))

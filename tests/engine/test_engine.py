@@ -134,7 +134,7 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner):
         Item(kind, index, layer, record)
         for layer, index in enumerate(plan.group_of)
         for kind in Kind
-        for record in range(plan.groups[index].inventory(n).count(kind))
+        for record in range(plan.groups[index].inventory(n)[kind])
     ]
     assert handoff.events[0] == "begin"
     assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)

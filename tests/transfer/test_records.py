@@ -45,8 +45,8 @@ def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
         inventory = PLAN.groups[index].inventory(tokens)
         for kind in Kind:
             found = [x.record for x in items if x[:3] == (kind, index, layer)]
-            untouched = kind is Kind.SIDE and not inventory.pages
-            assert found == ([] if untouched else list(range(inventory.count(kind))))
+            untouched = kind is Kind.SIDE and not inventory[Kind.PAGE]
+            assert found == ([] if untouched else list(range(inventory[kind])))
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
