@@ -30,8 +30,6 @@ from disagg.workers.loopback import Loopback
 
 __all__ = ["LLM", "Completion", "HandoffStats", "SamplingParams"]
 
-EPOCH = 1
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -79,7 +77,7 @@ class LLM:
         terms = Terms(
             model=self._runner.fingerprint,
             plan_of=self._decode.plan,
-            epoch=EPOCH,
+            epoch=1,
             lease_s=math.inf,
             max_sequences=config.max_sequences,
             may_reserve=self._decode.may_reserve,

@@ -184,7 +184,9 @@ def unpack(data: Buffer) -> Frame:
         return _page_frame(ticket, header, payload)
     if unpack_digests(header["digests"]) != (digest(payload),):
         raise CorruptFrameError("the digest of a commit frame does not match")
-    return CommitFrame(ticket, _commit(_read_map("commit", payload, _COMMIT)))
+    commit = _read_map("commit", payload, _COMMIT)
+    commit["digests"] = unpack_digests(commit["digests"])
+    return CommitFrame(ticket, Commit(**commit))
 
 
 def frame_bytes(start: Buffer) -> int:
@@ -266,10 +268,6 @@ def _page_frame(ticket: Ticket, header: Mapping[str, Any], payload: memoryview) 
     views = tuple(payload[i * size : (i + 1) * size] for i in range(count))
     kind, group, layout = Kind(header["kind"]), header["group"], header["layout"]
     return PageFrame(ticket, kind, group, layout, layers, records, digests, views)
-
-
-def _commit(body: Mapping[str, Any]) -> Commit:
-    return Commit(**{**body, "digests": unpack_digests(body["digests"])})
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

@@ -89,16 +89,6 @@ class ChatAnswer:
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
-def usage_of(prompt: int, answer: int, cached: int) -> dict[str, Any]:
-    """Tokens of a request. cached: of the prompt, those that were not computed again."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 def error_body(message: str, reason: str, status: int, param: str | None = None) -> Mapping:
     """The body of an error, as the `openai` client reads it."""
     return {"error": {"message": message, "type": reason, "param": param, "code": status}}

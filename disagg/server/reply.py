@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from disagg.errors import CancelledError, DisaggError
-from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body, usage_of
+from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions, TokenizedPrompt, reason_of
 from disagg.server.schema import GenerationRequest
 from disagg.server.text import Piece
@@ -92,11 +92,17 @@ class Reply:
         return choice | ({"kv": dict(piece.kv)} if wanted else {})
 
     def _usage(self) -> dict[str, Any]:
-        """Every prompt counts once, however many answers it has."""
+        """Every prompt counts once, however many answers it has. Cached: not computed again."""
         prompt = sum(len(prompt.tokens) for prompt in self._prompts)
+        answer = sum(piece.num_tokens for piece in self._last.values())
         firsts = [self._last.get(i * self._request.n) for i in range(len(self._prompts))]
         cached = sum(piece.kv.get("cached_tokens", 0) for piece in firsts if piece)
-        return usage_of(prompt, sum(x.num_tokens for x in self._last.values()), cached)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 async def merged(

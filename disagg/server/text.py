@@ -78,7 +78,5 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """How many characters at the end of `text` are the begin of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
