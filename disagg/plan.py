@@ -104,10 +104,9 @@ class LayerGroup:
         """Bytes from the start of a record to the layer page of `layer`."""
         return self.rank(layer) * self.layer_bytes(layout)
 
-    def address(self, layout: Layout, page: int, layer: int, head: int = 0) -> int:
-        """Byte offset in the arena of one block."""
-        offset = self.layer_offset(layout, layer) + head * layout.block_bytes
-        return page * ARENA_UNIT + offset
+    def address(self, layout: Layout, page: int, layer: int) -> int:
+        """Byte offset in the arena of one layer page."""
+        return page * ARENA_UNIT + self.layer_offset(layout, layer)
 
     def record(self, layout: Layout) -> RecordShape:
         """What to ask the pool for; records that may be partly filled come zeroed."""

@@ -1,8 +1,9 @@
 """Which records a sequence owns in a layer group, as page ids. Pure arithmetic; no bytes."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from disagg.errors import DisaggError
@@ -74,13 +75,20 @@ class GroupState:
         """The pages of all runs, in token order."""
         return [page for run in self.runs for page in run.pages]
 
-    def ids(self) -> Iterator[int]:
+    def ids_by_kind(self) -> dict[Kind, list[int]]:
+        """The records of each kind, in their order, of the kinds that it has."""
+        segments = dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
+        found = {
+            Kind.PAGE: self.page_ids(),
+            Kind.SEGMENT: list(segments),
+            Kind.RAW: self.tail + self.kept,
+            Kind.SIDE: [] if self.side is None else [self.side],
+        }
+        return {kind: ids for kind, ids in found.items() if ids}
+
+    def ids(self) -> list[int]:
         """Every record owned, each once."""
-        yield from self.page_ids()
-        yield from dict.fromkeys(run.segment for run in self.runs if run.segment is not None)
-        yield from (*self.tail, *self.kept)
-        if self.side is not None:
-            yield self.side
+        return [*chain.from_iterable(self.ids_by_kind().values())]
 
 
 def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupState:

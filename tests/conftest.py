@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A folder for state files: no test meets the service that its user runs."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def disagg(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a command says, once it has ended with the code; its first words may be one string."""
+    from disagg.cli.app import run
+
+    def said(words: str, *more: object, code: int = 0) -> Any:
+        assert run([*words.split(), *map(str, more)]) == code
+        return capsys.readouterr()
+
+    return said
 
 
 @pytest.fixture(scope="session")

@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4278,
-    "cli": 1944,
-    "codecs": 3157,
-    "engine": 1935,
-    "eval": 601,
-    "files": 2056,  # disagg/*.py
-    "kernels": 6220,
-    "model": 1816,
-    "report": 176,
-    "server": 1949,
-    "transfer": 3593,
-    "workers": 3057,
-    "tests": 24314,
+    "bench": 4171,
+    "cli": 1926,
+    "codecs": 2987,
+    "engine": 1912,
+    "eval": 563,
+    "files": 2042,  # disagg/*.py
+    "kernels": 6164,
+    "model": 1791,
+    "report": 163,
+    "server": 1943,
+    "transfer": 3413,
+    "workers": 3036,
+    "tests": 24219,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21405  # of all these rooms together
+PACKAGE_BUDGET = 20960  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -36,7 +36,7 @@ def test_an_allocated_prompt_has_a_run_for_every_segment():
     assert [(run.first, len(run.pages)) for run in state.runs] == [(0, 32), (2048, 1)]
     assert len({run.segment for run in state.runs}) == 2
     assert len(state.tail) == 3  # 36 tokens
-    assert len(set(state.ids())) == len(list(state.ids())) == 33 + 2 + 3
+    assert len(set(state.ids())) == len(state.ids()) == 33 + 2 + 3
 
 
 def test_an_allocation_that_fails_takes_nothing():

@@ -166,7 +166,7 @@ class Engine:
                     self._start(message)
                 except Exception as error:
                     for state in message.groups if isinstance(message, Admit) else ():
-                        self.pool.release(list(state.ids()))
+                        self.pool.release(state.ids())
                     self._events.append(Failed(message.request.rid, named(error)))
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:

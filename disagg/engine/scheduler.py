@@ -172,5 +172,5 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         for state in sequence.groups:
-            self._pool.release(list(state.ids()))
+            self._pool.release(state.ids())
         sequence.groups, sequence.n, sequence.workspace = (), 0, None

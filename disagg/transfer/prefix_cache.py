@@ -24,7 +24,6 @@ from disagg.transfer.records import (
     Span,
     Unit,
     content_keys,
-    ids_by_kind,
     units_of,
 )
 from disagg.wire import digest
@@ -144,7 +143,7 @@ class PrefixCache:
     def release(self, groups: Iterable[GroupState]) -> None:
         """Give up all records of a prompt."""
         for state in groups:
-            self._pool.release(list(state.ids()))
+            self._pool.release(state.ids())
 
     def keep(self, holding: Holding, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
@@ -152,7 +151,7 @@ class PrefixCache:
         checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
         units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
-            ids = ids_by_kind(state)
+            ids = state.ids_by_kind()
             for unit, key in zip(reversed(some), reversed(keys), strict=True):
                 pages = tuple(ids[kind][record] for kind, record in unit.records())
                 self._pool.keep(key, pages, Note(key, pages, unit, checklist, packed))

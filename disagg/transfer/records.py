@@ -138,7 +138,7 @@ class Checklist:
         seal pages of other layouts or segments, or set tokens aside.
         """
         for group, state in zip(self.plan.groups, states, strict=True):
-            inventory, ids = group.inventory(self.tokens), ids_by_kind(state)
+            inventory, ids = group.inventory(self.tokens), state.ids_by_kind()
             theirs = {kind: len(ids.get(kind, ())) for kind in KIND_ORDER}
             ours = {kind: inventory[kind] for kind in KIND_ORDER}
             joined = len(state.runs) > len({run.segment for run in state.runs})  # the first one
@@ -208,7 +208,7 @@ class Addresses:
 
     def __init__(self, checklist: Checklist, states: Sequence[GroupState]):
         self._checklist = checklist
-        self._ids = [ids_by_kind(state) for state in states]
+        self._ids = [state.ids_by_kind() for state in states]
         for index, (group, ids) in enumerate(zip(checklist.plan.groups, self._ids, strict=True)):
             if group.lead and (known := ids.get(Kind.SEGMENT)):  # of as many as a prompt would have
                 missing = checklist.count(index, Kind.SEGMENT) - len(known)
@@ -337,18 +337,6 @@ class Arrivals:
             first = next(place for place in range(len(commit.digests)) if place not in self._here)
             item = self._checklist.items[first]
             raise TransferError(f"{absent} items of the commit never came, the first is {item}")
-
-
-def ids_by_kind(state: GroupState) -> dict[Kind, list[int]]:
-    """The page ids of the records of a prompt, in their order, of the kinds that it has."""
-    segments = dict.fromkeys(run.segment for run in state.runs if run.segment is not None)
-    found = {
-        Kind.PAGE: state.page_ids(),
-        Kind.SEGMENT: list(segments),
-        Kind.RAW: state.tail + state.kept,
-        Kind.SIDE: [] if state.side is None else [state.side],
-    }
-    return {kind: ids for kind, ids in found.items() if ids}
 
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:

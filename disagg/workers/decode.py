@@ -24,7 +24,6 @@ from disagg.page import FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState
 from disagg.transfer.messages import Job, Submit, TokenEvent
-from disagg.transfer.records import ids_by_kind
 from disagg.transfer.reservations import Admission
 from disagg.wire import Commit, Item
 from disagg.workers.events import Events
@@ -240,5 +239,5 @@ def _sealed(group: LayerGroup, state: GroupState, tokens: int) -> dict[Kind, int
     drops = group.dropped(tokens) > state.dropped * group.page.tokens
     if drops or group.flush_page or group.final_at is FinalAt.PROMPT:
         return {}
-    ids = ids_by_kind(state)
+    ids = state.ids_by_kind()
     return {kind: len(ids.get(kind, ())) for kind in (Kind.SEGMENT, Kind.PAGE)}

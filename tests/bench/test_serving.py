@@ -10,7 +10,6 @@ import pytest
 
 from disagg.bench import serving
 from disagg.bench.serving import ServeOptions, Visit, Visited, departures, draw_serving, summarize
-from disagg.cli.app import run
 from disagg.errors import ConfigError
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.model.tokenizer import Tokenizer
@@ -65,12 +64,11 @@ def ask(url: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, capsys, tmp_path):
+def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, disagg, tmp_path):
     more = ["--backend", backend, "--ignore-eos", "--max-concurrency", "2", "--seed", "3"]
     files = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "a.json"]
     limits = ["--goodput", "ttft:60000 tpot:0.0"]
-    assert run(ask(url, *more, *files, *limits, "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(disagg(*ask(url, *more, *files, *limits, "--json")).out)
     assert json.loads((tmp_path / "a.json").read_text()) == found
     assert found["completed"] == len(Server.bodies) == 5
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (35, 15)
@@ -82,9 +80,9 @@ def test_it_asks_as_told_and_saves_the_keys_of_vllm(url, backend, capsys, tmp_pa
     assert all(asked.items() <= body.items() and body["ignore_eos"] for body in Server.bodies)
 
 
-def test_people_get_the_table_of_vllm(url, capsys):
-    assert run(ask(url, "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99")) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_people_get_the_table_of_vllm(url, disagg):
+    metrics = ["--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99"]
+    lines = disagg(*ask(url, *metrics)).out.splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1] == f"{'Successful requests:':<40} {5:<10}"
     names = [line.split(":")[0] for line in lines]
@@ -94,29 +92,26 @@ def test_people_get_the_table_of_vllm(url, capsys):
     assert "Mean TPOT (ms)" not in names
 
 
-def test_failed_requests_are_counted_and_told(url, capsys):
-    assert run(ask(url, "--endpoint", "/v1/teapot")) == 1
-    said = capsys.readouterr()
+def test_failed_requests_are_counted_and_told(url, disagg):
+    said = disagg(*ask(url, "--endpoint", "/v1/teapot"), code=1)
     assert "a request failed: status 418: no tea" in said.err
     assert f"{'Failed requests:':<40} 5" in said.out
 
 
 def test_without_a_tokenizer_it_takes_that_of_the_model_as_the_server_found_it(
-    url, capsys, monkeypatch
+    url, disagg, monkeypatch
 ):
     flags = ["bench", "serve", "--base-url", url, "--num-prompts", "1"]
-    assert run([*flags, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(disagg(*flags, "--json").out)
     assert (found["model_id"], found["tokenizer_id"]) == ("some-model", "default")
-    assert run([*flags, "--model", "some-model"]) == 0
+    disagg(*flags, "--model", "some-model")
     monkeypatch.setattr(Server, "root", "/of/another/host")
-    assert run(flags) == 3
-    assert "--tokenizer FOLDER" in capsys.readouterr().err
+    assert "--tokenizer FOLDER" in disagg(*flags, code=3).err
 
 
-def test_where_nobody_answers_it_says_so(capsys):
-    assert run(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 8
-    assert "no model is served at http://127.0.0.1:9" in capsys.readouterr().err
+def test_where_nobody_answers_it_says_so(disagg):
+    url = "http://127.0.0.1:9"
+    assert f"no model is served at {url}" in disagg("bench serve --base-url", url, code=8).err
 
 
 @pytest.mark.parametrize(
@@ -131,10 +126,9 @@ def test_where_nobody_answers_it_says_so(capsys):
         (["--dataset-name", "azure"], "--dataset-path"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(flags, word, capsys):
+def test_what_cannot_be_asked_is_refused(flags, word, disagg):
     given = ["--model", "m", "--tokenizer", str(DEFAULT_MODEL), *flags]
-    assert run(["bench", "serve", *given]) == 2
-    assert word in capsys.readouterr().err
+    assert word in disagg("bench serve", *given, code=2).err
 
 
 def test_figures_are_those_of_the_requests():

@@ -15,25 +15,22 @@ from disagg.cli.app import run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_version_is_told(capsys):
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"disagg {version('disagg')}\n"
+def test_the_version_is_told(disagg):
+    assert disagg("--version").out == f"disagg {version('disagg')}\n"
 
 
 @pytest.mark.parametrize("command", ["", "submit", "serve", "bench", "bench decode"])
-def test_help_has_a_short_name_everywhere(command, capsys):
+def test_help_has_a_short_name_everywhere(command, disagg):
     shown = []
     for flag in ("-h", "--help"):
-        assert run([*command.split(), flag]) == 0
-        shown.append(capsys.readouterr().out)
+        shown.append(disagg(*command.split(), flag).out)
     assert shown[0] == shown[1]
     assert "-h, --help" in shown[0]
 
 
-def test_no_summary_is_cut(capsys, monkeypatch):
+def test_no_summary_is_cut(disagg, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert run(["--help"]) == 0
-    _, _, commands = capsys.readouterr().out.partition("Commands:")
+    _, _, commands = disagg("--help").out.partition("Commands:")
     assert "submit" in commands
     assert "..." not in commands
 

@@ -6,10 +6,9 @@ from itertools import product
 import pytest
 
 from disagg.bench import handoff, transfer
-from disagg.cli.app import run
 from tests.bench.here import Here
 
-SMALL = ["--layers", "2", "--heads", "1", "--head-dim", "64", "--tokens", "70", "--rounds", "1"]
+SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
 RAW = "raw:dtype=fp16"
 
 
@@ -18,16 +17,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "Child", Here)
 
 
-def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run(["bench", "transfer", *SMALL, *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_transfer_prints_writes_and_draws_a_row_for_every_case(capsys, tmp_path):
+def test_transfer_prints_writes_and_draws_a_row_for_every_case(disagg, tmp_path):
     pytest.importorskip("matplotlib")
-    files = ["--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]
+    files = ["--plot", tmp_path / "a.png", "--out", tmp_path / "a.json"]
     cases = ["--codec", "fp8", "--gbps", "1", "--gbps", "3.5", "--tokens", "37"]
-    printed = json.loads(bench(capsys, *cases, *files, "--json"))
+    printed = json.loads(disagg(SMALL, *cases, *files, "--json").out)
     assert json.loads((tmp_path / "a.json").read_text()) == printed
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert len(printed["rows"]) == 2 * 2 * 2 * 2
@@ -36,10 +30,9 @@ def test_transfer_prints_writes_and_draws_a_row_for_every_case(capsys, tmp_path)
     }
 
 
-def test_people_get_a_table_and_progress_beside_it(capsys):
+def test_people_get_a_table_and_progress_beside_it(disagg):
     cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
-    assert run(["bench", "transfer", *SMALL, *cases]) == 0
-    said = capsys.readouterr()
+    said = disagg(SMALL, *cases)
     header, *lines = said.out.splitlines()
     assert header.split()[:4] == ["codec", "tokens", "gbps", "pages"]
     assert [line.split()[0] for line in lines] == [RAW, RAW, "fp8", "fp8"]
@@ -50,13 +43,12 @@ def test_people_get_a_table_and_progress_beside_it(capsys):
 @pytest.mark.parametrize(
     "name", ["overlap", "latency", "load", "kernels", "decode", "transfer", "serve", "capacity"]
 )
-def test_every_benchmark_is_a_command(name, capsys):
-    assert run(["bench", name, "--help"]) == 0
-    assert "--json" in capsys.readouterr().out
+def test_every_benchmark_is_a_command(name, disagg):
+    assert "--json" in disagg("bench", name, "--help").out
 
 
-def test_the_plane_is_measured_beside_a_socket(capsys):
-    result = json.loads(bench(capsys, "--plane", "--no-netns", "--json"))
+def test_the_plane_is_measured_beside_a_socket(disagg):
+    result = json.loads(disagg(SMALL, "--plane", "--no-netns", "--json").out)
     assert {row["link"] for row in result["rows"]} == {"loopback"}
     assert result["machine"]["cores"] > 0
 
@@ -73,20 +65,18 @@ def test_the_plane_is_measured_beside_a_socket(capsys):
     ],
     ids=["drawn", "two", "name", "folder", "codec", "out"],
 )
-def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, capsys):
+def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, disagg):
     pytest.importorskip("matplotlib")
-    assert run(["bench", "transfer", *SMALL, *arguments]) == 2
-    said = capsys.readouterr()
+    said = disagg(SMALL, *arguments, code=2)
     assert said.err.startswith("error: ")
     assert word in said.err
     assert not said.out
 
 
 @pytest.mark.parametrize("name", ["overlap", "load"])
-def test_a_benchmark_of_workers_prints_its_rows(name, capsys, monkeypatch):
+def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
     row = {"codec": "raw", "waited_s": 1.5}
     monkeypatch.setattr(
         handoff, f"measure_{name}", lambda *_: {"machine": {"kernels": "avx2"}, "rows": [row]}
     )
-    assert run(["bench", name]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["raw", "1.5"]
+    assert disagg("bench", name).out.splitlines()[1].split() == ["raw", "1.5"]

@@ -5,23 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.cli.app import run
 from disagg.codecs import doctor as room
 from disagg.kernels.cpu import library
 
+DOCTOR = "doctor --device cpu --head-dim 64"
 KIVI = "kivi:bits=2,group=64,residual=16"
 
 
-def test_sound_kernels_are_told_by_codec_and_backend(capsys):
-    assert run(["doctor", KIVI, "raw", "--device", "cpu", "--head-dim", "64", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_sound_kernels_are_told_by_codec_and_backend(disagg):
+    found = json.loads(disagg(DOCTOR, KIVI, "raw", "--json").out)
     assert (found["device"], found["name"], found["sound"]) == ("cpu", library.backend(), True)
     assert [row["kernel"] for row in found["rows"]] == 2 * ["encode", "append", "attend"]
     assert {row["codec"] for row in found["rows"]} == {KIVI, "raw:dtype=model"}
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_a_wrong_kernel_is_exit_status_1(form, capsys, monkeypatch):
+def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
     true = room.examine
 
     def examine(*given):
@@ -29,17 +28,14 @@ def test_a_wrong_kernel_is_exit_status_1(form, capsys, monkeypatch):
         return [*others, replace(attend, error=1.0)]
 
     monkeypatch.setattr(room, "examine", examine)
-    assert run(["doctor", KIVI, "--device", "cpu", "--head-dim", "64", *form]) == 1
-    out = capsys.readouterr().out
+    out = disagg(DOCTOR, KIVI, *form, code=1).out
     assert '"sound": false' in out if form else out.count("WRONG") == 1
 
 
-def test_without_the_library_the_reference_serves_and_that_is_said(capsys, monkeypatch):
+def test_without_the_library_the_reference_serves_and_that_is_said(disagg, monkeypatch):
     monkeypatch.setattr(library, "paths", lambda: ())
-    assert run(["doctor", KIVI, "--device", "cpu", "--head-dim", "64"]) == 0
-    assert "no C library, the reference serves" in capsys.readouterr().out
+    assert "no C library, the reference serves" in disagg(DOCTOR, KIVI).out
 
 
-def test_a_codec_nobody_knows_is_an_error(capsys):
-    assert run(["doctor", "zip"]) == 2
-    assert "unknown codec 'zip'" in capsys.readouterr().err
+def test_a_codec_nobody_knows_is_an_error(disagg):
+    assert "unknown codec 'zip'" in disagg("doctor zip", code=2).err

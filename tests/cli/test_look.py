@@ -1,61 +1,57 @@
 """`codecs` and `page`: what they print adds up."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from disagg.cli.app import run
 from disagg.codecs import describe
 
 COLUMNS = {"name", "spec", "bits_per_element", "page_tokens", "page_bytes", "segment_bytes"}
 
 
-def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def look(disagg: Callable[..., Any], *arguments: str) -> Any:
+    return json.loads(disagg(*arguments, "--json").out)
 
 
-def test_codecs_lists_every_codec_with_its_size(capsys):
+def test_codecs_lists_every_codec_with_its_size(disagg):
     size = ["--heads", "8", "--head-dim", "128", "--tokens", "2048"]
-    rows = look(capsys, "codecs", *size)
+    rows = look(disagg, "codecs", *size)
     assert all(row.keys() >= COLUMNS | {"fp16_pct"} for row in rows)
     found = {row["name"]: row for row in rows}
     assert found["raw"]["page_tokens"] == 16
     assert found["kivi"]["fp16_pct"] < 30
-    assert run(["codecs", *size]) == 0
-    told = capsys.readouterr().out
+    told = disagg("codecs", *size).out
     assert all(row["spec"] in told for row in rows)
 
 
-def test_codecs_may_be_asked_for_by_spec(capsys):
+def test_codecs_may_be_asked_for_by_spec(disagg):
     size = ["--head-dim", "128", "--tokens", "8192"]
-    rows = look(capsys, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
+    rows = look(disagg, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
     assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
 
 
-def test_no_cell_is_cut_on_any_terminal(capsys, monkeypatch):
+def test_no_cell_is_cut_on_any_terminal(disagg, monkeypatch):
     for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
     spec = "ott:bits=2,group=64,residual=32,outliers=3,aux=32,skip_layers=2,rank=0"
-    assert run(["codecs", spec]) == 0
-    assert {spec, "82,048"} <= set(capsys.readouterr().out.split())
+    assert {spec, "82,048"} <= set(disagg("codecs", spec).out.split())
 
 
-def test_codecs_tell_what_was_measured_of_them(capsys, monkeypatch):
+def test_codecs_tell_what_was_measured_of_them(disagg, monkeypatch):
     spec = "kivi:bits=2,group=64,residual=128"
     costs = {"model": "smollm2", "codecs": {spec: {"ppl_pct": 25.3, "kl": 0.2506}}}
     monkeypatch.setattr(describe, "measured_costs", lambda: costs)
-    rows = look(capsys, "codecs", "kivi", "kivi:group=32")
+    rows = look(disagg, "codecs", "kivi", "kivi:group=32")
     assert [(row["ppl_pct"], row["kl"]) for row in rows] == [(25.3, 0.2506), (None, None)]
-    assert run(["codecs", "kivi"]) == 0
-    told = capsys.readouterr().out
+    told = disagg("codecs kivi").out
     assert "measured on smollm2" in told
     assert {"+25.30", "0.2506"} <= set(told.split())
 
 
-def test_the_planes_of_a_page_lie_one_behind_the_other(capsys):
-    found = look(capsys, "page", "kivi:bits=2,group=64,residual=64")
+def test_the_planes_of_a_page_lie_one_behind_the_other(disagg):
+    found = look(disagg, "page", "kivi:bits=2,group=64,residual=64")
     (group,) = found["groups"]
     page, raw = group["layouts"]
     names = ["k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"]
@@ -66,9 +62,8 @@ def test_the_planes_of_a_page_lie_one_behind_the_other(capsys):
     assert (page["kind"], raw["kind"], raw["tokens"]) == ("page", "raw", 16)
 
 
-def test_a_page_is_drawn_for_every_layer_group(capsys):
-    assert run(["page", "0-1:kivi:bits=4;2-:raw"]) == 0
-    drawn = capsys.readouterr().out
+def test_a_page_is_drawn_for_every_layer_group(disagg):
+    drawn = disagg("page 0-1:kivi:bits=4;2-:raw").out
     assert "layers 0, 1 ·" in drawn
     assert "layers 2, 3, 4, 5 ·" in drawn
     assert "k_codes" in drawn
@@ -79,6 +74,5 @@ def test_a_page_is_drawn_for_every_layer_group(capsys):
     [(["page", "zip"], 2), (["page", "kivi:group=48"], 2), (["page", "raw", "--model", "/no"], 3)],
     ids=["codec", "option", "model"],
 )
-def test_what_cannot_be_drawn_says_why(arguments, code, capsys):
-    assert run(arguments) == code
-    assert capsys.readouterr().err.startswith("error: ")
+def test_what_cannot_be_drawn_says_why(arguments, code, disagg):
+    assert disagg(*arguments, code=code).err.startswith("error: ")

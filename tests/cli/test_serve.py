@@ -15,7 +15,6 @@ from functools import partial
 
 import pytest
 
-from disagg.cli.app import run
 from disagg.cli.client import RunningService, announced, left_token, read_state, write_state
 from disagg.cli.output import stages
 from disagg.config import Config, load_config
@@ -71,11 +70,10 @@ def test_a_state_file_that_is_broken_or_that_others_may_write_is_not_believed(st
 @pytest.mark.parametrize(
     "wrong", [{"pid": -1}, {"pid": 0}, {"pid": "1"}, {"pid": 1 << 64}, {"url": 5}]
 )
-def test_no_state_file_makes_stop_signal_all_processes(wrong, state_file, monkeypatch, capsys):
+def test_no_state_file_makes_stop_signal_all_processes(wrong, state_file, monkeypatch, disagg):
     write_state(state_file, replace(service(), **wrong))
     monkeypatch.setattr(os, "kill", lambda *signal: pytest.fail(f"kill{signal}"))
-    assert run(["stop", "--state-file", str(state_file)]) == 2
-    assert "cannot be read: no process" in capsys.readouterr().err
+    assert "cannot be read: no process" in disagg("stop --state-file", state_file, code=2).err
 
 
 def test_a_state_file_of_a_dead_process_tells_of_no_service(state_file):
@@ -98,13 +96,12 @@ def test_a_service_removes_its_own_state_file_and_no_other(state_file):
     assert read_state(state_file) == other
 
 
-def test_a_service_does_not_take_the_state_file_of_another_one(state_file, capsys, monkeypatch):
+def test_a_service_does_not_take_the_state_file_of_another_one(state_file, disagg, monkeypatch):
     """And it starts nothing: what would is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     first = service()
     write_state(state_file, first)
-    assert run(["serve", "--state-file", str(state_file)]) == 2
-    said = capsys.readouterr().err
+    said = disagg("serve --state-file", state_file, code=2).err
     for word in (first.url, str(first.pid), "--state-file", "disagg stop"):
         assert word in said
     with pytest.raises(ConfigError, match="a service runs"), announced(state_file, first):
@@ -136,17 +133,17 @@ class Started:
     ("host", "warned"),
     [("127.0.0.1", 0), ("localhost", 0), ("0.0.0.0", 1), ("10.0.0.7", 1), ("host.example", 1)],
 )
-def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, capsys, monkeypatch):
+def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, disagg, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
-    assert run(["serve", "--state-file", str(state_file), "--host", host]) == 0
-    first, second, link, door, *warnings, last = capsys.readouterr().err.splitlines()
+    said = disagg("serve --state-file", state_file, "--host", host).err
+    first, second, link, door, *warnings, last = said.splitlines()
     assert re.fullmatch(r" +\d+\.\d s  starting a private Ray \.\.\.", first)
     assert re.fullmatch(r" +\d+\.\d s  loading tiny \.\.\.", second)
     assert (link, door, last) == ("a link", "a door", "serving tiny at http://127.0.0.1:7")
     assert [host in line and "without a key" in line for line in warnings] == [True] * warned
 
 
-def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, monkeypatch):
+def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, disagg, monkeypatch):
     class Interrupted(Started):
         def __exit__(self, *error: object) -> None:
             print("workers end", file=sys.stderr)
@@ -157,8 +154,7 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, 
             return ()
 
     monkeypatch.setattr("disagg.server.service.Service", Interrupted)
-    assert run(["serve", "--state-file", str(state_file)]) == 0
-    said = capsys.readouterr().err.splitlines()
+    said = disagg("serve --state-file", state_file).err.splitlines()
     assert said[-3:] == ["stopping ...", "workers end", "stopped"]
 
 
@@ -171,7 +167,7 @@ def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, capsys, 
     ],
 )
 def test_a_signal_while_workers_load_ends_the_service(
-    command, number, status, last, state_file, capsys, monkeypatch
+    command, number, status, last, state_file, disagg, monkeypatch
 ):
     """Though Ray took it when it started."""
     taken = []
@@ -186,19 +182,18 @@ def test_a_signal_while_workers_load_ends_the_service(
     monkeypatch.setattr("disagg.server.service.Service", Loading)
     before = signal.getsignal(number)
     try:
-        assert run([*command, "--state-file", str(state_file)]) == status
+        said = disagg(*command, "--state-file", state_file, code=status).err
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().err.splitlines()[-2:] == ["stopping ...", last]
+    assert said.splitlines()[-2:] == ["stopping ...", last]
     assert not taken
     assert not state_file.exists()
 
 
-def test_a_service_with_keys_is_not_open_to_all(state_file, capsys, monkeypatch):
+def test_a_service_with_keys_is_not_open_to_all(state_file, disagg, monkeypatch):
     monkeypatch.setattr("disagg.server.service.Service", Started)
     keys = ["--set", "server.api_key=sk-1", "--host", "0.0.0.0"]
-    assert run(["serve", "--state-file", str(state_file), *keys]) == 0
-    assert "without a key" not in capsys.readouterr().err
+    assert "without a key" not in disagg("serve --state-file", state_file, *keys).err
 
 
 def test_a_terminal_gets_one_line_that_changes(monkeypatch):
@@ -226,25 +221,23 @@ def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
         assert served_name(load_config(None, given)) == name
 
 
-def test_status_shows_every_worker(known, state_file, capsys):
-    where = ["--state-file", str(state_file)]
-    assert run(["status", *where]) == 0
-    told = capsys.readouterr().out
+def test_status_shows_every_worker(known, state_file, disagg):
+    where = "--state-file", state_file
+    told = disagg("status", *where).out
     assert "prefill" in told
     assert told.endswith("decode: 1 there, 2 wanted; more load, or wait for a place\n")
     assert "prefill:" not in told
-    assert run(["status", *where, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["workers"]) == 2
+    assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
 
 
-def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, monkeypatch):
+def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, disagg, monkeypatch):
     monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
-    assert run(["stop", "--state-file", str(state_file)]) == 0
+    disagg("stop --state-file", state_file)
     assert known.stopped.is_set()
 
 
 def test_a_service_is_announced_before_its_workers_serve_and_ready_afterwards(
-    state_file, monkeypatch
+    state_file, disagg, monkeypatch
 ):
     seen = []
 
@@ -259,29 +252,28 @@ def test_a_service_is_announced_before_its_workers_serve_and_ready_afterwards(
             return ()
 
     monkeypatch.setattr("disagg.server.service.Service", Looking)
-    assert run(["serve", "--state-file", str(state_file)]) == 0
+    disagg("serve --state-file", state_file)
     assert [x.url for x in seen] == [Started.url] * 2
     assert [x.ready for x in seen] == [False, True]
     assert read_state(state_file) is None
 
 
-def test_submit_waits_for_a_service_that_starts(running, state_file, capsys, monkeypatch):
+def test_submit_waits_for_a_service_that_starts(running, state_file, disagg, monkeypatch):
     starting = RunningService(running.url, os.getpid(), "secret")
     write_state(state_file, starting)
     become_ready = partial(write_state, state_file, replace(starting, ready=True))
     monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: become_ready())
-    assert run(["submit", "It was", "--state-file", str(state_file)]) == 0
-    assert f"waiting for the service at {running.url}" in capsys.readouterr().err
+    said = disagg("submit Once --state-file", state_file).err
+    assert f"waiting for the service at {running.url}" in said
 
 
-def test_submit_says_when_the_service_that_it_waits_for_ends(state_file, capsys, monkeypatch):
+def test_submit_says_when_the_service_that_it_waits_for_ends(state_file, disagg, monkeypatch):
     write_state(state_file, service())
     monkeypatch.setattr("disagg.cli.serve.time.sleep", lambda seconds: state_file.unlink())
-    assert run(["submit", "It was", "--state-file", str(state_file)]) == 8
-    assert "no service runs" in capsys.readouterr().err
+    assert "no service runs" in disagg("submit Once --state-file", state_file, code=8).err
 
 
-def test_stop_ends_a_service_that_starts(state_file):
+def test_stop_ends_a_service_that_starts(state_file, disagg):
     code = "import signal; signal.sigwait([signal.SIGTERM])"
     block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print(flush=True); "
     command = [sys.executable, "-c", code.replace("; ", f"; {block}")]
@@ -289,56 +281,49 @@ def test_stop_ends_a_service_that_starts(state_file):
         threading.Thread(target=process.wait).start()
         assert process.stdout.readline()
         write_state(state_file, service(pid=process.pid))
-        assert run(["stop", "--state-file", str(state_file)]) == 0
+        disagg("stop --state-file", state_file)
         assert process.wait() == 0
 
 
-def test_services_of_other_names_have_state_files_of_their_own(monkeypatch, tmp_path):
+def test_services_of_other_names_have_state_files_of_their_own(disagg, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("disagg.server.service.Service", Started)
     write_state(tmp_path / "disagg.json", service())
-    assert run(["serve"]) == 2
-    assert run(["serve", "--name", "other"]) == 0
-    assert run(["serve", "--name", "../other"]) == 2
+    disagg("serve", code=2)
+    disagg("serve --name other")
+    disagg("serve --name ../other", code=2)
 
 
-def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, capsys):
+def test_stop_with_a_wrong_secret_stops_nothing(known, state_file, disagg):
     write_state(state_file, RunningService(known.url, os.getpid(), "wrong", ready=True))
-    assert run(["stop", "--state-file", str(state_file)]) == 2
-    assert "token" in capsys.readouterr().err
+    assert "token" in disagg("stop --state-file", state_file, code=2).err
     assert not known.stopped.is_set()
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
-def test_without_a_service_there_is_nothing_to_ask(command, tmp_path, capsys):
-    assert run([command, "--state-file", str(tmp_path / "none.json")]) == 8
-    assert "disagg serve" in capsys.readouterr().err
+def test_without_a_service_there_is_nothing_to_ask(command, tmp_path, disagg):
+    assert "disagg serve" in disagg(command, "--state-file", tmp_path / "none.json", code=8).err
 
 
-def test_show_config_prints_what_config_reads(tmp_path, capsys):
-    flags = ["--codec", "raw", "--port", "0", "--set", "router.deadline_s=9"]
-    flags += ["--served-model-name", "mine"]
-    assert run(["serve", "--show-config", *flags]) == 0
+def test_show_config_prints_what_config_reads(tmp_path, disagg):
+    flags = "--codec raw --port 0 --set router.deadline_s=9 --served-model-name mine"
     path = tmp_path / "config.yaml"
-    path.write_text(capsys.readouterr().out)
+    path.write_text(disagg(f"serve --show-config {flags}").out)
     wanted = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
     wanted |= {"server.served_model_name": "mine"}
     assert load_config(path) == load_config(None, wanted)
 
 
-def test_auto_chooses_among_codecs_that_are_listed_with_their_options(capsys):
+def test_auto_chooses_among_codecs_that_are_listed_with_their_options(disagg):
     listed = "fp8,kivi:bits=4,residual=64,0-1:raw;2-:banded:bits=3"
-    flags = ["--codec", "auto", "--codecs", listed, "--error-budget", "0.2", "--json"]
-    assert run(["serve", "--show-config", *flags]) == 0
-    config = json.loads(capsys.readouterr().out)
+    flags = f"--codec auto --codecs {listed} --error-budget 0.2 --json"
+    config = json.loads(disagg(f"serve --show-config {flags}").out)
     assert config["codecs"] == ["fp8", "kivi:bits=4,residual=64", "0-1:raw;2-:banded:bits=3"]
     assert (config["codec"], config["router"]["error_budget"]) == ("auto", 0.2)
-    assert run(["serve", "--codec", "auto"]) == 2
-    assert "none are listed" in capsys.readouterr().err
+    assert "none are listed" in disagg("serve --codec auto", code=2).err
 
 
-def test_a_port_that_is_taken_is_a_config_error(running, state_file, capsys):
+def test_a_port_that_is_taken_is_a_config_error(running, state_file, disagg):
     port = running.url.rpartition(":")[2]
-    assert run(["serve", "--port", port, "--state-file", str(state_file)]) == 2
-    assert "cannot listen" in capsys.readouterr().err
+    assert "cannot listen" in disagg("serve --port", port, "--state-file", state_file, code=2).err
     assert threading.active_count() < 10

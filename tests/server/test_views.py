@@ -10,7 +10,7 @@ from disagg.errors import ConfigError, PeerLostError
 from disagg.server.counts import Counts
 from disagg.server.text import Piece
 from tests.server.conftest import KV, said
-from tests.server.visits import assert_counted, get, post, send
+from tests.server.visits import assert_counted, get, post, refused, send
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/metrics"])
@@ -31,8 +31,7 @@ def test_ready_follows_the_workers_and_health_does_not(app, router):
 def test_models_and_status_tell_what_is_served(app, router):
     (model,) = get(app, "/v1/models").json()["data"]
     assert get(app, "/v1/models/tiny").json() == model == get(app, "/v1/models//models/tiny").json()
-    missing = get(app, "/v1/models/gpt-4")
-    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "model")
+    assert refused(get(app, "/v1/models/gpt-4"), 404, "model", "model")
     assert get(app, "/version").json() == {"version": __version__}
     told = model["id"], model["root"], model["max_model_len"]
     assert told == ("tiny", "/models/tiny", 20)

@@ -46,6 +46,15 @@ def assert_counted(app: ASGIApp, *lines: str) -> str:
     return text
 
 
+def refused(response: httpx.Response, status: int, reason: str, param: str | None = None) -> str:
+    """The message of an error, which is of this kind and about this field."""
+    error = response.json()["error"]
+    message = error.pop("message")
+    assert error == {"type": reason, "param": param, "code": status}
+    assert response.status_code == status
+    return str(message)
+
+
 def ask(**fields: Any) -> dict[str, Any]:
     return {"prompt": "abc", "max_tokens": 4, **fields}
 

@@ -10,7 +10,7 @@ from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena, HostArena, Pool
 from disagg.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
-from disagg.transfer.records import Addresses, ArenaSource, Checklist, ids_by_kind, units_of
+from disagg.transfer.records import Addresses, ArenaSource, Checklist, units_of
 from disagg.transfer.reservations import Terms
 from disagg.wire import Commit, Item, PageFrame, Ticket, digest
 
@@ -129,7 +129,7 @@ class Prompt:
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
         """Whether the records of a receiver hold the same bytes, those that were not sent too."""
-        there, here = ([ids_by_kind(x) for x in some] for some in (states, self.states))
+        there, here = ([x.ids_by_kind() for x in some] for some in (states, self.states))
         for index, group in enumerate(self.plan.groups):
             for kind, pages in here[index].items():
                 size = len(group.layers) * group.layer_bytes(group.layout(kind))

@@ -103,8 +103,7 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_fo
     async with open_house(lease_s=0.4) as house:
         for point in range(POINTS):
             attach = house.reserve(prompt, f"r{point}")
-            options = replace(slow, pace=Pace(60_000.0, burst_bytes=1000))
-            with process(send, house.address, attach, options) as (child, _):
+            with process(send, house.address, attach, slow) as (child, _):
                 some = source.randrange(1, len(prompt.checklist.items) - 15)
                 await until(lambda n=some: house.arrived() >= n or not house.held)
                 child.kill()

@@ -11,7 +11,7 @@ from disagg.page import ARENA_UNIT, Kind
 from disagg.pool import HostArena, Pool
 from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
-from disagg.transfer.records import Addresses, Checklist, Unit, content_keys, ids_by_kind, units_of
+from disagg.transfer.records import Addresses, Checklist, Unit, content_keys, units_of
 from disagg.transfer.reservations import Admission, State
 from disagg.wire import CommitFrame, Item, Ticket
 from tests.transfer.desk import Desk
@@ -130,7 +130,7 @@ def test_side_records_and_tails_are_never_shared():
     prompt, desk = make_related(400, 1, 400), Desk()
     desk.give(prompt, "one")
     desk.give(prompt, "two")
-    one, two = (ids_by_kind(desk.engine[rid].groups[0]) for rid in ("one", "two"))
+    one, two = (desk.engine[rid].groups[0].ids_by_kind() for rid in ("one", "two"))
     for kind in (Kind.SIDE, Kind.RAW):
         assert not set(one[kind]) & set(two[kind])
     assert one[Kind.PAGE] == two[Kind.PAGE]

@@ -156,13 +156,21 @@ def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Acti
     return dispatch.load(name, replace(ROOM, role=role), 1.0)
 
 
-def moving() -> Rules:
-    """The same, on its way from d to d2."""
+MOVED = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
+
+
+def leaving() -> Rules:
+    """The same; d leaves, and d2 was asked for room."""
     dispatch = decoding()
     join(dispatch, "d2", 0.0)
-    moved = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
-    assert leave(dispatch) == [Reserve("d2", moved)]
-    assert room(dispatch) == [Start("d", moved, Work.MOVE, "d2", GRANT)]
+    assert leave(dispatch) == [Reserve("d2", MOVED)]
+    return dispatch
+
+
+def moving() -> Rules:
+    """The same, on its way from d to d2."""
+    dispatch = leaving()
+    assert room(dispatch) == [Start("d", MOVED, Work.MOVE, "d2", GRANT)]
     return dispatch
 
 
@@ -197,9 +205,7 @@ def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_prom
 
 
 def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
-    dispatch = decoding()
-    join(dispatch, "d2", 0.0)
-    leave(dispatch)
+    dispatch = leaving()
     assert dispatch.refused("d2", "r", 1, CapacityError("full"), 1.0) == []
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
     moved = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + MOVE_TOKENS)
@@ -207,9 +213,7 @@ def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
 
 
 def test_a_sequence_that_is_refused_decodes_on_and_asks_another() -> None:
-    dispatch = decoding()
-    join(dispatch, "d2", 0.0)
-    leave(dispatch)
+    dispatch = leaving()
     join(dispatch, "d3", 1.0)
     error = LayoutError("no such plan")
     assert dispatch.refused("d2", "r", 1, error, 1.0) == [Forget("d2", "r", 1)]
@@ -226,9 +230,7 @@ def test_one_that_is_almost_done_ends_where_it_is() -> None:
 
 
 def test_room_that_comes_when_another_was_asked_since_is_given_back() -> None:
-    dispatch = decoding()
-    join(dispatch, "d2", 0.0)
-    leave(dispatch)
+    dispatch = leaving()
     dispatch.worker_down("d2", 1.0)
     join(dispatch, "d3", 1.0)
     assert dispatch.granted("d2", "r", 1, GRANT) == [Forget("d2", "r", 1)]
@@ -250,9 +252,7 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
 
 
 def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
-    dispatch = decoding()
-    join(dispatch, "d2", 0.0)
-    leave(dispatch)
+    dispatch = leaving()
     assert dispatch.worker_down("d2", 1.0) == []
     assert dispatch.refused("d2", "r", 1, PeerLostError("gone"), 1.0) == []
     assert dispatch.entries["r"].phase is Phase.DECODE

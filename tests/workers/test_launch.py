@@ -101,6 +101,14 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
 
 
+@pytest.fixture
+def cluster(no_ray: None) -> FakeCluster:
+    """A prefill and a decode worker that serve."""
+    found = FakeCluster()
+    found.start()
+    return found
+
+
 def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
     cluster = FakeCluster()
     assert [started.name for started in cluster.start()] == ["prefill-0", "decode-0"]
@@ -228,9 +236,7 @@ def test_the_first_front_end_makes_what_the_next_one_finds(monkeypatch):
     assert other.token != first.token
 
 
-def test_others_are_watched_while_a_replacement_loads():
-    cluster = FakeCluster()
-    cluster.start()
+def test_others_are_watched_while_a_replacement_loads(cluster):
     cluster.kill("prefill-0")
     cluster.step()
     cluster._actors[-1].call.done = False
@@ -239,9 +245,7 @@ def test_others_are_watched_while_a_replacement_loads():
     assert cluster.step() == ["+decode-0.2"]
 
 
-def test_more_workers_load_and_one_of_too_many_changes_what_it_does(caplog):
-    cluster = FakeCluster()
-    cluster.start()
+def test_more_workers_load_and_one_of_too_many_changes_what_it_does(cluster, caplog):
     cluster.scale(2, 2)
     assert [cluster.step() for _ in range(3)] == [[], ["+prefill-1.1"], ["+decode-1.2"]]
     cluster.scale(1, 3)
@@ -294,9 +298,7 @@ def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off
     ]
 
 
-def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> None:
-    cluster = FakeCluster()
-    cluster.start()
+def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster):
     cluster.drain("decode-0")
     stop = cluster.handles["decode-0"].stop
     assert (cluster.step(), stop.told) == ([], None)
@@ -305,9 +307,7 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name() -> No
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
 
-def test_what_cannot_be_wanted_is_refused_by_name():
-    cluster = FakeCluster()
-    cluster.start()
+def test_what_cannot_be_wanted_is_refused_by_name(cluster):
     with pytest.raises(ConfigError, match="0 decode"):
         cluster.scale(1, 0)
     cluster._gpus = 2
@@ -331,9 +331,7 @@ def test_a_worker_that_cannot_start_is_an_error_at_the_start():
         FakeCluster(("model", "no such model")).start()
 
 
-def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever():
-    cluster = FakeCluster()
-    cluster.start()
+def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever(cluster):
     for i in range(1, launch.RESTARTS + 1):
         cluster.there = False
         ups = [x for _ in range(3) for x in cluster.step()]
