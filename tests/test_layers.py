@@ -46,9 +46,9 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4171,
+    "bench": 4172,
     "cli": 1926,
-    "codecs": 2987,
+    "codecs": 3001,
     "engine": 1912,
     "eval": 563,
     "files": 2042,  # disagg/*.py
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1943,
     "transfer": 3413,
     "workers": 3036,
-    "tests": 24219,
+    "tests": 24222,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20960  # of all these rooms together
+PACKAGE_BUDGET = 20961  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

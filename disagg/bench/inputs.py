@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.contract import Codec, Encoded, Prompt, Queries
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, Prompt, Queries
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.layer import views_of
 from disagg.codecs.planning import KVShape

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Prompt, require
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import EXACT_ERRORS

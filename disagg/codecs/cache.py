@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Queries
+from disagg.codecs.contract import Encoded, LayerCodec, Queries
 from disagg.codecs.layer import (
     read_blocks,
     read_kept,
@@ -65,7 +65,9 @@ class GrowingArena:
 class CompressedKV:
     """The compressed K and V of one layer of one sequence. `codec.compress(k, v)` makes one."""
 
-    def __init__(self, codec: Codec, group: LayerGroup, state: GroupState, arena: GrowingArena):
+    def __init__(
+        self, codec: LayerCodec, group: LayerGroup, state: GroupState, arena: GrowingArena
+    ):
         self.codec = codec
         self.group = group
         self.num_tokens = 0
@@ -74,7 +76,7 @@ class CompressedKV:
 
     @classmethod
     def from_prompt(
-        cls, codec: Codec, k: Tensor, v: Tensor, layer: int, q: Tensor | Queries | None
+        cls, codec: LayerCodec, k: Tensor, v: Tensor, layer: int, q: Tensor | Queries | None
     ) -> "CompressedKV":
         """Compress k, v [H, n, D] as prefill does; q [Hq, W, D] are the last queries."""
         _check_pair(k, v)

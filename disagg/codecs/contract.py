@@ -16,7 +16,7 @@ prefill to a token calls `decode`.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
 from disagg.kernels.view import Softmax, View
 from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
-
-if TYPE_CHECKING:
-    from disagg.codecs.cache import CompressedKV
 
 PAGE_TOKENS = 64  # of a page, unless a codec says otherwise
 LEAD_FIRST, LEAD_END = 64, 576
@@ -115,8 +112,8 @@ def sum_lead(squares: Tensor, total: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Codec(ABC):
-    """One method with its options, as `get_codec` gives it. A subclass's fields are its options.
+class LayerCodec(ABC):
+    """One method with its options. A subclass's fields are its options.
 
     final_at:      when the bytes of its pages are final
     last_queries:  of a prompt's end, how many `encode` wants to see
@@ -255,19 +252,6 @@ class Codec(ABC):
         count, heads = encoded.blocks.shape[:2]
         shape = (heads, count * group.page.tokens)
         return torch.ones(shape, dtype=torch.bool, device=encoded.blocks.device)
-
-    def compress(
-        self, k: Tensor, v: Tensor, layer: int = 0, q: Tensor | Queries | None = None
-    ) -> "CompressedKV":
-        """Compress one layer of one sequence: the codec alone, without a service.
-
-        k, v:  [H, n, D], any float dtype - keys after RoPE
-        layer: of the model; it matters to codecs that treat the first layers differently
-        q:     [Hq, W, D] - the last queries, for codecs that choose by them; or all that is known
-        """
-        from disagg.codecs.cache import CompressedKV  # which runs codecs
-
-        return CompressedKV.from_prompt(self, k, v, layer, q)
 
 
 def seed_of(layer: int, first: int) -> int:

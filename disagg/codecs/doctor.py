@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV
-from disagg.codecs.contract import Codec
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library

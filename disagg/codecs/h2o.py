@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Prompt, require
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes, half_planes
 from disagg.codecs.seals import flush_layout

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Prompt, Queries, seed_of
+from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Seal, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
@@ -52,7 +52,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 
 
 def write_prompt(
-    codec: Codec,
+    codec: LayerCodec,
     group: LayerGroup,
     state: GroupState,
     layer: int,
@@ -110,7 +110,7 @@ def write_prompt(
 
 
 def write_step(
-    codec: Codec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, k: Tensor, v: Tensor
 ) -> None:
     """Append the step's new tokens of one layer to the tails, and seal what is full.
 
@@ -135,7 +135,7 @@ class StepLayers:
     Where the C library serves all of it, a layer is one call of it; what they share is made once.
     """
 
-    def __init__(self, codec: Codec, step: GroupStep, arena: Tensor) -> None:
+    def __init__(self, codec: LayerCodec, step: GroupStep, arena: Tensor) -> None:
         self.step = step
         self._codec, self._arena = codec, arena
         self._calls: LayerCalls | None = None
@@ -159,7 +159,7 @@ class StepLayers:
 
 
 def attend_step(
-    codec: Codec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
+    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
 ) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
@@ -173,7 +173,7 @@ def attend_step(
 
 
 def views_of(
-    codec: Codec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
+    codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
     """What attention over all tables reads, over disjoint tokens."""
     views: list[View] = []
@@ -223,7 +223,7 @@ def read_kept(
     return side, kept
 
 
-def _sealing(codec: Codec, step: GroupStep, layer: int) -> Sealing | None:
+def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
     """How the append of a layer seals what its rows complete; None: it does not."""
     group, rows = step.group, step.completed
     fmt = None if rows is None else codec.seal_format(group.head_dim)

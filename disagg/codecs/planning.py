@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from disagg.codecs.contract import Codec
+from disagg.codecs.base import Codec
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError
 from disagg.plan import LayerGroup, Plan

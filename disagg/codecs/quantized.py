@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Codec, Encoded, Prompt, require, seed_of
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, Prompt, require, seed_of
 from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.codecs.tables import PageTable
 from disagg.kernels import ops

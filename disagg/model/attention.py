@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from disagg.codecs.contract import Codec
+from disagg.codecs.base import Codec
 from disagg.codecs.layer import StepLayers
 from disagg.codecs.tables import GroupStep
 from disagg.errors import ModelError

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.contract import Codec, Encoded, Prompt
+from disagg.codecs.base import Codec
+from disagg.codecs.contract import Encoded, Prompt
 from disagg.codecs.gear import Gear
 from disagg.kernels.formats import Scale, Side, Sparse
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate

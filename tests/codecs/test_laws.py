@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from disagg.codecs import codec_names, get_codec
+from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
-from disagg.codecs.contract import Codec, Queries, squares_by_unit, sum_lead
+from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
 from disagg.codecs.layer import read_blocks, write_prompt
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax

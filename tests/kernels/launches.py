@@ -35,8 +35,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from disagg.codecs import get_codec
+from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
-from disagg.codecs.contract import Codec, Prompt, Queries
+from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.layer import attend_step, write_prompt, write_step
 from disagg.codecs.seals import Growth, take_records
 from disagg.codecs.tables import GroupStep, plan_step, upload
