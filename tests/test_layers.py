@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1791,
     "report": 163,
     "server": 1943,
-    "transfer": 3413,
+    "transfer": 3430,
     "workers": 3036,
     "tests": 24222,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20961  # of all these rooms together
+PACKAGE_BUDGET = 20978  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import grpc
@@ -30,7 +30,7 @@ from disagg.errors import (
     VersionError,
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.direct import DirectStream, dial
+from disagg.transfer.direct import dial
 from disagg.transfer.link import LinkReport, Meter, Pace, measure
 from disagg.transfer.messages import (
     KV_SERVICE,
@@ -52,34 +52,20 @@ log = logging.getLogger(__name__)
 RENEWALS_PER_LEASE, LEAST_PAUSE_S = 3, 0.01
 
 
-class PushStream:
-    """Frames out and answers in, over gRPC. The one copy of what is sent is made here."""
-
-    def __init__(self, link: Link):
-        self._address = link.address
-        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+class FrameStream(Protocol):
+    """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
 
     async def send(self, parts: Sequence[Buffer]) -> int:
         """Hand one frame over; waits while the stream is full. The bytes of the message.
 
         0: the stream is over, and `answers` knows why.
         """
-        message = frame_message(parts)
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return 0
-        return len(message)
 
-    async def answers(self) -> AsyncGenerator[bytes, None]:
+    def answers(self) -> AsyncGenerator[bytes, None]:
         """PushResponses, until the stream ends or raises what ended it."""
-        with failures_of(self._address):
-            async for reply in self._call:
-                yield reply
 
     def close(self) -> None:
         """End it from our side."""
-        self._call.cancel()
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,10 @@ class Channel:
     """All hand-offs from this worker to one other: their stream, their leases, their calls."""
 
     def __init__(
-        self, address: str, security: Security | None = None, options: ChannelOptions | None = None
+        self,
+        address: str,
+        security: Security | None = None,
+        options: ChannelOptions | None = None,
     ):
         self.address = address
         self.options = options or ChannelOptions()
@@ -116,7 +105,7 @@ class Channel:
         self._security = security
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
-        self.wake = asyncio.Event()  # set where there is something to send
+        self._wake = asyncio.Event()
         self._owed = 0  # frames and commits out and not answered
         self._heard_at = 0.0  # when something was answered, or began to be owed
         self.meter = Meter()  # of the stream of now
@@ -139,12 +128,16 @@ class Channel:
         self._lease_s = attached.lease_s
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve(attached))
-        self.wake.set()
+        self._wake.set()
         try:
             yield
         finally:
             self._attached.pop(sender.ticket.nonce, None)
             self._needed_at = time.monotonic()
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._wake.set()
 
     async def attach(self, attach: Attach) -> tuple[Attached, int]:
         """Take a reservation over: what is there; the bytes of both messages."""
@@ -189,18 +182,18 @@ class Channel:
                 sender.end(error)
             self._attached.clear()
 
-    async def _open(self, attached: Attached) -> PushStream | DirectStream:
+    async def _open(self, attached: Attached) -> FrameStream:
         if self.options.direct and attached.port:
             return await dial(self.address, attached.port, attached.key, self._security)
         return PushStream(self.link)
 
-    async def _feed(self, stream: PushStream | DirectStream) -> None:
+    async def _feed(self, stream: FrameStream) -> None:
         """Send while there is something; returns when the stream takes no more."""
         size, pace = 1, self.options.pace
         while size:
-            self.wake.clear()
+            self._wake.clear()
             if (chosen := self._next()) is None:
-                await self.wake.wait()
+                await self._wake.wait()
                 continue
             sender, parcel = chosen
             self.meter.leaves(parcel.size, time.monotonic())
@@ -222,7 +215,7 @@ class Channel:
                 sender.end(error)
         return None
 
-    async def _listen(self, stream: PushStream | DirectStream) -> None:
+    async def _listen(self, stream: FrameStream) -> None:
         """Take in credit."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
@@ -231,7 +224,7 @@ class Channel:
                 self.meter.arrived(time.monotonic())
                 if sender := self._attached.get(credit.nonce):
                     sender.credited(credit, len(data))
-                self.wake.set()
+                self._wake.set()
         raise PeerLostError(f"{self.address} ended the stream")
 
     async def _renew(self) -> None:
@@ -286,6 +279,30 @@ class Channel:
         if isinstance(failure, ConfigError | VersionError | PeerLostError):
             return failure
         return PeerLostError(f"the channel to {self.address} broke: {failure}")
+
+
+class PushStream:
+    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
+
+    def __init__(self, link: Link):
+        self._address = link.address
+        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+
+    async def send(self, parts: Sequence[Buffer]) -> int:
+        message = frame_message(parts)
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return 0
+        return len(message)
+
+    async def answers(self) -> AsyncGenerator[bytes, None]:
+        with failures_of(self._address):
+            async for reply in self._call:
+                yield reply
+
+    def close(self) -> None:
+        self._call.cancel()
 
 
 class Peers:

@@ -255,7 +255,7 @@ class Sender:
         """The bytes of these items are final; they leave in this order, each offered once."""
         self._last_offer = time.monotonic()
         self.outbox.offer(items, self._last_offer)
-        self._channel.wake.set()
+        self._channel.wake()
 
     def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
         """All items were offered; what only prefill knows goes with the commit."""
