@@ -143,10 +143,13 @@ class Machine(RuleBasedStateMachine):
             written(pieces)
 
         written = self.pool.arena.write
+        self.pool.arena.write = write
         try:
             self.ledger.store(frame, channel)
         except (ReservationError, CorruptFrameError):
             return False
+        finally:
+            self.pool.arena.write = written
         return True
 
     @precondition(lambda self: self.tickets)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from disagg.config import Config, TransferConfig
+from disagg.errors import TransferError
 from disagg.page import ARENA_UNIT, RAW_TOKENS, Kind
+from disagg.transfer import receiver
 from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox, Sender
 from disagg.wire import Item
@@ -37,6 +39,13 @@ async def test_no_page_in_the_shared_part_of_a_second_prompt_is_sent_again(codec
     assert tokens == alone(second, codec)
 
 
+@pytest.fixture
+def scrubs_are_asked_for(monkeypatch):
+    """A worker's own, at the same time, would count the same damage again."""
+    monkeypatch.setattr(receiver, "TURN_S", 60.0)
+
+
+@pytest.mark.usefixtures("scrubs_are_asked_for")
 async def test_an_answer_whose_pages_are_altered_is_computed_again_from_whole_ones(home, story):
     """The router hears of the damage, and the next attempt replays what the client has."""
     expected, _ = await home.complete(story, KIVI, max_tokens=150)
@@ -128,14 +137,15 @@ async def test_what_the_other_side_has_is_not_encoded(codec, home, story, monkey
 async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_attempt(
     home, story, monkeypatch
 ):
-    """The receiver finds it damaged between saying that it has it and the commit."""
+    """The receiver, attached to again, has no more what it said it had."""
     expected, _ = await home.complete(story, KIVI)
     finish, missed = Sender.finish, list[Item]()
 
     def miss(self: Sender, *arguments: Any) -> None:
         if not missed:
             missed.append(min(self.outbox._source._left_out))
-            self.outbox.missing(missed)
+            have = {x: seen for x, seen in self.outbox.there.items() if x not in missed}
+            self.outbox.attached(have, self.outbox.credit)
         finish(self, *arguments)
 
     monkeypatch.setattr(Sender, "finish", miss)
@@ -143,3 +153,4 @@ async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_atte
     assert missed
     assert tokens == expected
     assert home.router.dispatch.retries == 1
+    assert home.workers["p"].prefill.failures == {TransferError.reason: 1}
