@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4172,
-    "cli": 1926,
+    "cli": 1937,
     "codecs": 3001,
     "engine": 1912,
     "eval": 563,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20978  # of all these rooms together
+PACKAGE_BUDGET = 20989  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -76,11 +76,22 @@ def serve(
     base_url = base_url.rstrip("/").removesuffix("/v1")
     said = model and tokenizer and (model, tokenizer)
     name, root = said or serving.find_model(base_url, model)
-    pace = (max_concurrency, request_rate, burstiness, self_timed)
-    each = (ignore_eos, temperature, seed)
-    told = (percentile_metrics.split(","), read_percentiles(metric_percentiles))
-    limits = read_limits(goodput or [])
-    asked = serving.ServeOptions(base_url, name, backend, endpoint, *pace, *each, limits, *told)
+    asked = serving.ServeOptions(
+        base_url,
+        name,
+        backend,
+        endpoint,
+        max_concurrency,
+        request_rate,
+        burstiness,
+        self_timed,
+        ignore_eos,
+        temperature,
+        seed,
+        read_limits(goodput or []),
+        metrics=percentile_metrics.split(","),
+        percentiles=read_percentiles(metric_percentiles),
+    )
     lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
     wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
     visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
