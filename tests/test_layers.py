@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 163,
     "server": 1943,
     "transfer": 3430,
-    "workers": 3036,
-    "tests": 24236,
+    "workers": 3051,
+    "tests": 24273,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 20989  # of all these rooms together
+PACKAGE_BUDGET = 21004  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

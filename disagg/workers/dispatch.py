@@ -41,6 +41,7 @@ from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
 STAYS_S = 1.0  # before a sequence that was refused asks another worker for room
+SPEAKS_S = 5.0  # a worker speaks sooner of what it has from one that left
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
 OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
@@ -91,7 +92,7 @@ class Entry:
     at:       its prefill and its decode worker, while they take part; "": any
     exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
-    computed: its prefill worker has no more to compute
+    computed: its prefill worker has no more to compute · handed: when its giver left
     choice:   why it has its codec, where that was left to the service · nbytes: of its records
     deaths:   of workers that computed nothing else · alone: it may cost one more
     """
@@ -107,6 +108,7 @@ class Entry:
     prefill: str | None = None
     decode: str | None = None
     target: str | None = None
+    handed: float = math.inf
     avoid: frozenset[str] = frozenset()
     blamed: set[str] = field(default_factory=set)
     computed: bool = False
@@ -134,6 +136,13 @@ class Entry:
         if self.phase is Phase.PREFILL and not self.computed:
             return self.prefill
         return self.decode if self.decodes else None
+
+    @property
+    def giver(self) -> str | None:
+        """Who has computed what it had to, and hands it to another worker."""
+        if self.phase is Phase.PREFILL and self.computed:
+            return self.prefill
+        return self.decode if self.phase is Phase.MOVE else None
 
     @property
     def single(self) -> bool:
@@ -235,7 +244,7 @@ class Dispatch:
 
         A request is charged with a death where nothing else was computed there and the worker had
         not said that it leaves: before the last that it may cost it runs alone, after it it is
-        refused.
+        refused. Who leaves does so when all is handed over: the other worker speaks of it soon.
         """
         actions: list[Action] = []
         if not (member := self.members.pop(name, None)):
@@ -248,6 +257,9 @@ class Dispatch:
         for entry in list(self.entries.values()):
             if entry.phase is Phase.DECODE and name == entry.target:
                 entry.target = None
+            if leaves and name == entry.giver:
+                entry.handed = now
+                continue
             lives = entry.decodes and name not in (entry.decode, entry.target)
             if lives or name not in entry.workers:
                 continue
@@ -311,6 +323,9 @@ class Dispatch:
         for member in self.members.values():
             member.recent *= FADE
         actions: list[Action] = []
+        for entry in [x for x in self.entries.values() if now >= x.handed + SPEAKS_S]:
+            if entry.giver not in {None, *self.members}:
+                actions += self._requeue(entry, now)
         for entry in [x for x in self.entries.values() if now >= x.deadline]:
             late = f"no token in {self._config.deadline_s:g} s; the request was in {entry.phase}"
             actions += self._fail(entry, DeadlineError(late), now)

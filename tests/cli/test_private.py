@@ -46,7 +46,8 @@ class Home:
     def service(self, name: str = "disagg") -> RunningService:
         """The one that says in the state file that it is ready, soon."""
         path = self.folder / f"{name}.json"
-        wait_for(lambda: (state := read_state(path)) is not None and state.ready)
+        ready = lambda: (state := read_state(path)) is not None and state.ready  # noqa: E731
+        wait_for(ready, told=lambda: [x.communicate() for x in self.begun if x.poll() is not None])
         return read_state(path)
 
     def processes(self) -> dict[int, str]:

@@ -17,7 +17,7 @@ from disagg.errors import (
 )
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.workers.dispatch import MOVE_TOKENS, Phase, Started
+from disagg.workers.dispatch import MOVE_TOKENS, SPEAKS_S, Phase, Started
 from tests.workers.fakes import Rules
 
 GRANT = Grant(7, 1)
@@ -159,17 +159,17 @@ def leave(dispatch: Rules, name: str = "d", role: Role = Role.NONE) -> list[Acti
 MOVED = replace(at(job(length=100), 1, 7), moved=3 + 1 + MOVE_TOKENS)
 
 
-def leaving() -> Rules:
+def leaving(role: Role = Role.NONE) -> Rules:
     """The same; d leaves, and d2 was asked for room."""
     dispatch = decoding()
     join(dispatch, "d2", 0.0)
-    assert leave(dispatch) == [Reserve("d2", MOVED)]
+    assert leave(dispatch, "d", role) == [Reserve("d2", MOVED)]
     return dispatch
 
 
-def moving() -> Rules:
+def moving(role: Role = Role.NONE) -> Rules:
     """The same, on its way from d to d2."""
-    dispatch = leaving()
+    dispatch = leaving(role)
     assert room(dispatch) == [Start("d", MOVED, Work.MOVE, "d2", GRANT)]
     return dispatch
 
@@ -241,7 +241,7 @@ def test_room_that_comes_when_another_was_asked_since_is_given_back() -> None:
 
 @pytest.mark.parametrize("broken", ["d", "d2"])
 def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) -> None:
-    dispatch = moving()
+    dispatch = moving(Role.PREFILL)
     join(dispatch, "d3", 1.0)
     again = dispatch.worker_down(broken, 1.0)
     left = {"d", "d2"} - {broken}
@@ -249,6 +249,42 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
     (asked,) = only(Reserve, again)
     assert asked.job.emitted == (7,)
     assert (asked.job.attempt, asked.job.moved) == (2, 0)
+
+
+def test_a_worker_that_left_before_the_other_spoke_of_what_moved_costs_nothing() -> None:
+    dispatch = moving()
+    assert dispatch.worker_down("d", 1.0) == []
+    assert dispatch.token("d2", "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
+    assert (dispatch.moves, dispatch.retries) == (1, 0)
+    assert dispatch.tick(50.0) == []
+    assert dispatch.worker_down("d2", 50.0) == [Forget("p", "r", 1)]
+
+
+def test_a_prefill_worker_that_left_before_decode_spoke_costs_nothing() -> None:
+    dispatch = told("p")
+    leave(dispatch, "p")
+    assert dispatch.worker_down("p", 1.0) == []
+    assert dispatch.token("d", "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
+    assert dispatch.tick(50.0) == []
+    assert dispatch.retries == 0
+
+
+@pytest.mark.parametrize("of", ["prefill", "decode"])
+def test_what_never_arrives_of_a_worker_that_left_is_computed_again(of: str) -> None:
+    dispatch = told("p") if of == "prefill" else moving()
+    leave(dispatch, gone := "p" if of == "prefill" else "d")
+    assert dispatch.worker_down(gone, 1.0) == []
+    assert dispatch.tick(1.0 + SPEAKS_S - 0.1) == []
+    actions = dispatch.tick(1.0 + SPEAKS_S) + join(dispatch, f"{gone[0]}3", 7.0)
+    assert Forget("d" if of == "prefill" else "d2", "r", 1) in actions
+    (asked,) = only(Reserve, actions)
+    assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
+
+
+def test_a_prefill_worker_that_leaves_with_a_prompt_half_computed_is_not_waited_for() -> None:
+    dispatch = started("p", "d", "p2")
+    leave(dispatch, "p")
+    assert only(Reserve, dispatch.worker_down("p", 1.0))
 
 
 def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
