@@ -19,6 +19,7 @@ and the tokens kept exact, it has once here too.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -36,9 +37,9 @@ from disagg.codecs.planning import KVShape
 from disagg.codecs.tables import PageTable, plan_units, upload
 from disagg.errors import ConfigError, PromptTooLongError
 from disagg.kernels.formats import FREE
-from disagg.kernels.ops import attend, serves_gpu, store_blocks
+from disagg.kernels.ops import attend, prepare, serves_gpu, store_blocks
 from disagg.kernels.reference.kept import view_kept
-from disagg.kernels.sealing import Target
+from disagg.kernels.sealing import NewRows, Target
 from disagg.kernels.view import Softmax, Units
 from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, Plan
@@ -238,6 +239,20 @@ class PagedLayer:
         """Attention of every query over all tokens."""
         views = views_of(self.codec, self.group, LAYER, self.arena, self.tables)
         return attend(self.q, views, Softmax(self.shape.scale), self.units)
+
+    def layer_call(self) -> Callable[[], Tensor]:
+        """The same as [B, Hq, D], as a decode step calls it layer by layer: on a CPU one call of the
+        C library, which was prepared once for all layers."""
+        group, softmax = self.group, Softmax(self.shape.scale)
+        views = views_of(self.codec, group, LAYER, self.arena, self.tables)
+        none = torch.zeros(self.shape.batch, dtype=torch.int32)
+        fmt, base = exact_format(group.raw), group.layer_offset(group.raw, LAYER)
+        calls = prepare(self.arena, NewRows(none, none, fmt, base), views, self.q)
+        if calls is None:
+            return lambda: self.attend()[:, 0]
+        q = self.q[:, 0].transpose(0, 1)
+        new = q.new_empty(self.shape.heads, self.shape.batch, self.shape.head_dim)
+        return lambda: calls.run(0, q, new, new, True, softmax)
 
     def error(self) -> float:
         """Of `attend`, relative, against `exact`."""

@@ -60,7 +60,7 @@ COLD_BYTES = 256 << 20  # more than any L2 cache
 SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
-    "cpu": "what a service runs on a CPU, against torch SDPA, one thread, medians by turns",
+    "cpu": "a layer of a decode step on a CPU, against torch SDPA, one thread, medians by turns",
     "cuda": "CUDA graphs, cold L2, medians by turns; what torch runs is not captured",
 }
 
@@ -142,7 +142,7 @@ def measure_attend(
     """
     layer = make_layer(spec, shape, device)
     error, baselines = layer.error(), make_baselines(layer)
-    calls, captured, timer = [layer.attend, *baselines.values()], False, time_cpu
+    calls, captured, timer = [layer.layer_call(), *baselines.values()], False, time_cpu
     if device.type == "cuda":
         timer, calls[1:] = time_cuda, [_try_capture(call)[0] for call in calls[1:]]
         if layer.captured:

@@ -24,6 +24,7 @@ def test_repeated_pages_are_attended_as_the_tokens_they_stand_for(spec):
     assert layer.error() < layer.codec.attend_error
     wrong = layer.exact().roll(1, 2)
     assert layer.error() < float((wrong - layer.exact()).norm() / wrong.norm())
+    assert torch.equal(layer.layer_call()(), layer.attend()[:, 0])
 
 
 def test_every_codec_is_measured():
