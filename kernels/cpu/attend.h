@@ -317,17 +317,23 @@ static void add_sparse(const Queries *rows, int64_t count, float *out) {
 
 /* A of a page [tokens][rank], lying: [rank][tokens] */
 static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
-    const float *flat = room->part[0];
-    read_halves(room->part[0], block + s->a, tokens * s->rank);
+    const uint8_t *from = block + s->a;
     if (s->rank == 4) {
-        for (int64_t t = 0; t < tokens; t += 4) {
-            Four a[4];
-            memcpy(a, flat + 4 * t, sizeof a);
-            transpose4(a);
-            for (int i = 0; i < 4; i++) memcpy(room->lowered[i] + t, a + i, 16);
+        for (int64_t t = 0; t < tokens; t += LANES, from += 8 * LANES) {
+            V a[4];
+            for (int i = 0; i < 4; i++) a[i] = v_half(from + 2 * i * LANES);
+            const V u = LOW_ONES(a[0], a[1]), v = LOW_ONES(a[2], a[3]);
+            const V x = HIGH_ONES(a[0], a[1]), y = HIGH_ONES(a[2], a[3]);
+            v_store(room->lowered[0] + t, ACROSS(LOW_TWOS(u, v)));
+            v_store(room->lowered[1] + t, ACROSS(HIGH_TWOS(u, v)));
+            v_store(room->lowered[2] + t, ACROSS(LOW_TWOS(x, y)));
+            v_store(room->lowered[3] + t, ACROSS(HIGH_TWOS(x, y)));
         }
+        return;
     }
-    for (int64_t i = 0; i < s->rank && s->rank != 4; i++)
+    const float *flat = room->part[0];
+    read_halves(room->part[0], from, tokens * s->rank);
+    for (int64_t i = 0; i < s->rank; i++)
         for (int64_t t = 0; t < tokens; t++) room->lowered[i][t] = flat[t * s->rank + i];
 }
 

@@ -99,7 +99,8 @@ INLINE float v_sum(V a) {
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-/* Numbers of a and b: the same four of every 128 bits; or all of every other 128 bits */
+/* Numbers of a and b: the same four of every 128 bits; or all of every other 128 bits. And of a: the
+ * first of every 128 bits, then the second ones, the third and the last ones */
 #if LANES == 16
 #define IN_FOURS(a, b, i, j, k, l)                                                             \
     __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, \
@@ -107,14 +108,17 @@ INLINE float v_sum(V a) {
 #define FOURS(a, b, i)                                                                            \
     __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11, i + 16,   \
                             i + 17, i + 18, i + 19, i + 24, i + 25, i + 26, i + 27)
+#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
 #elif LANES == 8
 #define IN_FOURS(a, b, i, j, k, l) \
     __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l)
 #define FOURS(a, b, i) \
     __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11)
+#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
 #else
 #define IN_FOURS __builtin_shufflevector
 #define FOURS(a, b, i) a
+#define ACROSS(a) a
 #endif
 #define LOW_ONES(a, b) IN_FOURS(a, b, 0, LANES, 1, LANES + 1)
 #define HIGH_ONES(a, b) IN_FOURS(a, b, 2, LANES + 2, 3, LANES + 3)
