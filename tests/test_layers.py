@@ -46,7 +46,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4172,
+    "bench": 4187,
     "cli": 1937,
     "codecs": 3001,
     "engine": 1912,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1943,
     "transfer": 3430,
     "workers": 3051,
-    "tests": 24273,
+    "tests": 24274,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21004  # of all these rooms together
+PACKAGE_BUDGET = 21019  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
