@@ -241,8 +241,8 @@ class PagedLayer:
         return attend(self.q, views, Softmax(self.shape.scale), self.units)
 
     def layer_call(self) -> Callable[[], Tensor]:
-        """The same as [B, Hq, D], as a decode step calls it layer by layer: on a CPU one call of the
-        C library, which was prepared once for all layers."""
+        """The same as [B, Hq, D], as a decode step calls it for each layer: on a CPU one call of
+        the C library, prepared for all layers at once."""
         group, softmax = self.group, Softmax(self.shape.scale)
         views = views_of(self.codec, group, LAYER, self.arena, self.tables)
         none = torch.zeros(self.shape.batch, dtype=torch.int32)
