@@ -235,12 +235,12 @@ class Dispatch:
 
     def worker_up(self, started: Started, now: float) -> list[Action]:
         """A worker is ready, as a new incarnation if it was before; waiting requests may start."""
-        actions = self.worker_down(started.name, now)
+        actions = self.worker_down(started.name, now, fenced=True)
         self.members[started.name] = Member(started)
         return actions + self._place(now)
 
-    def worker_down(self, name: str, now: float) -> list[Action]:
-        """A worker is dead: what it had starts again elsewhere.
+    def worker_down(self, name: str, now: float, fenced: bool = False) -> list[Action]:
+        """A worker is dead, or drops what it has (fenced): that starts again elsewhere.
 
         A request is charged with a death where nothing else was computed there and the worker had
         not said that it leaves: before the last that it may cost it runs alone, after it it is
@@ -257,7 +257,7 @@ class Dispatch:
         for entry in list(self.entries.values()):
             if entry.phase is Phase.DECODE and name == entry.target:
                 entry.target = None
-            if leaves and name == entry.giver:
+            if leaves and name == entry.giver and not fenced:
                 entry.handed = now
                 continue
             lives = entry.decodes and name not in (entry.decode, entry.target)
@@ -466,7 +466,7 @@ class Dispatch:
             return self._fail(entry, error, now) + self._place(now)
         both = worker == entry.prefill and isinstance(error, TransferError)
         blamed = set() if full else set(entry.workers if both else [worker]) - entry.blamed
-        for name in blamed:
+        for name in blamed & self.members.keys():
             self.members[name].fails(entry.began, now)
         entry.blamed |= blamed  # whatever is wrong with a request is no more failures of a worker
         entry.avoid = frozenset(entry.workers)

@@ -166,7 +166,7 @@ class Router:
         """A worker is known to be dead and never comes back."""
         if peer := self.peers.pop(name, None):
             peer.task.cancel()
-            self._leave(peer)
+            self._leave(peer, fenced=False)
 
     def summary(self) -> dict[str, int]:
         """Requests, those that wait for a worker, what became of others, and bytes handed over."""
@@ -258,9 +258,9 @@ class Router:
             self._act(self.dispatch.hear(peer.name, event, now))
         self._act(self.dispatch.load(peer.name, step.load, now))
 
-    def _leave(self, peer: Peer) -> None:
+    def _leave(self, peer: Peer, fenced: bool = True) -> None:
         """A worker does not take part: its work goes to others."""
-        self._act(self.dispatch.worker_down(peer.name, self._clock()))
+        self._act(self.dispatch.worker_down(peer.name, self._clock(), fenced))
 
     async def _tick(self) -> None:
         """Time passes. What this loop was late is no silence of a worker."""

@@ -281,6 +281,16 @@ def test_what_never_arrives_of_a_worker_that_left_is_computed_again(of: str) -> 
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
 
+def test_an_error_of_who_takes_over_from_a_worker_that_left_blames_those_that_are_here() -> None:
+    dispatch = decoding()
+    leave(dispatch, "p", Role.DECODE)
+    leave(dispatch)
+    dispatch.granted("p", "r", 1, GRANT)
+    dispatch.worker_down("d", 1.0)
+    assert dispatch.refused("p", "r", 1, PeerLostError("no router"), 2.0) == [Forget("p", "r", 1)]
+    assert dispatch.members["p"].failures == 1
+
+
 def test_a_prefill_worker_that_leaves_with_a_prompt_half_computed_is_not_waited_for() -> None:
     dispatch = started("p", "d", "p2")
     leave(dispatch, "p")

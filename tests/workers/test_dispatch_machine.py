@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from disagg.config import RouterConfig
 from disagg.errors import CapacityError, DisaggError, PeerLostError
-from disagg.transfer.messages import Grant, Job, Load, Role, Work
+from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers import dispatch
 from disagg.workers.actions import Action, Forget, Reserve, Start
 from disagg.workers.dispatch import Phase, Started
@@ -47,8 +47,8 @@ def answer(rid: str, index: int) -> int:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Workers die, stall, refuse, repeat themselves, come back, and change what they do; clients
-    come and go.
+    """Workers die, leave, stall, refuse, repeat themselves, come back, and change what they do;
+    clients come and go.
     """
 
     @initialize(deaths=st.sampled_from([2, 3, 1000]))
@@ -213,6 +213,52 @@ class Interleavings(RuleBasedStateMachine):
         self.act(self.dispatch.worker_down(name, self.now))
 
     @precondition(lambda self: self.workers)
+    @rule(data=NAMES, then=st.sampled_from(["", "moves", "ends", "is silent"]))
+    def a_worker_leaves(self, data: st.DataObject, then: str) -> None:
+        """Its sequences get room elsewhere. If all move it may end, and nothing is computed again;
+        or it is silent, and drops them before it comes back.
+        """
+        busy = sorted({name for name, _ in self.busy()}) or sorted(self.workers)
+        name = data.draw(st.sampled_from(busy))
+        worker, entries = self.workers[name], self.dispatch.entries.values()
+        for rid in list(worker.jobs):
+            if rid in worker.jobs:
+                self.say(name, rid)
+        worker.role = Role.NONE
+        self.act(self.dispatch.load(name, worker.load, self.now))
+        for asked in [x for x in self.asked if x.job.moved or x.worker == name]:
+            if asked in self.asked:
+                self.reply(asked)
+        for start in [x for x in self.moves if x.worker == name and then in ("moves", "ends")]:
+            if start in self.moves:
+                self.move(start)
+        begun = any(x.phase is Phase.RESERVE and name in x.workers for x in entries)
+        if then == "is silent":
+            self.a_silent_worker_comes_back(name)
+        elif then == "ends" and not (begun or worker.jobs or worker.held):
+            for x in [x for x in entries if x.prefill == name]:
+                figures = TokenEvent(x.job.rid, x.job.attempt, 0, stats={"codec": "raw"})
+                self.act(self.dispatch.hear(name, figures, self.now))
+            retries = self.dispatch.retries
+            del self.workers[name]
+            self.act(self.dispatch.worker_down(name, self.now))
+            assert self.dispatch.retries == retries
+
+    def a_silent_worker_comes_back(self, name: str) -> None:
+        """Fenced: it has nothing of what it had, and grants nothing that it was asked for."""
+        role = self.workers[name].role
+        self.moves = [x for x in self.moves if name not in (x.worker, x.decode)]
+        self.asked = [x for x in self.asked if x.worker != name]
+        self.workers[name] = FakeWorker(role)
+        self.act(self.dispatch.worker_down(name, self.now, fenced=True))
+        self.act(self.dispatch.worker_up(Started(name, role, name, 2), self.now))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=NAMES)
+    def a_worker_is_silent(self, data: st.DataObject) -> None:
+        self.a_silent_worker_comes_back(data.draw(st.sampled_from(sorted(self.workers))))
+
+    @precondition(lambda self: self.workers)
     @rule(data=NAMES)
     def say_the_load(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
@@ -230,7 +276,7 @@ class Interleavings(RuleBasedStateMachine):
     def refuse(self, data: st.DataObject, error: DisaggError) -> None:
         rid = data.draw(st.sampled_from(sorted(self.dispatch.entries)))
         entry = self.dispatch.entries[rid]
-        if entry.phase in (Phase.PREFILL, Phase.DECODE):
+        if entry.phase in (Phase.PREFILL, Phase.DECODE, Phase.MOVE):
             worker = data.draw(st.sampled_from(entry.workers))
             if worker in self.workers:
                 self.asked = [x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)]
@@ -259,9 +305,10 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def who_runs_alone_has_nobody_beside_it(self) -> None:
         entries = [x for x in self.dispatch.entries.values() if x.phase is not Phase.QUEUED]
+        there = {x.job.rid: {x.decode, x.target} if x.decodes else {*x.workers} for x in entries}
         for entry in (x for x in entries if x.alone):
             for other in (x for x in entries if x is not entry):
-                assert not set(entry.workers) & set(other.workers)
+                assert not there[entry.job.rid] & there[other.job.rid] - {None}
 
     def teardown(self) -> None:
         """Left alone with healthy workers, everything ends, though all others leave meanwhile."""

@@ -16,7 +16,7 @@ from disagg.errors import (
     QueueFullError,
     RequestError,
 )
-from disagg.transfer.messages import Job, Role
+from disagg.transfer.messages import Job, Load, Role
 from disagg.workers.router import TICK_S, Output, Router
 from tests.transfer.peer import until
 from tests.workers import fakes
@@ -133,6 +133,24 @@ async def test_a_silent_worker_is_fenced_before_it_works_again():
         assert len(tokens) == 5
         assert decode.fenced == [2]
         assert prefill.submitted[-1].decode_epoch == 2
+
+
+async def test_a_worker_that_leaves_and_falls_silent_is_not_waited_for():
+    """It drops what it hands over, before it is back under its name."""
+    async with service(silence_s=1.5) as (router, prefill, decode):
+        decode.pause_at = 0
+        asking = asyncio.create_task(collect(ask(router)))
+        await decode.paused.wait()
+        prefill.events_kept._load = lambda: Load(role=Role.NONE)
+        prefill.events_kept.say([])
+        await until(lambda: router.peers["p"].started.role is Role.NONE)
+        prefill.deaf = True
+        await until(lambda: prefill.fenced == [2])
+        prefill.deaf = False
+        join(router, other := prefill.network.add("p2", Role.PREFILL))
+        await until(lambda: bool(other.submitted))
+        decode.go.set()
+        assert (await asking)[0] == [answer(i) for i in range(5)]
 
 
 async def test_a_loop_that_was_late_is_not_a_silence_of_workers():
