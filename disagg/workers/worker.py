@@ -32,7 +32,7 @@ from disagg.engine.arena import check_slabs
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Drain, EngineLoad, StepOutput
 from disagg.engine.warm import warm_up
-from disagg.errors import AbortedError, PeerLostError, ReservationError
+from disagg.errors import AbortedError, CapacityError, DisaggError, PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
 from disagg.model.capacity import tokens_that_fit
 from disagg.model.device import load_runner
@@ -361,11 +361,14 @@ class Worker:
                 continue
             alone_s = self._loop.time() - left
             if self._events.router and alone_s >= lease_s:
-                gone = PeerLostError("no router listened for longer than a lease")
-                attempts = await self._drop_all(str(gone))
-                self._events.say(TokenEvent(*attempt, 0, error=gone) for attempt in attempts)
+                await self._give_up(PeerLostError("no router listened for longer than a lease"))
             if alone_s >= (orphan_s if self._events.router else max(FIRST_ROUTER_S, orphan_s)):
                 self._begin_stop(0.0)
+
+    async def _give_up(self, error: DisaggError) -> None:
+        """Free everything, and say so."""
+        attempts = await self._drop_all(str(error))
+        self._events.say(TokenEvent(*attempt, 0, error=error) for attempt in attempts)
 
     async def _drop_all(self, reason: str) -> set[tuple[str, int]]:
         """Free everything; (rid, attempt) of what it was.
@@ -398,6 +401,9 @@ class Worker:
             or self.reservations.gauges()["reservations"]
         ):
             await asyncio.sleep(POLL_S)
+        if self._failure is None:
+            await self._give_up(CapacityError(f"{self.name} leaves, and had no time for it"))
+            await asyncio.sleep(POLL_S)  # the router hears it: else it would wait for the others
         await self._drop_all("the worker stops")
         self.engine.submit(Drain())
 

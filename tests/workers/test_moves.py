@@ -93,6 +93,23 @@ async def test_what_cannot_move_is_computed_again_elsewhere(
     assert home.router.peers["d"].started.role is Role.PREFILL
 
 
+async def test_a_worker_that_has_to_end_before_all_has_moved_says_so(
+    home, runners, story, monkeypatch
+):
+    """So that the router waits for nobody."""
+    expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    home.add("d2", Role.DECODE, runners[2])
+    monkeypatch.setattr(sender.Sender, "finish", lambda *_: None)
+    leaving = home.workers.pop("d")
+    leaving.stop(0.5)
+    await until(lambda: leaving.wait(0.0))
+    monkeypatch.undo()
+    home.router.died("d")
+    assert home.router.dispatch.retries == 1
+    assert (await asking)[0] == expected
+
+
 async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, runners, story):
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
