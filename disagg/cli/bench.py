@@ -184,7 +184,7 @@ def auto(
     model: options.Model = None,
     codec: Codecs = None,
     requests: Annotated[int, typer.Option(min=1, help="Of each phase and codec.")] = 50,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 512,
+    tokens: Annotated[int, typer.Option(min=256, max=8192, help="As samples have.")] = 512,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:

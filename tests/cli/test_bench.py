@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from disagg.bench import handoff, transfer
+from disagg.engine.guard import LEAST_TOKENS
 from tests.bench.here import Here
 
 SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
@@ -71,6 +72,10 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, di
     assert said.err.startswith("error: ")
     assert word in said.err
     assert not said.out
+
+
+def test_codecs_are_not_chosen_on_prompts_too_short_to_be_samples(disagg):
+    assert f"or equal to {LEAST_TOKENS}" in disagg("bench auto --tokens 255", code=2).err
 
 
 @pytest.mark.parametrize("name", ["overlap", "load"])
