@@ -203,6 +203,9 @@ class Reservations:
         old = self._live.get(job.rid)
         if old and old.attempt == job.attempt:
             known = old.live().job
+            if known.moved != job.moved and old.state is State.HELD:  # it said more before it left
+                self._stop(old, State.SUPERSEDED, f"room for {job.tokens} tokens is wanted now")
+                return self.reserve(job, epoch)
             if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
             self._renew(old)

@@ -284,6 +284,9 @@ class Dispatch:
             entry.phase = Phase.PREFILL
             return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
         if entry and entry.decode and worker == entry.target and entry.phase is Phase.DECODE:
+            said = len(entry.emitted) - len(entry.job.emitted)  # while it waited for this
+            if entry.job.moved - len(entry.job.prompt) - len(entry.emitted) < MOVE_TOKENS // 2:
+                return [self._move(entry, self.members[worker], 2 * said)]
             entry.phase = Phase.MOVE
             return [Start(entry.decode, entry.job, Work.MOVE, worker, grant)]
         return []
@@ -373,9 +376,8 @@ class Dispatch:
             member.pause(now)
         entry.prefill, entry.decode = prefill.name, decode.name
         entry.computed, entry.began = False, now
-        attempt, left_s = entry.job.attempt + 1, entry.deadline - now
-        emitted = tuple(entry.emitted)
-        job = replace(entry.job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+        job, emitted, left_s = entry.job, tuple(entry.emitted), entry.deadline - now
+        job = replace(job, attempt=job.attempt + 1, emitted=emitted, deadline_s=left_s)
         entry.job = replace(job, moved=0)
         entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
         if prefill is decode:
@@ -404,10 +406,10 @@ class Dispatch:
         scored = entry.job.sampling.get("logprobs") is not None
         return left > MOVE_TOKENS and not stays and not scored
 
-    def _move(self, entry: Entry, target: Member) -> Action:
+    def _move(self, entry: Entry, target: Member, more: int = MOVE_TOKENS) -> Action:
         """Ask for room for the sequence as it will be when its pages are there."""
         entry.target, emitted = target.name, tuple(entry.emitted)
-        length = len(entry.job.prompt) + len(emitted) + MOVE_TOKENS
+        length = len(entry.job.prompt) + len(emitted) + more
         entry.job = replace(entry.job, emitted=emitted, moved=length)
         return Reserve(target.name, entry.job)
 
@@ -443,9 +445,8 @@ class Dispatch:
     def _finish(self, entry: Entry, worker: str, event: TokenEvent, now: float) -> list[Action]:
         """All forget it, but the prefill worker of a hand-off: when it has said its figures."""
         del self.entries[event.rid]
-        spared = None if worker == entry.prefill else entry.prefill
-        actions = [Deliver(event.rid, event.finish_reason), *self._forget(entry, now, spared)]
-        return actions + self._place(now)
+        told = self._forget(entry, now, None if worker == entry.prefill else entry.prefill)
+        return [Deliver(event.rid, event.finish_reason), *told, *self._place(now)]
 
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
@@ -453,7 +454,7 @@ class Dispatch:
         stays = entry.phase is Phase.DECODE and worker == entry.target  # it decodes on as it did
         if stays and not full:
             entry.target, entry.not_before, entry.avoid = None, now + STAYS_S, frozenset({worker})
-            return [Forget(worker, entry.job.rid, entry.job.attempt)]
+            return []  # told to forget this attempt, it could never take it
         if full and (stays or entry.phase is Phase.RESERVE):
             self.members[worker].bound = (len(entry.job.prompt), now + FULL_S)
             entry.target, entry.not_before = None, now + FULL_S * stays
@@ -464,7 +465,7 @@ class Dispatch:
         hopeless = entry.refusals >= self._config.max_attempts and not isinstance(error, PASSING)
         if hopeless or isinstance(error, PERMANENT):
             return self._fail(entry, error, now) + self._place(now)
-        both = worker == entry.prefill and isinstance(error, TransferError)
+        both = worker == entry.prefill and not entry.decodes and isinstance(error, TransferError)
         blamed = set() if full else set(entry.workers if both else [worker]) - entry.blamed
         for name in blamed & self.members.keys():
             self.members[name].fails(entry.began, now)
@@ -486,8 +487,7 @@ class Dispatch:
 
     def _forget(self, entry: Entry, now: float, spared: str | None = None) -> list[Action]:
         """Every living worker of the attempt forgets it, but one."""
-        rid, living = entry.job.rid, self.members.keys() - {spared}
-        names = [name for name in entry.workers if name in living]
+        rid, names = entry.job.rid, [x for x in entry.workers if x in self.members and x != spared]
         self._told |= {(name, rid): now for name in names}
         return [Forget(name, rid, entry.job.attempt) for name in names]
 

@@ -105,6 +105,13 @@ def test_the_same_job_again_gets_the_same_reservation_at_once(desk, prompt):
         desk.reserve(prompt, prompt=prompt.ids[1:])
 
 
+def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, prompt):
+    first = desk.reserve(prompt, moved=len(prompt.ids) + 1)
+    pages = desk.pool.referenced_pages
+    assert desk.reserve(prompt, moved=len(prompt.ids) + 2) != first
+    assert desk.pool.referenced_pages == pages
+
+
 WRONG_JOBS = {
     "another epoch": ({"epoch": EPOCH - 1}, ReservationError),
     "no tokens": ({"prompt": ()}, RequestError),

@@ -216,11 +216,31 @@ def test_a_sequence_that_is_refused_decodes_on_and_asks_another() -> None:
     dispatch = leaving()
     join(dispatch, "d3", 1.0)
     error = LayoutError("no such plan")
-    assert dispatch.refused("d2", "r", 1, error, 1.0) == [Forget("d2", "r", 1)]
+    assert dispatch.refused("d2", "r", 1, error, 1.0) == []
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
     assert [x.worker for x in only(Reserve, dispatch.tick(2.0))] == ["d3"]
     dispatch.refused("d3", "r", 1, RequestError("nobody can"), 2.0)
     assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.DECODE, 0)
+
+
+def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of_it() -> None:
+    dispatch = leaving()
+    for index in range(1, 15):
+        dispatch.token("d", "r", 1, index, 8, 1.0)
+    more = replace(at(job(length=100), 1, 7, *[8] * 14), moved=3 + 15 + 2 * 14)
+    assert dispatch.granted("d2", "r", 1, GRANT) == [Reserve("d2", more)]
+    for index in range(15, 30):
+        dispatch.token("d", "r", 1, index, 8, 1.0)
+    assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
+
+
+def test_a_move_to_its_prefill_worker_that_breaks_blames_nobody_who_left() -> None:
+    dispatch = decoding()
+    dispatch.load("p", replace(ROOM, role=Role.DECODE), 1.0)
+    assert [x.worker for x in only(Reserve, leave(dispatch))] == ["p"]
+    dispatch.granted("p", "r", 1, GRANT)
+    dispatch.worker_down("d", 1.0)
+    assert dispatch.refused("p", "r", 1, PeerLostError("broken"), 2.0) == [Forget("p", "r", 1)]
 
 
 def test_one_that_is_almost_done_ends_where_it_is() -> None:
