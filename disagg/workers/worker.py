@@ -399,6 +399,7 @@ class Worker:
             self.prefill.attempts
             or self.decode.attempts
             or self.reservations.gauges()["reservations"]
+            or (self._events.followed and self._events.kept)  # the router has not heard all
         ):
             await asyncio.sleep(POLL_S)
         if self._failure is None:

@@ -124,6 +124,17 @@ async def test_a_draining_worker_finishes_what_it_has(home, story):
     await until(lambda: leaving.wait(0.0))
 
 
+async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, story):
+    asking = await home.begin(story, KIVI, heard=5, max_tokens=25)
+    leaving = home.workers.pop("d")
+    leaving.stop(30.0)
+    while leaving.decode._jobs:  # the loop of the router hears nothing meanwhile
+        assert not leaving.wait(0.01)
+    assert not leaving.wait(0.1)
+    assert len((await asking)[0]) == 25
+    await until(lambda: leaving.wait(0.0))
+
+
 async def test_a_worker_without_a_router_leaves(runners):
     async with house(Config(cluster=ClusterConfig(orphan_s=0.05))) as home:
         worker = home.add("d", Role.DECODE, runners[1])
