@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1791,
     "report": 163,
     "server": 1943,
-    "transfer": 3430,
-    "workers": 3051,
-    "tests": 24274,
+    "transfer": 3433,
+    "workers": 3058,
+    "tests": 24409,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21019  # of all these rooms together
+PACKAGE_BUDGET = 21029  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
