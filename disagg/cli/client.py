@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from disagg.errors import ConfigError, PeerLostError, TransferError, error_from
+from disagg.workers.reaper import birth
 
 CONNECT_S = 5.0
 ANSWER_S = 15.0  # a service asks its workers for 5 s before it answers for them
@@ -30,6 +31,7 @@ class RunningService:
     token:       an API key; that of the state file is what POST /stop asks for, and as good as one
     certificate: of its HTTPS, to be trusted; a file
     grace_s:     how long its workers may finish what they have when it stops
+    born:        when its process started; None: unknown. Another one may have its number by now
     """
 
     url: str
@@ -38,6 +40,7 @@ class RunningService:
     certificate: str | None = None
     grace_s: float = 5.0
     ready: bool = False
+    born: str | None = None
 
     @property
     def alive(self) -> bool:
@@ -47,8 +50,8 @@ class RunningService:
         except ProcessLookupError:
             return False
         except PermissionError:
-            return True
-        return True
+            pass
+        return self.born in (None, birth(self.pid))
 
 
 def write_state(path: Path, state: RunningService) -> None:

@@ -23,6 +23,7 @@ from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages
 from disagg.config import DEFAULT_CODEC, Config, replace_keys
 from disagg.errors import DeadlineError, PeerLostError
+from disagg.workers.reaper import birth
 
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
@@ -140,7 +141,7 @@ def run_service(config: Config, as_json: bool) -> None:
                 tls = config.server.tls_certificate
                 tls = tls and os.path.abspath(tls)  # clients are in other folders
                 mine = os.getpid(), service.secret, tls, config.cluster.grace_s
-                state = RunningService(service.url, *mine)
+                state = RunningService(service.url, *mine, born=birth(os.getpid()))
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
             is_ready()

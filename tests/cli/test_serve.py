@@ -20,6 +20,7 @@ from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
 from disagg.server.service import served_name
+from disagg.workers.reaper import birth
 
 
 def service(port: int = 1, pid: int = 0) -> RunningService:
@@ -33,6 +34,16 @@ def test_the_state_file_is_for_its_owner_alone(state_file):
     assert stat.S_IMODE(state_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(state_file.parent.stat().st_mode) == 0o700
     assert read_state(state_file) == service()
+
+
+@pytest.mark.skipif(birth(os.getpid()) is None, reason="nobody says when a process started")
+def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for_it(state_file):
+    """The first process of a container is number 1 at every start of the container."""
+    ours = replace(service(), born=birth(os.getpid()))
+    write_state(state_file, replace(ours, born=f"1{ours.born}"))
+    assert read_state(state_file) is None
+    with announced(state_file, ours):
+        assert read_state(state_file) == ours
 
 
 def test_whoever_reads_a_state_file_while_it_is_written_reads_none_or_all(state_file, monkeypatch):
