@@ -27,7 +27,7 @@ Messages say what was wrong, the value seen, and what would be right.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class DisaggError(Exception):
@@ -60,6 +60,9 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str]):
         super().__init__(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return error_from, (self.reason, str(self))  # as any peer gets it
 
 
 class AuthError(ConfigError):

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from disagg import errors
@@ -33,6 +35,7 @@ def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    assert str(UnknownNameError("codec", "x", ["raw", "kivi"])) == (
-        "unknown codec 'x'; known: kivi, raw"
-    )
+    unknown = UnknownNameError("codec", "x", ["raw", "kivi"])
+    assert str(unknown) == "unknown codec 'x'; known: kivi, raw"
+    sent = pickle.loads(pickle.dumps(unknown))  # from one process of a benchmark to another
+    assert (type(sent), str(sent)) == (ConfigError, str(unknown))

@@ -37,6 +37,7 @@ from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.doctor import examine
+from disagg.errors import UnknownNameError
 from disagg.kernels.cpu import library
 
 SPECS = (
@@ -85,6 +86,8 @@ def run(options: KernelOptions) -> Row:
     if not options.machine_code or options.device not in DEVICES:
         check_device(options.device, "--machine-code needs none")
     if options.machine_code:
+        if unknown := set(options.targets) - set(TARGETS):
+            raise UnknownNameError("target", min(unknown), TARGETS)
         others = compile_others(targets=options.targets)
         rows = compile_all(targets=options.targets)
         return result_of(rows, NOTES["machine-code"], others=others)

@@ -86,7 +86,7 @@ def chaos(
     seed: int = 1,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
     codec: str | None = None,
-    streams: int = 40,
+    streams: Annotated[int, typer.Option(min=1)] = 40,
     calm: Annotated[bool, typer.Option("--calm", help="Strike nobody.")] = False,
     out: Out = None,
     as_json: options.Json = False,

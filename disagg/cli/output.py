@@ -89,8 +89,9 @@ def stages() -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    told = TextColumn("{task.description}", markup=False)
+    told = TextColumn("{task.description}", markup=False, table_column=Column())  # may wrap
     screen = Console(stderr=True)
     with Progress(
         SpinnerColumn(), told, TimeElapsedColumn(), console=screen, transient=True

@@ -1,5 +1,6 @@
 """`disagg status`, `disagg scale`, `disagg drain`: the workers of the running service."""
 
+import re
 import sys
 import time
 from collections import Counter
@@ -48,9 +49,9 @@ def scale(
     wanted: Wanted, state_file: options.StateFile = None, as_json: options.Json = False
 ) -> None:
     """Run so many workers of each role; what they have moves."""
-    pairs = [each.partition("=")[::2] for each in wanted]
-    if wrong := [x for x in pairs if x[0] not in ("prefill", "decode") or not x[1].isdecimal()]:
-        raise ConfigError(f"{'='.join(wrong[0])!r} is no prefill=NUMBER or decode=NUMBER")
+    if wrong := [x for x in wanted if not re.fullmatch(r"(prefill|decode)=[0-9]{1,9}", x)]:
+        raise ConfigError(f"{wrong[0]!r} is no prefill=NUMBER or decode=NUMBER")
+    pairs = [each.split("=") for each in wanted]
     body = {role: int(number) for role, number in pairs}
     if len(body) < len(pairs):
         raise ConfigError(f"{' '.join(wanted)!r} names a role twice; once is wanted")

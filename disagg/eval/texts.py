@@ -1,6 +1,7 @@
 """Rows of tokens to judge by: spread evenly over texts, each cut at the same length."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,13 +17,16 @@ def read_text(name: str) -> tuple[str, str]:
     """(short name, text) of "python" or of a file; of a .jsonl file the strings of every line."""
     if name == PYTHON:
         return name, "\n\n".join(topics.values())
-    file = Path(name).expanduser()
+    file = Path(os.path.expanduser(name))
     if not file.is_file():
         raise ConfigError(f"no text {name!r}: no such file; {PYTHON!r} is known without one")
     text = file.read_text(encoding="utf8", errors="replace")
     if file.suffix == ".jsonl":
-        rows = [json.loads(line) for line in text.splitlines()]
-        text = "\n\n".join("\n".join(x for x in r.values() if isinstance(x, str)) for r in rows)
+        try:
+            rows = [json.loads(line).values() for line in text.splitlines()]
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{name}: a JSON object in each line is wanted; {error}") from error
+        text = "\n\n".join("\n".join(x for x in row if isinstance(x, str)) for row in rows)
     return file.stem, text
 
 

@@ -59,7 +59,7 @@ def locate_model(ref: str | None = None) -> Path:
     the packaged one, which is called "default" too."""
     if ref is None:
         return DEFAULT_MODEL
-    folder = Path(ref).expanduser()
+    folder = Path(os.path.expanduser(ref))  # Path.expanduser raises where nobody has that name
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -93,7 +93,7 @@ def fetched_folder(name: str) -> Path:
 
 def user_cache() -> Path:
     """What is ours in the cache of whoever runs this."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "disagg"
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "disagg"
 
 
 def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "cpu") -> ModelInfo:
@@ -175,7 +175,7 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
 
 def _cached_snapshot(name: str) -> Path | None:
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
     model = cache / f"models--{name.replace('/', '--')}"
     main = model / "refs" / "main"
     if not main.is_file():

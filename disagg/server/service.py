@@ -215,7 +215,7 @@ class Service:
 def served_name(config: Config) -> str:
     """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
     name = config.server.served_model_name or config.model.name or DEFAULT_MODEL.name
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     is_folder = name == config.model.name and folder.is_dir()
     return folder.resolve().name if is_folder else name
 

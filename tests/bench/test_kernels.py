@@ -110,6 +110,11 @@ def test_a_device_that_is_unknown_is_refused_by_name(device):
         kernels.run(kernels.KernelOptions(device=device))
 
 
+def test_a_target_that_is_unknown_is_refused_before_anything_is_compiled():
+    with pytest.raises(ConfigError, match=r"unknown target 'sm_91'; known: gfx942, .*sm_90"):
+        kernels.run(kernels.KernelOptions(machine_code=True, targets=["sm_91"]))
+
+
 def test_kernels_are_measured_where_there_is_no_ray_and_no_grpc():
     missing = ("ray", "grpc", "google", "fastapi", "pydantic", "typer", "transformers")
     code = f"""

@@ -212,10 +212,11 @@ def test_a_terminal_gets_one_line_that_changes(monkeypatch):
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     with stages() as say:
-        say("loading [tiny]")
+        say(f"loading [tiny] {'and more ' * 9}")
     assert "loading [tiny]" in terminal.getvalue()
-    assert "0:00:00" in terminal.getvalue()
+    assert "0:00:00" in terminal.getvalue().partition("loading")[2]
 
 
 def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):

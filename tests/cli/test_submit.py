@@ -135,6 +135,7 @@ BAD = {  # arguments, exit code, reason
     "key-no-latin": (["abc", "--url", "{url}", "--api-key", "日"], 2, "config"),
     "key-of-two-lines": (["abc", "--url", "{url}", "--api-key", "a\nb"], 2, "config"),
     "half-an-address": (["abc", "--url", "http://[::1"], 2, "config"),
+    "settings-of-another": (["abc", "--url", "{url}", "--set", "codec=fp8"], 2, "config"),
     "no-utf-8": (["abc\udcff", "--url", "{url}"], 4, "request"),
     "state-is-a-folder": (["abc", "--state-file", "/"], 2, "config"),
     "private-no-model": ([*ALONE, "--model", "/no/such/model"], 3, "model"),

@@ -36,6 +36,13 @@ def test_a_file_of_json_lines_is_the_text_in_it(tmp_path):
     assert read_text(str(file)) == ("sums", "1 + 1?\n2\n\n2 + 2?\n4")
 
 
+@pytest.mark.parametrize("line", ["a sentence", "[1]"])
+def test_lines_that_are_no_json_objects_are_named(line, tmp_path):
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(ConfigError, match=r"a\.jsonl: a JSON object in each line is wanted"):
+        read_text(str(tmp_path / "a.jsonl"))
+
+
 def test_a_text_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"'/no/such.txt'.*'python'"):
         read_text("/no/such.txt")

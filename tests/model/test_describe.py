@@ -120,6 +120,8 @@ def test_what_pages_cannot_serve_is_refused_by_its_config(changes, reason, tmp_p
 def test_a_missing_model_is_named_together_with_the_way_to_get_it():
     with pytest.raises(ModelError, match="hf download nobody/nothing"):
         describe_model("nobody/nothing")
+    with pytest.raises(ModelError, match="no such folder"):
+        describe_model("~nobody-of-that-name/llama")
     with pytest.raises(ModelError, match="no such folder") as refused:
         describe_model("/no/such/folder")
     assert "hf download" not in str(refused.value)
