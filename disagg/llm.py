@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import index
+from threading import Lock
 
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.arena import check_slabs, measure_memory
@@ -73,7 +74,7 @@ class LLM:
         self._decode = Engine(self._runner, config)
         plans = [self._decode.plan(codec)]  # its errors now
         check_slabs(self._decode.pool, plans, self._runner.info.context_length)
-        self._rids = count()
+        self._rids, self._turn = count(), Lock()
         terms = Terms(
             model=self._runner.fingerprint,
             plan_of=self._decode.plan,
@@ -96,6 +97,7 @@ class LLM:
 
         prompts: texts, or sequences of token ids · codec: instead of the one of this object
         n:       of the seed of `params` and those that follow, as over HTTP
+        Calls of several threads take turns: one call with all prompts is faster.
         Raises RequestError for a prompt that cannot be answered; then none is.
         """
         if not isinstance(params, SamplingParams | None):
@@ -111,14 +113,15 @@ class LLM:
             wanted = "texts or lists of token ids, one for each prompt, are wanted"
             raise RequestError(f"prompts are {reprlib.repr(prompts)}; {wanted}") from error
         waiting = deque(work)
-        try:
-            while not all(x.finish_reason for x in work):
-                self._admit(waiting)
-                self._step({x.request.rid: x for x in work})
-            self._prefill.step()  # frees what was acknowledged last
-        except BaseException:
-            self._abandon(work)
-            raise
+        with self._turn:
+            try:
+                while not all(x.finish_reason for x in work):
+                    self._admit(waiting)
+                    self._step({x.request.rid: x for x in work})
+                self._prefill.step()  # frees what was acknowledged last
+            except BaseException:
+                self._abandon(work)
+                raise
         return [x.completion(self._tokenizer) for x in work]
 
     def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":

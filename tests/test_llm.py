@@ -1,6 +1,7 @@
 """The whole path in one process."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
     assert len(set(apart)) == 4
     with pytest.raises(RequestError, match="n is 0; an integer from 1"):
         llm.generate(prompts, n=0)
+
+
+def test_calls_of_several_threads_are_answered_as_one_after_another(llm):
+    prompts = [random_prompt(40 + i, seed=i) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        together = [*pool.map(lambda prompt: llm.generate([prompt])[0].tokens, prompts)]
+    assert together == [x.tokens for x in llm.generate(prompts)]
 
 
 def test_an_answer_says_what_its_handoff_took(llm):
