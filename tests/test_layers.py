@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4187,
-    "cli": 1937,
+    "bench": 4190,
+    "cli": 1945,
     "codecs": 3001,
     "engine": 1912,
-    "eval": 563,
-    "files": 2042,  # disagg/*.py
+    "eval": 567,
+    "files": 2048,  # disagg/*.py
     "kernels": 6164,
     "model": 1791,
     "report": 163,
     "server": 1943,
     "transfer": 3433,
     "workers": 3058,
-    "tests": 24409,
+    "tests": 24448,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21029  # of all these rooms together
+PACKAGE_BUDGET = 21050  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
