@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 163,
     "server": 1943,
     "transfer": 3433,
-    "workers": 3058,
-    "tests": 24448,
+    "workers": 3067,
+    "tests": 24468,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21050  # of all these rooms together
+PACKAGE_BUDGET = 21059  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

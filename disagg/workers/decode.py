@@ -87,14 +87,18 @@ class DecodeSide:
             self.way.engine.submit(Replay(request, job.emitted))
 
     def move(self, submit: Submit) -> None:
-        """Begin to hand a sequence over; it decodes on for as long as it can."""
+        """Begin to hand a sequence over; it decodes on for as long as it can.
+
+        One that has ended meanwhile stays: the router is about to hear its last tokens.
+        """
         asked = submit.job.rid, submit.job.attempt
         for name, job in self._jobs.items():
             if (job.rid, job.attempt) == asked and name not in self._moves:
                 task = self._moves[name] = self.tasks.create_task(self._move(name, submit))
                 task.add_done_callback(partial(self._free, name, *asked))
                 return
-        raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
+        if not self.events.ended(*asked):
+            raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:
         """An attempt and all before it are given up: nothing more of them is said."""

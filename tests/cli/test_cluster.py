@@ -29,6 +29,7 @@ from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STREAMS, PROMPTS, TOKENS = 40, 4, 150
+LONG = 600  # tokens of an answer that is to outlive a drain, on a busy host too
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,8 @@ class Talk:
     shown: pieces of the answers of now, by stream
     """
 
-    def __init__(self, state: RunningService, streams: int):
-        self._state, self._over = state, threading.Event()
+    def __init__(self, state: RunningService, streams: int, tokens: int = TOKENS):
+        self._state, self._tokens, self._over = state, tokens, threading.Event()
         self._pool = ThreadPoolExecutor(streams)
         self.shown = [0] * streams
         self._texts = [self._ask(number) for number in range(PROMPTS)]
@@ -92,9 +93,9 @@ class Talk:
             pieces.append(piece)
             self.shown[number] = len(pieces)
 
-        asked = ASKED | {"prompt": f"{number % PROMPTS}. {PROMPT}", "max_tokens": TOKENS}
+        asked = ASKED | {"prompt": f"{number % PROMPTS}. {PROMPT}", "max_tokens": self._tokens}
         answer = persist(self._state, asked, show)
-        assert answer.completion_tokens == TOKENS
+        assert answer.completion_tokens == self._tokens
         return "".join(pieces)
 
     def _stream(self, number: int) -> None:
@@ -200,7 +201,7 @@ def test_answers_are_as_ever_while_workers_come_and_leave(address, tmp_path):
         return said
 
     old = pids(state, "decode")
-    with Talk(state, 8):  # on both workers, whenever one is drained
+    with Talk(state, 8, LONG):  # on both workers, whenever one is drained
         assert say("scale", "decode=2") == "2 decode: they come and leave one by one\n"
         wait_for(lambda: len(pids(state, "decode")) == 2)
         assert say("drain", "decode-0") == "decode-0 leaves once another worker serves\n"

@@ -1,13 +1,15 @@
 """Sequences that go on at another decode worker: no token lost or repeated, nothing left behind."""
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from disagg.bench.crew import witnessed
 from disagg.engine.messages import Moved
-from disagg.errors import TransferError
+from disagg.errors import ReservationError, TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
@@ -120,6 +122,23 @@ async def test_an_answer_that_is_left_while_it_moves_frees_both_workers(home, ru
     await home.empty()
     assert not source.decode._moves
     assert source.decode.step([Moved("given-up#1/d", (1,))]) == []  # a step was on its way
+
+
+async def test_a_sequence_that_ended_before_it_was_to_move_is_not_computed_again(home, story):
+    """A router that lags behind asks for it, and hears its last tokens then."""
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    worker = home.workers["d"]
+    (job,) = worker.decode._jobs.values()
+    while worker.decode._jobs:
+        time.sleep(0.01)  # the loop of the router hears nothing meanwhile
+
+    async def move(attempt: int) -> None:
+        worker.decode.move(Submit(replace(job, attempt=attempt), Work.MOVE, 0))
+
+    asyncio.run_coroutine_threadsafe(move(job.attempt), worker._loop).result()
+    with pytest.raises(ReservationError, match="does not decode here"):
+        asyncio.run_coroutine_threadsafe(move(job.attempt + 1), worker._loop).result()
+    assert len((await asking)[0]) == LONG
 
 
 async def test_a_move_that_is_given_up_before_it_begins_frees_its_sequence(home, story):
