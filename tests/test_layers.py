@@ -55,14 +55,14 @@ BUDGETS = {
     "kernels": 6164,
     "model": 1791,
     "report": 163,
-    "server": 1943,
-    "transfer": 3433,
+    "server": 1962,
+    "transfer": 3435,
     "workers": 3067,
-    "tests": 24468,
+    "tests": 24481,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21059  # of all these rooms together
+PACKAGE_BUDGET = 21080  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -68,7 +68,7 @@ class Counts:
         self._queries = counter("vllm:prefix_cache_queries", asked)
         self._hits = counter("vllm:prefix_cache_hits", "Those of them that were there")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts")
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self._said = self._of(counter("vllm:generation_tokens", "Tokens generated"))
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
         self._waited = histogram("vllm:request_queue_time_seconds", "Time until a worker begins")
         mean = "Mean time between tokens of a request"
@@ -105,7 +105,7 @@ class Counts:
 
     def said(self) -> None:
         """An answer has one more token."""
-        self._of(self._generation_tokens).inc()
+        self._said.inc()
 
     def finished(
         self, times: Sequence[float], last: Piece, prompt_tokens: int, own: bool = False
@@ -120,8 +120,9 @@ class Counts:
         self._of(self._e2e).observe(ended - asked)
         if len(times) > 2:
             self._of(self._tpot).observe((ended - first) / (len(times) - 2))
+        between = self._of(self._itl)
         for before, after in pairwise(times[1:]):
-            self._of(self._itl).observe(after - before)
+            between.observe(after - before)
         self._of(self._prompt_size).observe(prompt_tokens)
         self._of(self._answer_size).observe(last.num_tokens)
         self._of(self._success, finished_reason=last.finish_reason or "").inc()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -108,27 +109,40 @@ class Reply:
 async def merged(
     streams: Sequence[AsyncGenerator[Piece]],
 ) -> AsyncGenerator[tuple[int, Piece]]:
-    """The pieces of all streams as they come, with the place of each stream.
+    """The pieces of all streams as they come, with the place of each stream; what came of one while
+    the last was on its way to a slow client is one piece.
 
     The first error ends it, and cancels all the others by its reason; leaving it closes them.
     """
     reason = CancelledError.reason
-    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+    arrived: deque[tuple[int, Piece] | Exception | None] = deque()
+    some = asyncio.Event()
+
+    def put(found: tuple[int, Piece] | Exception | None) -> None:
+        last = arrived[-1] if arrived else None
+        if isinstance(found, tuple) and isinstance(last, tuple) and found[0] == last[0]:
+            arrived[-1] = found[0], last[1].before(found[1])
+        else:
+            arrived.append(found)
+        some.set()
 
     async def read(index: int, stream: AsyncGenerator[Piece]) -> None:
         try:
             async with aclosing(stream):
                 async for piece in stream:
-                    arrived.put_nowait((index, piece))
-            arrived.put_nowait(None)
+                    put((index, piece))
+            put(None)
         except Exception as error:
-            arrived.put_nowait(error)
+            put(error)
 
     tasks = [asyncio.create_task(read(*each)) for each in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
-            found = await arrived.get()
+            await some.wait()
+            found = arrived.popleft()
+            if not arrived:
+                some.clear()
             if isinstance(found, Exception):
                 reason = reason_of(found)
                 raise found

@@ -1,7 +1,7 @@
 """From tokens to the text a client sees: whole characters, and nothing behind a stop string."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.model.tokenizer import Detokenizer
@@ -24,6 +24,10 @@ class Piece:
     finish_reason: str | None = None
     kv: Mapping[str, Any] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()
+
+    def before(self, more: "Piece") -> "Piece":
+        """Both as one."""
+        return replace(more, text=self.text + more.text, scores=self.scores + more.scores)
 
 
 class TextStream:

@@ -64,6 +64,8 @@ CLIENT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # widened by probing, the window holds seconds of events that a busy router has yet to read
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.client_idle_timeout_ms", 60_000),  # a link without calls is closed
     ("grpc.enable_http_proxy", 0),
 ]

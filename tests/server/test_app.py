@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
+from disagg.server.reply import merged
+from disagg.server.text import Piece
 from tests.server.conftest import KV
 from tests.server.visits import ask, chat, events, get, post, refused, send
 
@@ -34,12 +37,22 @@ def test_a_stream_says_every_token_then_the_usage_then_done(app):
     response = post(app, stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, usage = events(response.text)
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", "c", "d", ""]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 4
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
     assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_what_came_while_a_client_was_slow_is_one_piece():
+    async def stream(text: str) -> AsyncGenerator[Piece]:
+        for count, letter in enumerate(text, 1):
+            yield Piece(letter, count, scores=((count, None),))
+
+    found = [each async for each in merged([stream("ab"), stream("c")])]
+    both, one = ((1, None), (2, None)), ((1, None),)
+    assert found == [(0, Piece("ab", 2, scores=both)), (1, Piece("c", 1, scores=one))]
 
 
 ASKED = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.25, "presence_penalty": 1.0}
