@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 163,
     "server": 1962,
     "transfer": 3435,
-    "workers": 3067,
-    "tests": 24481,
+    "workers": 3092,
+    "tests": 24516,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21080  # of all these rooms together
+PACKAGE_BUDGET = 21105  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

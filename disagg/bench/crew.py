@@ -53,7 +53,7 @@ from disagg.transfer.reservations import Admission
 from disagg.transfer.rpc import Link, connect
 from disagg.wire import digest
 from disagg.workers.decode import DecodeSide, Departure
-from disagg.workers.dispatch import Started
+from disagg.workers.members import Started
 from disagg.workers.router import Peer, Router
 
 POLL_S = 0.05

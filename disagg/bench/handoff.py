@@ -44,7 +44,7 @@ from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.rpc import connect
-from disagg.workers.dispatch import Started
+from disagg.workers.members import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.worker import Worker, settle_memory
 

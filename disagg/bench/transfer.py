@@ -56,7 +56,7 @@ from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security, protected
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, Ticket
-from disagg.workers.dispatch import Started
+from disagg.workers.members import Started
 
 MODEL, EPOCH = "synthetic", 1
 DEADLINE_S = 3600.0

@@ -23,7 +23,7 @@ from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.access import check_tls, read_keys
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
-from disagg.workers.dispatch import Started
+from disagg.workers.members import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.session import SILENT, Session
 

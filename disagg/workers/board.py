@@ -9,8 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from disagg.workers.members import Member
+
 if TYPE_CHECKING:
-    from disagg.workers.dispatch import Entry, Member
+    from disagg.workers.dispatch import Entry
 
 AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
 STEP_TOKENS = 512  # or as many as are computed in one step anyway
@@ -21,7 +23,7 @@ PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before sma
 class Board:
     """Who is where, while requests are placed, the most urgent first."""
 
-    def __init__(self, entries: Iterable["Entry"], members: Iterable["Member"], now: float):
+    def __init__(self, entries: Iterable["Entry"], members: Iterable[Member], now: float):
         self._saturated = False  # prefill workers have enough to do before all that follows
         self._now = now
         self._members = [member for member in members if now >= member.open_until]
@@ -98,13 +100,13 @@ class Board:
         self._lives.update([best.name] if best else [])
         return best
 
-    def _starts_soon(self, entry: "Entry", member: "Member") -> bool:
+    def _starts_soon(self, entry: "Entry", member: Member) -> bool:
         """Whether few enough prompts are to be computed before this one."""
         key = entry.urgency(self._now)
         before = [left for urgency, left in self._ahead[member.name] if urgency <= key]
         return len(before) < AHEAD or sum(before) < STEP_TOKENS
 
-    def _fitting(self, entry: "Entry", nbytes: float, members: list["Member"]) -> list["Member"]:
+    def _fitting(self, entry: "Entry", nbytes: float, members: list[Member]) -> list[Member]:
         """Those that may have room, or are idle. If none has, one is kept after some patience."""
         tokens, now = len(entry.job.prompt), self._now
         found = [x for x in members if x.takes(tokens, nbytes * bool(self._lives[x.name]), now)]
@@ -113,6 +115,6 @@ class Board:
         return found
 
 
-def _named(name: str, members: list["Member"]) -> list["Member"]:
+def _named(name: str, members: list[Member]) -> list[Member]:
     """The one of this name; all where it is not among them."""
     return [x for x in members if x.name == name] or members

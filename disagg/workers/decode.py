@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token, named
 from disagg.engine.sequence import Logprobs, handoff_stats
-from disagg.errors import CorruptFrameError, DisaggError, ReservationError
+from disagg.errors import CapacityError, CorruptFrameError, DisaggError, ReservationError
 from disagg.page import FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState
@@ -32,6 +32,7 @@ from disagg.workers.prefill import request_of
 
 LOCAL = "w"  # how the engine's names of requests that are served whole end
 PART_ITEMS, PART_S = 64, 0.005  # of a sequence that decodes on while it moves
+STEPS = 2  # that the engine may be ahead of what was said
 EMITTED = "emitted"  # what a commit calls the tokens of a sequence that moves
 Made = TypeVar("Made")
 log = logging.getLogger(__name__)
@@ -89,15 +90,20 @@ class DecodeSide:
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can.
 
-        One that has ended meanwhile stays: the router is about to hear its last tokens.
+        One that has ended meanwhile stays: the router is about to hear its last tokens. One that
+        has outgrown the room that waits for it decodes on; CapacityError says so.
         """
-        asked = submit.job.rid, submit.job.attempt
+        asked, room = (submit.job.rid, submit.job.attempt), submit.job.tokens
+        last = self.events.last(*asked)
         for name, job in self._jobs.items():
             if (job.rid, job.attempt) == asked and name not in self._moves:
+                tokens = len(job.prompt) + (last.index + 1 if last else len(job.emitted))
+                if tokens + STEPS > room:
+                    raise CapacityError(f"{job.name} has {tokens} tokens; room waits for {room}")
                 task = self._moves[name] = self.tasks.create_task(self._move(name, submit))
                 task.add_done_callback(partial(self._free, name, *asked))
                 return
-        if not self.events.ended(*asked):
+        if last is None or not (last.finish_reason or last.error):
             raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:

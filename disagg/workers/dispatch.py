@@ -17,7 +17,6 @@ that moves stays the same attempt: what both workers say of it is delivered once
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -36,7 +35,8 @@ from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.board import Board
 from disagg.workers.choice import Choices
-from disagg.workers.prefixes import KnownPrefixes, keys_of, reason_of
+from disagg.workers.members import Member, Started, serves
+from disagg.workers.prefixes import keys_of, reason_of
 
 MOVE_TOKENS = 24  # that a sequence decodes on while its pages are copied to another worker
 RETRY_S, FULL_S = 0.1, 0.25  # pause after a refusal, doubled up to 1 s; after one for want of room
@@ -44,40 +44,8 @@ STAYS_S = 1.0  # before a sequence that was refused asks another worker for room
 SPEAKS_S = 5.0  # a worker speaks sooner of what it has from one that left
 TOLD_S = 1.0  # an abort is not repeated sooner
 FADE = 0.966  # what is left at each tick of the weight of tokens given to a worker lately
-OPENS_AT, LONGEST_S = 3, 30.0  # failures in a row that open a breaker; its longest time
-ROOMY = Load(free_bytes=1 << 62, slots=1 << 30)  # of whoever has not said it yet
 PERMANENT = (RequestError, ConfigError)  # another worker would say the same
 PASSING = (TransferError, CapacityError)  # may be over soon; the deadline decides
-
-
-@dataclass(frozen=True)
-class Started:
-    """A worker that can be reached at "host:port", in incarnation `epoch`; `model`: fingerprint.
-
-    min_tokens: shorter prompts are served whole where they decode, if that is here
-    room:       tokens of its own codec that its arena holds
-    sizes:      bytes of two prompts, by tokens, under each listed codec
-    """
-
-    name: str
-    role: Role
-    address: str
-    epoch: int
-    model: str = ""
-    min_tokens: int = 0
-    room: int = 0
-    sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
-
-    def bytes_of(self, codec: str, tokens: int) -> float:
-        """Of a prompt, on the line through those two; under another name, of who names none."""
-        first = next(iter(self.sizes.values()), {0: 0, 1: 0})
-        (short, few), (long, many) = self.sizes.get(codec, first).items()
-        return few + (many - few) * (tokens - short) / (long - short)
-
-
-def serves(roles: Collection[Role]) -> bool:
-    """Whether workers of these roles can answer a prompt."""
-    return any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
 
 Phase = StrEnum("Phase", ["QUEUED", "RESERVE", "PREFILL", "DECODE", "MOVE"])
@@ -145,6 +113,11 @@ class Entry:
         return self.decode if self.phase is Phase.MOVE else None
 
     @property
+    def ahead(self) -> int:
+        """Tokens of its answer that it was promised room for before they were known."""
+        return self.job.moved - len(self.job.prompt) - len(self.job.emitted)
+
+    @property
     def single(self) -> bool:
         """Whether prefill's first token is the whole answer."""
         return self.job.sampling.get("max_tokens") == 1
@@ -152,58 +125,6 @@ class Entry:
     def urgency(self, now: float) -> float:
         """Lower goes first, by the rule of the engine."""
         return urgency(len(self.job.prompt), now - self.arrived)
-
-
-@dataclass
-class Member:
-    """A worker that takes part: what it could take, and how it did lately.
-
-    bound:    prompts of so many tokens or more found no room; until then, or a better load
-    failures: in a row, the last one at `failed_at`; nothing is given to it until `open_until`
-    recent:   tokens of prompts given to it lately · known: beginnings of prompts that it has
-    """
-
-    started: Started
-    load: Load = ROOMY
-    bound: tuple[float, float] = (math.inf, 0.0)
-    failures: int = 0
-    failed_at: float = -math.inf
-    open_until: float = -math.inf
-    recent: float = 0.0
-    known: KnownPrefixes = field(default_factory=KnownPrefixes)
-
-    @property
-    def name(self) -> str:
-        return self.started.name
-
-    def takes(self, tokens: int, nbytes: float, now: float) -> bool:
-        """Whether a prompt of at least so many bytes may find room, as far as it said."""
-        refused = now < self.bound[1] and tokens >= self.bound[0]
-        room = self.load.slots > 0 and not self.load.waiting and self.load.free_bytes >= nbytes
-        return room and not refused
-
-    def says(self, load: Load) -> bool:
-        """Take its load in; whether it may have room that it did not have before."""
-        old, self.load = self.load, load
-        self.started = replace(self.started, role=load.role or self.started.role)
-        more = load.free_bytes > old.free_bytes or load.slots > old.slots
-        if roomier := more or load.waiting < old.waiting or load.role != old.role:
-            self.bound = (math.inf, 0.0)
-        return roomier
-
-    def fails(self, began: float, now: float) -> None:
-        """An attempt from `began` on failed; those that began before the last failure are one.
-
-        The third in a row opens the breaker: for 1, 2, 4 .. 30 s, and one more try each time.
-        """
-        if began >= self.failed_at:
-            self.failures, self.failed_at = self.failures + 1, now
-            self.pause(now)
-
-    def pause(self, now: float) -> None:
-        """Nothing more for a while, if its breaker is open or half open."""
-        if self.failures >= OPENS_AT:
-            self.open_until = now + min(LONGEST_S, 2.0 ** min(10, self.failures - OPENS_AT))
 
 
 class Dispatch:
@@ -284,9 +205,8 @@ class Dispatch:
             entry.phase = Phase.PREFILL
             return [Start(entry.prefill, entry.job, Work.PREFILL, worker, grant)]
         if entry and entry.decode and worker == entry.target and entry.phase is Phase.DECODE:
-            said = len(entry.emitted) - len(entry.job.emitted)  # while it waited for this
-            if entry.job.moved - len(entry.job.prompt) - len(entry.emitted) < MOVE_TOKENS // 2:
-                return [self._move(entry, self.members[worker], 2 * said)]
+            if 2 * (len(entry.emitted) - len(entry.job.emitted)) > entry.ahead:  # while it waited
+                return [self._move(entry, self.members[worker], 2 * entry.ahead)]
             entry.phase = Phase.MOVE
             return [Start(entry.decode, entry.job, Work.MOVE, worker, grant)]
         return []
@@ -451,6 +371,9 @@ class Dispatch:
     def _refuse(self, entry: Entry, worker: str, error: DisaggError, now: float) -> list[Action]:
         """A worker could not do its part. Tried again elsewhere, unless it can never succeed."""
         full = isinstance(error, CapacityError)
+        if full and entry.phase is Phase.MOVE and worker == entry.decode and entry.target:
+            entry.phase = Phase.DECODE  # it had outgrown its room before it heard of it
+            return [self._move(entry, self.members[entry.target], 2 * entry.ahead)]
         stays = entry.phase is Phase.DECODE and worker == entry.target  # it decodes on as it did
         if stays and not full:
             entry.target, entry.not_before, entry.avoid = None, now + STAYS_S, frozenset({worker})

@@ -89,10 +89,10 @@ class Events:
             if self._inbox is inbox:
                 self._inbox = None
 
-    def ended(self, rid: str, attempt: int) -> bool:
-        """Whether the end of an attempt was said, and no router has told to forget it."""
-        last = self._records[rid][-1] if rid in self._records else TokenEvent("", 0, 0)
-        return last.attempt == attempt and bool(last.finish_reason or last.error)
+    def last(self, rid: str, attempt: int) -> TokenEvent | None:
+        """What was said last of an attempt, unless a router has told to forget it."""
+        record = self._records.get(rid, [])
+        return record[-1] if record and record[-1].attempt == attempt else None
 
     def forget(self, rid: str, attempt: int) -> None:
         """An attempt was given up: nothing about it needs to be kept."""

@@ -27,7 +27,7 @@ from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority, load_security, protected
-from disagg.workers.dispatch import Started, serves
+from disagg.workers.members import Started, serves
 from disagg.workers.session import Session
 from disagg.workers.shares import check_counts, check_place, equal_share, gpu_share, of_a_share
 

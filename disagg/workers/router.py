@@ -23,7 +23,8 @@ from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullErro
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.workers.dispatch import Dispatch, Phase, Started
+from disagg.workers.dispatch import Dispatch, Phase
+from disagg.workers.members import Started
 
 TICK_S = 0.05
 REOPEN_S = 0.1  # pause before a broken event stream is opened again

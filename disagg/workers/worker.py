@@ -57,8 +57,8 @@ from disagg.transfer.reservations import Reservations, Terms
 from disagg.transfer.rpc import start_server, tune_malloc
 from disagg.transfer.security import Security
 from disagg.workers.decode import DecodeSide
-from disagg.workers.dispatch import Started
 from disagg.workers.events import Events
+from disagg.workers.members import Started
 from disagg.workers.offering import Exit
 from disagg.workers.prefill import PrefillSide, request_of
 

@@ -11,7 +11,7 @@ from disagg.engine.warm import warm_up
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.kernels.cpu import library
 from disagg.model.runner import Runner
-from disagg.workers.dispatch import Role
+from disagg.transfer.messages import Role
 from disagg.workers.worker import Worker
 from tests.engine.serving import make_engine, serve
 from tests.model.test_graphs import EagerRecorder

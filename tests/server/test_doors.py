@@ -16,7 +16,8 @@ from disagg.errors import ConfigError, HandleError, PeerLostError
 from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
 from disagg.server.service import Service, open_doors
-from disagg.workers.dispatch import Role, Started
+from disagg.transfer.messages import Role
+from disagg.workers.members import Started
 from tests.server.running import Running, running
 from tests.server.visits import refused
 

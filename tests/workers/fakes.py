@@ -19,8 +19,9 @@ from disagg.transfer.messages import (
     WorkerStatus,
 )
 from disagg.workers.actions import Action
-from disagg.workers.dispatch import Dispatch, Started
+from disagg.workers.dispatch import Dispatch
 from disagg.workers.events import Events
+from disagg.workers.members import Started
 from disagg.workers.router import Output, Peer
 
 STATS = {"codec": "raw", "wire_bytes": 7}

@@ -6,7 +6,7 @@ from disagg.config import Config
 from disagg.errors import TransferError
 from disagg.transfer.messages import Role, TokenEvent, Work
 from disagg.workers.actions import Reserve, Start
-from disagg.workers.dispatch import Started
+from disagg.workers.members import Started
 from tests.workers.fakes import Rules
 from tests.workers.pairs import paired
 from tests.workers.test_dispatch import GRANT, job, only

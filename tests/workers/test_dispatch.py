@@ -17,7 +17,8 @@ from disagg.errors import (
 )
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.workers.dispatch import MOVE_TOKENS, SPEAKS_S, Phase, Started
+from disagg.workers.dispatch import MOVE_TOKENS, SPEAKS_S, Phase
+from disagg.workers.members import Started
 from tests.workers.fakes import Rules
 
 GRANT = Grant(7, 1)
@@ -227,11 +228,20 @@ def test_a_sequence_that_decoded_on_while_room_was_slow_to_come_asks_for_more_of
     dispatch = leaving()
     for index in range(1, 15):
         dispatch.token("d", "r", 1, index, 8, 1.0)
-    more = replace(at(job(length=100), 1, 7, *[8] * 14), moved=3 + 15 + 2 * 14)
+    more = replace(at(job(length=100), 1, 7, *[8] * 14), moved=3 + 15 + 2 * MOVE_TOKENS)
     assert dispatch.granted("d2", "r", 1, GRANT) == [Reserve("d2", more)]
-    for index in range(15, 30):
+    for index in range(15, 15 + MOVE_TOKENS):
         dispatch.token("d", "r", 1, index, 8, 1.0)
     assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
+
+
+def test_a_sequence_that_has_outgrown_its_room_decodes_on_and_asks_for_twice_as_much() -> None:
+    dispatch = moving()
+    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
+    more = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + 2 * MOVE_TOKENS)
+    assert dispatch.refused("d", "r", 1, CapacityError("more"), 1.0) == [Reserve("d2", more)]
+    assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
+    assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.MOVE, 0)
 
 
 def test_a_move_to_its_prefill_worker_that_breaks_blames_nobody_who_left() -> None:

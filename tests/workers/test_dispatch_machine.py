@@ -12,7 +12,8 @@ from disagg.errors import CapacityError, DisaggError, PeerLostError
 from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers import dispatch
 from disagg.workers.actions import Action, Forget, Reserve, Start
-from disagg.workers.dispatch import Phase, Started
+from disagg.workers.dispatch import Phase
+from disagg.workers.members import Started
 from tests.workers.fakes import Rules
 
 NAMES = st.data()
@@ -167,9 +168,16 @@ class Interleavings(RuleBasedStateMachine):
             self.act(self.dispatch.refused(*event, self.now))
 
     @precondition(lambda self: self.moves)
-    @rule(data=NAMES)
-    def a_sequence_moves(self, data: st.DataObject) -> None:
-        self.move(self.moves[data.draw(st.integers(0, len(self.moves) - 1))])
+    @rule(data=NAMES, outgrown=st.booleans())
+    def a_sequence_moves(self, data: st.DataObject, outgrown: bool) -> None:
+        start = self.moves[data.draw(st.integers(0, len(self.moves) - 1))]
+        if not outgrown:
+            return self.move(start)
+        self.moves.remove(start)
+        error = CapacityError("it has outgrown its room")
+        job = start.job
+        told = self.dispatch.refused(start.worker, job.rid, job.attempt, error, self.now)
+        return self.act(told)
 
     @precondition(lambda self: self.dispatch.entries)
     @rule(data=NAMES)

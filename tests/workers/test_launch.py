@@ -15,8 +15,8 @@ from disagg.errors import ConfigError, ModelError, PeerLostError
 from disagg.transfer.messages import Role
 from disagg.transfer.security import Authority
 from disagg.workers import launch
-from disagg.workers.dispatch import Started
 from disagg.workers.launch import Actor, Cluster
+from disagg.workers.members import Started
 from disagg.workers.shares import equal_share, gpu_share, of_a_share, torch_threads
 
 LOADING = object()  # an outcome that is not there yet

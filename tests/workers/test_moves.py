@@ -16,6 +16,7 @@ from disagg.plan import Plan
 from disagg.state import GroupState
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
+from disagg.workers import dispatch
 from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
@@ -69,6 +70,20 @@ async def test_a_worker_that_leaves_takes_no_token_along(
     assert left == came
     assert came.total() == 1
     assert (Kind.PAGE in early[0], Kind.RAW in early[0]) == (not windowed, False)
+
+
+async def test_a_sequence_that_outgrows_its_room_moves_all_the_same(
+    home, runners, story, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "MOVE_TOKENS", 1)
+    expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    home.add("d2", Role.DECODE, runners[2])
+    source = home.workers["d"]
+    source.assume(Role.NONE)
+    assert (await asking)[0] == expected
+    assert source.decode.counts["moved"] == 1
+    assert home.router.dispatch.retries == 0
 
 
 @pytest.mark.parametrize("breaks", ["the codec", "the link"])
@@ -147,7 +162,7 @@ async def test_a_move_that_is_given_up_before_it_begins_frees_its_sequence(home,
     ((name, job),) = decode._jobs.items()
 
     async def give_up() -> None:
-        decode.move(Submit(job, Work.MOVE, 0))
+        decode.move(Submit(replace(job, moved=job.tokens + LONG), Work.MOVE, 0))
         decode.drop(job.rid, job.attempt, "the router is gone")
 
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(give_up(), home.workers["d"]._loop))
