@@ -40,11 +40,14 @@ class Access:
             await send(message)
 
         free = not self._keys or scope.get("path") in OPEN
-        if free or bears(headers.get(b"authorization", b""), self._keys):
-            await self._app(scope, receive, named)
-        else:
+        if not (free or bears(headers.get(b"authorization", b""), self._keys)):
             told = "no key of this service; send one as 'Authorization: Bearer KEY'"
             await JSONResponse(error_body(told, "auth", 401), 401)(scope, receive, named)
+        elif headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
+            told, taken = "the body is compressed; send it plain", {"Accept-Encoding": "identity"}
+            await JSONResponse(error_body(told, "request", 415), 415, taken)(scope, receive, named)
+        else:
+            await self._app(scope, receive, named)
 
 
 def bears(header: bytes, keys: Collection[str]) -> bool:

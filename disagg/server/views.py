@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from disagg import __version__
+from disagg.errors import RequestError
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.admin import Staff
 from disagg.server.completions import Completions
@@ -67,6 +68,8 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         request = await completions.read(TokenizeRequest, http.stream())
+        if request.prompt is None and not request.messages:
+            raise RequestError("a prompt or messages are wanted", "prompt")
         if request.prompt is None:
             tokens = await completions.chat_tokens(request)
         else:

@@ -116,6 +116,12 @@ def test_an_assistant_without_content_says_nothing(said):
     assert [turn["content"] for turn in ChatRequest.read(body).turns] == [""]
 
 
+def test_who_wants_nothing_tokenised_hears_what_may_be(app):
+    for body in ({}, {"messages": []}):
+        response = send(app, "POST", "/tokenize", json=body)
+        assert "a prompt or messages" in refused(response, 400, "request", "prompt")
+
+
 INFINITE = [f'{{"prompt": "a", "temperature": {x}}}' for x in ("1e999", "Infinity", "NaN")]
 
 
@@ -169,6 +175,17 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
     assert send(app, "POST", "/v1/completions", content=filled).status_code == 200
     assert len(read) == 6
     assert len(router.asked) == 1
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
+def test_a_compressed_body_is_refused_as_such(coding, app):
+    headers = {"Content-Encoding": coding}
+    response = send(app, "POST", "/v1/completions", json=ask(), headers=headers)
+    if coding == "identity":
+        assert response.status_code == 200
+    else:
+        assert "compressed" in refused(response, 415, "request")
+        assert response.headers["accept-encoding"] == "identity"
 
 
 @pytest.mark.parametrize("name", ["tiny", "/models/tiny", "", None])
