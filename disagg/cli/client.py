@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -261,7 +261,10 @@ def _exchange(
             raise _error(service.url, response.status, response.read())
         yield response
     except (OSError, HTTPException) as error:
-        raise PeerLostError(f"no service answers at {service.url}: {error}") from error
+        hint, plain = "", parts.scheme == "http"
+        if isinstance(error, BadStatusLine) if plain else type(error) is ssl.SSLError:
+            hint = f"; does it speak {'https' if plain else 'http'}?"
+        raise PeerLostError(f"no service answers at {service.url}: {error}{hint}") from error
     finally:
         connection.close()
 

@@ -169,6 +169,11 @@ def test_bad_input_has_an_exit_code_and_one_line(
     assert error["type"] == reason
 
 
+def test_who_asks_for_https_where_there_is_none_is_told(running, disagg):
+    url = running.url.replace("http", "https")
+    assert "does it speak http?" in disagg("submit abc --url", url, code=8).err
+
+
 @pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
 def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, disagg):
     assert "Usage: disagg submit" in disagg("submit abc", *wrong, code=2).err
