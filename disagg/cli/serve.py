@@ -21,12 +21,13 @@ import typer
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages
-from disagg.config import DEFAULT_CODEC, Config, replace_keys
+from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
 from disagg.errors import DeadlineError, PeerLostError
 from disagg.workers.reaper import birth
 
 if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
+    from disagg.model.tokenizer import Tokenizer
 
 Codecs = Annotated[
     str | None, typer.Option(help='Of --codec auto, and all there are on a GPU: "fp8,kivi:bits=4".')
@@ -128,11 +129,9 @@ def run_service(config: Config, as_json: bool) -> None:
     """Serve until a signal of ENDS or `disagg stop`; the state file lives as long."""
     path = options.state_path(config.server.state_file, config.cluster.name)
     client.check_unannounced(path)
-    from disagg.model.describe import describe_model
+    check_model(config)
     from disagg.server.service import Service
 
-    for spec in config.listed:
-        check_codec(spec, describe_model(config.model.name, config.model.dtype))
     take_signals()
     try:
         with ExitStack() as stack:
@@ -221,18 +220,27 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
 def check(config: Config, body: Mapping[str, Any]) -> None:
     """What can be known of a request before workers run: sampling, model, length, codec."""
     from disagg.engine.sequence import SamplingParams
-    from disagg.model.describe import describe_model
-    from disagg.model.tokenizer import Tokenizer
     from disagg.server.limits import check_prompt, check_text
 
     names = {field.name for field in fields(SamplingParams)}
     SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
-    info = describe_model(config.model.name, config.model.dtype)
-    tokenizer = Tokenizer.load(config.model.name)
+    info, tokenizer = check_model(config)
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
-    check_codec(config.listed[0], info)
+
+
+def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
+    """What the files of a model tell before workers run: sizes, tokenizer, codecs that fit."""
+    from disagg.model.describe import check_weights, describe_model
+    from disagg.model.tokenizer import Tokenizer
+
+    info = describe_model(config.model.name, config.model.dtype)
+    if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
+        check_weights(info.path)
+    for spec in config.listed:
+        check_codec(spec, info)
+    return info, Tokenizer.load(config.model.name)
 
 
 def check_codec(spec: str, info: "ModelInfo") -> None:

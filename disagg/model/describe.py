@@ -15,6 +15,7 @@ from disagg.errors import ModelError, UnknownNameError
 
 DEFAULT_MODEL = Path(__file__).parent / "default"
 FETCHED_NAMES = ("smollm2",)  # what `disagg fetch` knows
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 # one thing, many names: what config.json files call it
 ALIASES = {
@@ -128,6 +129,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model")
     return read_object(file)
+
+
+def check_weights(path: Path) -> None:
+    """ModelError for a model folder without weights, or without some files that its index names."""
+    found = {x.name for x in path.iterdir() if x.suffix in (".safetensors", ".bin") and x.is_file()}
+    named = {*read_object(path / INDEX).get("weight_map", {}).values()}
+    lacking = [] if SINGLE in found else sorted(named - found)
+    if lacking or not found:
+        told = ", ".join(lacking[:3]) or "*.safetensors, *.bin"
+        raise ModelError(f"{path} lacks weights of its model: there is no {told}")
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -20,14 +20,13 @@ from xxhash import xxh3_128
 from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION
 from disagg.model.capacity import class_of
-from disagg.model.describe import ModelInfo, read_config, stored_dtype, user_cache
+from disagg.model.describe import INDEX, SINGLE, ModelInfo, read_config, stored_dtype, user_cache
 
 READ_BYTES = 16 << 20
 NOTED_BYTES = 64 << 20  # less is read as soon as a note is found
 SETTLED_NS = 2 * 10**9  # files that changed a moment ago may change again within a tick of clocks
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_model(info: ModelInfo, device: str) -> PreTrainedModel:

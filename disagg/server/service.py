@@ -21,6 +21,7 @@ from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError, PeerLostError
 from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.access import check_tls, read_keys
+from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.transfer.control import WorkerClient
 from disagg.transfer.rpc import Link, connect
 from disagg.workers.members import Started
@@ -213,11 +214,17 @@ class Service:
 
 
 def served_name(config: Config) -> str:
-    """What clients call the model: what they shall, else a Hugging Face name, or a folder's."""
+    """What clients call the model: what they shall, else a Hugging Face name, or a folder's.
+
+    ConfigError for what answers cannot carry.
+    """
     name = config.server.served_model_name or config.model.name or DEFAULT_MODEL.name
     folder = Path(os.path.expanduser(name))
     is_folder = name == config.model.name and folder.is_dir()
-    return folder.resolve().name if is_folder else name
+    name = folder.resolve().name if is_folder else name
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:
+        raise ConfigError(f"no client can call a model {shown(name)}; set server.served_model_name")
+    return name
 
 
 def open_doors(config: Config) -> dict[str, socket.socket]:

@@ -19,8 +19,10 @@ from disagg.cli.client import RunningService, announced, left_token, read_state,
 from disagg.cli.output import stages
 from disagg.config import Config, load_config
 from disagg.errors import ConfigError
+from disagg.model.describe import INDEX, SINGLE
 from disagg.server.service import served_name
 from disagg.workers.reaper import birth
+from tests.model.tiny import save_tiny
 
 
 def service(port: int = 1, pid: int = 0) -> RunningService:
@@ -231,6 +233,37 @@ def test_the_model_has_the_name_that_was_chosen_or_that_of_its_folder(tmp_path):
         ({"server.served_model_name": str(tmp_path)}, str(tmp_path)),
     ):
         assert served_name(load_config(None, given)) == name
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ([SINGLE], "no *.safetensors, *.bin"),
+        (["model-00002-of-00003.safetensors"], "no model-00002-of-00003.safetensors"),
+        (["tokenizer.json"], "no tokenizer that can be read"),
+        ([], ""),
+    ],
+)
+def test_a_model_that_lacks_a_file_is_refused_before_anything_starts(
+    gone, told, state_file, disagg, monkeypatch, tmp_path
+):
+    model = save_tiny("llama", tmp_path / "model")
+    if "-of-" in "".join(gone):
+        (model / SINGLE).rename(model / gone[0].replace("00002", "00001"))
+        parts = [gone[0].replace("00002", f"{i:05}") for i in (1, 2)]
+        (model / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}))
+    for name in gone:
+        (model / name).unlink(missing_ok=True)
+    monkeypatch.setattr("disagg.server.service.Service", Started)
+    said = disagg("serve --state-file", state_file, "--model", model, code=3 if gone else 0).err
+    assert told in said
+    assert ("serving" in said) == (not gone)
+
+
+@pytest.mark.parametrize("name", ["a\udcff", "a\nb", "x" * 2000])
+def test_a_name_that_no_answer_can_carry_is_refused(name):
+    with pytest.raises(ConfigError, match="no client can call"):
+        served_name(load_config(None, {"server.served_model_name": name}))
 
 
 def test_status_shows_every_worker(known, state_file, disagg):
