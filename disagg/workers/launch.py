@@ -446,6 +446,7 @@ class Cluster:
         if isinstance(started, tuple):
             raise error_from(*started)
         actor.started, actor.role = started, started.role
+        actor.leaves |= started.role is Role.NONE  # as the front end before this one told it
         actor.call = actor.handle.watch.remote()
         return started
 

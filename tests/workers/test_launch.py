@@ -307,6 +307,14 @@ def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster
     assert [cluster.step(), cluster.step()] == [["-decode-0"], []]
 
 
+def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(caplog):
+    cluster = FakeCluster(None, Started("decode-0", Role.NONE, "127.0.0.1:1", epoch=1))
+    cluster.start()
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
+    cluster.kill("decode-0")
+    assert [cluster.step(), cluster.step(), caplog.messages] == [["-decode-0"], [], []]
+
+
 def test_what_cannot_be_wanted_is_refused_by_name(cluster):
     with pytest.raises(ConfigError, match="0 decode"):
         cluster.scale(1, 0)
