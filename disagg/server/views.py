@@ -36,8 +36,10 @@ def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None
 
     @read("/ready")
     async def ready() -> Response:
-        told = {"status": "ok" if router.ready else "starting"}
-        return JSONResponse(told, 200 if router.ready else 503)
+        if router.ready:
+            return JSONResponse({"status": "ok"})
+        lacks = router.lacks({} if staff is None else staff.wanted)
+        return JSONResponse({"status": "starting", "lacks": lacks}, 503)
 
     @read("/version")
     async def version() -> Response:

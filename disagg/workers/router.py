@@ -96,6 +96,7 @@ class Router:
         self.dispatch = Dispatch(self.config)
         self.peers: dict[str, Peer] = {}
         self._clock = clock
+        self._ready_at = clock()  # or, until then, when this began
         self._clients: dict[str, Client] = {}
         self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
         self._tasks: set[asyncio.Task[None]] = set()
@@ -153,6 +154,14 @@ class Router:
     def ready(self) -> bool:
         """Whether there is a worker for each side of a hand-off, and requests get to them."""
         return self.dispatch.ready(self._clock())
+
+    def lacks(self, wanted: Mapping[str, int]) -> str:
+        """What `ready` waits for, in words; wanted: how many workers of each role."""
+        now, members = self._clock(), self.dispatch.members.values()
+        there = Counter[str](x.started.role for x in members if now >= x.open_until)
+        told = [f"{role} {there[role]} of {number}" for role, number in wanted.items()]
+        told += [f"{self.waiting} queued"] if self.waiting else []
+        return f"{', '.join(told)}; for {now - self._ready_at:.0f} s"
 
     # -- for whoever runs the workers
 
@@ -269,6 +278,7 @@ class Router:
         while True:
             await asyncio.sleep(TICK_S)
             last, late = self._clock(), self._clock() - last - TICK_S
+            self._ready_at = last if self.ready else self._ready_at
             try:
                 for peer in self.peers.values():
                     peer.heard += late if late > TICK_S else 0.0

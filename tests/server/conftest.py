@@ -108,6 +108,9 @@ class FakeRouter:
         finally:
             self.running -= 1
 
+    def lacks(self, wanted: Mapping[str, int]) -> str:
+        return "decode 0 of 1; for 3 s"
+
     def summary(self) -> dict[str, int]:
         return {"requests": self.running, "queued": 0}
 

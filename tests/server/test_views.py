@@ -24,7 +24,8 @@ def test_ready_follows_the_workers_and_health_does_not(app, router):
     assert get(app, "/ready").status_code == 200
     router.ready = False
     response = get(app, "/ready")
-    assert (response.status_code, response.json()) == (503, {"status": "starting"})
+    told = {"status": "starting", "lacks": "decode 0 of 1; for 3 s"}
+    assert (response.status_code, response.json()) == (503, told)
     assert get(app, "/health").status_code == 200
 
 

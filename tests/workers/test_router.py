@@ -1,6 +1,7 @@
 """The router with plain fakes: every token once, whatever happens to workers and clients."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -69,6 +70,7 @@ async def test_a_request_waits_for_workers_that_come_later_and_says_for_how_long
         asking = asyncio.create_task(anext(ask(router)))
         await until(lambda: router.waiting == 1)
         assert not router.ready
+        assert re.fullmatch(r"decode 0 of 1, 1 queued; for \d+ s", router.lacks({"decode": 1}))
         seen = time.monotonic()
         await until(lambda: time.monotonic() > seen)
         waited_s = time.monotonic() - seen
@@ -127,6 +129,7 @@ async def test_a_silent_worker_is_fenced_before_it_works_again():
         await decode.paused.wait()
         decode.deaf = True
         await until(lambda: not router.ready)
+        assert router.lacks({"prefill": 1, "decode": 2}).startswith("prefill 1 of 1, decode 0 of 2")
         decode.deaf = False
         decode.go.set()
         tokens, _ = await asking
@@ -165,6 +168,7 @@ async def test_a_loop_that_was_late_is_not_a_silence_of_workers():
             jumped += 8.0
             await asyncio.sleep(2 * TICK_S)
         assert router.ready
+        await until(lambda: router.lacks({}).endswith("for 0 s"))
         decode.go.set()
         tokens, _ = await asking
         assert len(tokens) == 5
