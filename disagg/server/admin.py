@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from disagg.errors import AuthError
 from disagg.server.access import bears
@@ -31,6 +31,8 @@ class Staff(Protocol):
 
 class Wanted(BaseModel):
     """How many workers are wanted."""
+
+    model_config = ConfigDict(extra="forbid")
 
     prefill: int | None = None
     decode: int | None = None

@@ -69,7 +69,8 @@ def one_text(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for part in value:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(f"messages: {limits.shown(part)} is no part of text", "messages")
     return "".join(part["text"] for part in value)
 
@@ -250,10 +251,10 @@ class Conversation(Body):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What is said to the template beside them."""
+        """What is said to the template beside them; `chat_template_kwargs` has the last word."""
         goes_on = self.continue_final_message
         begins = {"add_generation_prompt": self.add_generation_prompt and not goes_on}
-        return self.chat_template_kwargs | begins | {"continue_final_message": goes_on}
+        return begins | {"continue_final_message": goes_on} | self.chat_template_kwargs
 
 
 class ChatRequest(GenerationRequest, Conversation):

@@ -70,8 +70,8 @@ def add_tokens(app: FastAPI, completions: Completions) -> None:
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         request = await completions.read(TokenizeRequest, http.stream())
-        if request.prompt is None and not request.messages:
-            raise RequestError("a prompt or messages are wanted", "prompt")
+        if (request.prompt is None) == (not request.messages):
+            raise RequestError("a prompt or messages are wanted, and not both", "prompt")
         if request.prompt is None:
             tokens = await completions.chat_tokens(request)
         else:

@@ -47,6 +47,8 @@ def test_nobody_scales_without_the_key_or_by_nonsense(known):
         post(RunningService(known.url, 0, "wrong"), "/scale", {"decode": 2})
     with pytest.raises(RequestError, match="decode is 'two'"):
         post(RunningService(known.url, 0, "secret"), "/scale", {"decode": "two"})
+    with pytest.raises(RequestError, match="decoders is 2"):
+        post(RunningService(known.url, 0, "secret"), "/scale", {"decoders": 2})
     assert not known.staff.asked
 
 

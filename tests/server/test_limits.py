@@ -102,6 +102,7 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
         ([{"content": "x"}], "messages[0].role is required"),
         ([{"role": "user", "content": 5}], "messages[0].content is 5: Input should be a valid str"),
         ([5], "messages[0] is 5: an object is wanted"),
+        ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "is no part of text"),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
         ([{"role": "tool", "content": None}], "messages[0].content is required of role 'tool'"),
     ],
@@ -110,14 +111,21 @@ def test_a_message_that_is_wrong_is_named_with_its_place(messages, says, app):
     assert says in refused(chat(app, messages=messages), 400, "request", "messages")
 
 
+def test_what_is_said_to_the_template_itself_has_the_last_word():
+    body = {"messages": [], "chat_template_kwargs": {"add_generation_prompt": False, "x": 1}}
+    options = ChatRequest.read(json.dumps(body).encode()).template_options
+    assert options == {"add_generation_prompt": False, "continue_final_message": False, "x": 1}
+
+
 @pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": []}])
 def test_an_assistant_without_content_says_nothing(said):
     body = json.dumps({"messages": [{"role": "assistant", **said}]}).encode()
     assert [turn["content"] for turn in ChatRequest.read(body).turns] == [""]
 
 
-def test_who_wants_nothing_tokenised_hears_what_may_be(app):
-    for body in ({}, {"messages": []}):
+def test_who_wants_nothing_tokenised_or_two_things_hears_what_may_be(app):
+    both = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    for body in ({}, {"messages": []}, both):
         response = send(app, "POST", "/tokenize", json=body)
         assert "a prompt or messages" in refused(response, 400, "request", "prompt")
 
