@@ -212,7 +212,12 @@ class Cluster:
         while loading and not serves([x.role for x in started]):
             ready, _ = ray.wait(list(loading), timeout=TELL_S)
             if ready:
-                started.append(self._enter(loading.pop(ready[0])))
+                try:
+                    started.append(self._enter(actor := loading.pop(ready[0])))
+                except PeerLostError:
+                    if actor.name not in self._found:
+                        raise
+                    self._actors.remove(actor)  # it left meanwhile; `look` starts another one
             elif (doing := self._doing(*loading.values())) not in ("", told):
                 tell(told := doing)
         self.links = self._introduce()

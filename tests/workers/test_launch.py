@@ -315,6 +315,13 @@ def test_a_worker_that_leaves_when_the_next_front_end_comes_ends_without_a_word(
     assert [cluster.step(), cluster.step(), caplog.messages] == [["-decode-0"], [], []]
 
 
+def test_a_front_end_takes_over_though_a_worker_ends_meanwhile():
+    cluster = FakeCluster(None, RayActorError())
+    cluster._found = ["prefill-0", "decode-0"]
+    assert [started.name for started in cluster.start()] == ["prefill-0"]
+    assert [cluster.step(), cluster.step()] == [[], ["+decode-0.1"]]
+
+
 def test_what_cannot_be_wanted_is_refused_by_name(cluster):
     with pytest.raises(ConfigError, match="0 decode"):
         cluster.scale(1, 0)
