@@ -105,6 +105,8 @@ class Body(BaseModel):
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise RequestError("the body is JSON, but no object")
+        if len(found) > limits.MAX_NAMED:
+            raise RequestError(f"the body has {len(found)} fields; {limits.MAX_NAMED} are read")
         try:
             request = cls.model_validate({k: v for k, v in found.items() if v is not None})
         except ValidationError as error:
@@ -233,7 +235,7 @@ class ChatMessage(BaseModel):
 class Conversation(Body):
     """Messages, and how the template of the model shall write them."""
 
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] = Field([], max_length=limits.MAX_MESSAGES)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None

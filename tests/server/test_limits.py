@@ -102,6 +102,7 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
         ([{"content": "x"}], "messages[0].role is required"),
         ([{"role": "user", "content": 5}], "messages[0].content is 5: Input should be a valid str"),
         ([5], "messages[0] is 5: an object is wanted"),
+        ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
         ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "is no part of text"),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
         ([{"role": "tool", "content": None}], "messages[0].content is required of role 'tool'"),
@@ -183,6 +184,11 @@ def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
     assert send(app, "POST", "/v1/completions", content=filled).status_code == 200
     assert len(read) == 6
     assert len(router.asked) == 1
+
+
+def test_a_body_of_too_many_fields_is_refused(app):
+    fields = {f"field{i}": 1 for i in range(2000)}
+    assert "2002 fields; 1024 are read" in refused(post(app, **fields), 400, "request")
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
