@@ -6,7 +6,7 @@ transformers.
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +14,7 @@ import tokenizers
 from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model
 
+KNOWN = 1 << 16  # tokens that are spelled once: answers with log-probabilities name thousands
 MOST_PENDING = 64  # tokens; what is no character by then never becomes one
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
 FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
@@ -71,11 +72,13 @@ class Tokenizer:
         """The text of token ids. special: with that of special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
+    @lru_cache(KNOWN)  # noqa: B019 - a service has one tokenizer
     def spell(self, token: int) -> str:
         """The text of one token behind another: some decoders strip a space in front of a text."""
         once, twice = (self.decode([token] * n, special=True) for n in (1, 2))
         return twice[len(once) :]
 
+    @lru_cache(KNOWN)  # noqa: B019
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token, which may be a part of a character."""
         if UNFINISHED in (text := self.spell(token)):
