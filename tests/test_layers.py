@@ -47,22 +47,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4190,
-    "cli": 1945,
+    "cli": 1956,
     "codecs": 3001,
     "engine": 1912,
     "eval": 567,
     "files": 2048,  # disagg/*.py
     "kernels": 6164,
-    "model": 1791,
+    "model": 1804,
     "report": 163,
-    "server": 1962,
+    "server": 1983,
     "transfer": 3435,
-    "workers": 3092,
-    "tests": 24516,
+    "workers": 3108,
+    "tests": 24621,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21105  # of all these rooms together
+PACKAGE_BUDGET = 21166  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
