@@ -55,16 +55,6 @@ def items_of(kind: Kind, group: int, layer: int, records: Iterable[int]) -> list
     return [*map(partial(tuple.__new__, Item), fields)]
 
 
-class Known(NamedTuple):
-    """Items of one kind and layer that a receiver has, with their digests."""
-
-    kind: Kind
-    group: int
-    layer: int
-    records: Sequence[int]
-    digests: Sequence[int]
-
-
 @dataclass(frozen=True)
 class Ticket:
     """Which reservation a frame belongs to.

@@ -4,7 +4,7 @@
     prefill ── Ticket: Attach, frames, Renew, Commit ──► decode ── Attached, credit, Ack ──► prefill
 
 The .proto files say what each field means; here stands what Python has besides. What comes from a
-peer is checked here: RequestError and CorruptFrameError for what no honest peer sends.
+peer is checked here: RequestError for what no honest peer sends.
 """
 
 import json
@@ -19,10 +19,9 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import DecodeError, Message
 
 from disagg.errors import CorruptFrameError, DisaggError, RequestError, error_from
-from disagg.page import Kind
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.wire import Item, Known, Ticket, items_of, pack_digests, unpack_digests
+from disagg.wire import Ticket
 
 Parsed = TypeVar("Parsed", bound=Message)
 
@@ -48,7 +47,7 @@ class Told:
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """RequestError or CorruptFrameError for what no honest peer sends."""
+        """RequestError for what no honest peer sends."""
         return cls(**read(message))
 
 
@@ -197,22 +196,22 @@ class Attach(Told, form=kv.AttachRequest):
 class Attached(Told, form=kv.AttachResponse):
     """The answer: what is here, verified; or that all was, so that the commit can be repeated.
 
-    have: which the sender takes for its own
+    have: places of items in the order of `records.Checklist`, and their `digests`
     """
 
     admitted: bool = False
-    have: Sequence[Known] = ()
+    have: Sequence[int] = ()
+    digests: Sequence[int] = ()
     lease_s: float = 0.0
     credit: int = 0
     port: int = 0
     key: bytes = b""
 
-    def digests(self) -> dict[Item, int]:
-        """Those of all items that are here."""
-        found: dict[Item, int] = {}
-        for known in self.have:
-            found.update(zip(items_of(*known[:4]), known.digests, strict=True))
-        return found
+    def here(self) -> dict[int, int]:
+        """The digests by place; CorruptFrameError unless each has one."""
+        if len(self.have) != len(self.digests):
+            raise CorruptFrameError(f"{len(self.digests)} digests of {len(self.have)} items")
+        return dict(zip(self.have, self.digests, strict=True))
 
 
 @dataclass(frozen=True)
@@ -310,20 +309,6 @@ def _json(what: str, kind: type, none: Callable[[], Any]) -> Form:
     return lambda value: json.dumps(value) if value or value == {} else "", back
 
 
-def _known_to(x: Known) -> kv.ItemSet:
-    where = {"kind": _KIND[0](x.kind), "group": x.group, "layer": x.layer}
-    return kv.ItemSet(**where, records=x.records, digests=pack_digests(x.digests))
-
-
-def _known_from(x: kv.ItemSet) -> Known:
-    """CorruptFrameError unless each item has a digest."""
-    digests, records = unpack_digests(x.digests), tuple(x.records)
-    if len(digests) != len(records):
-        raise CorruptFrameError(f"{len(digests)} digests for {len(records)} items")
-    return Known(_KIND[1](x.kind), x.group, x.layer, records, digests)
-
-
-_KIND = _words("KIND", kv.Kind, Kind)
 _TICKET = (lambda ticket: kv.Ticket(**vars(ticket)), lambda message: Ticket(**read(message)))
 _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same everywhere
     "job": _part(Job),
@@ -338,5 +323,4 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "info": _json("info", dict, dict),
     "stats": _json("stats", dict, lambda: None),
     "logprobs": _json("logprobs", list, tuple),
-    "have": _several((_known_to, _known_from)),
 }

@@ -18,7 +18,7 @@ from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, Known, PageFrame, items_of
+from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, PageFrame, items_of
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
@@ -277,7 +277,7 @@ class ArenaSource:
 class Arrivals:
     """Which items of a prompt are verified and in place at a receiver.
 
-    digests: by place, of those that are there from the beginning
+    here: their digests, by place; from the beginning those of `digests`
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Arrivals:
     ):
         self._checklist = checklist
         self._addresses = Addresses(checklist, states)
-        self._here = dict(digests)
+        self.here = dict(digests)
 
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here: digests by place, and bytes with their offsets.
@@ -298,7 +298,7 @@ class Arrivals:
         pieces: list[tuple[int, Buffer]] = []
         for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
             place = self._checklist.place(item)
-            seen = self._here.get(place, new.get(place))
+            seen = self.here.get(place, new.get(place))
             if seen is None:
                 new[place], end = expected, 0
                 for start, nbytes in self._addresses.spans(item):
@@ -310,17 +310,7 @@ class Arrivals:
 
     def add(self, new: Mapping[int, int]) -> None:
         """These are verified and in place now."""
-        self._here |= new
-
-    def have(self) -> list[Known]:
-        """Items that are here, with their digests."""
-        found = list[Known]()
-        for (layer, kind), run in self._checklist.runs.items():
-            if here := [place for place in run if place in self._here]:
-                records, digests = [x - run.start for x in here], [self._here[x] for x in here]
-                group = self._checklist.plan.group_of[layer]
-                found.append(Known(kind, group, layer, records, digests))
-        return found
+        self.here |= new
 
     def check(self, commit: Commit) -> None:
         """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
@@ -329,12 +319,12 @@ class Arrivals:
         ours = self._checklist.tokens, self._checklist.plan.fingerprint, self._checklist.num_items
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
             raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
-        for place, seen in self._here.items():
+        for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
                 item = self._checklist.items[place]
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
-        if absent := len(commit.digests) - len(self._here):
-            first = next(place for place in range(len(commit.digests)) if place not in self._here)
+        if absent := len(commit.digests) - len(self.here):
+            first = next(place for place in range(len(commit.digests)) if place not in self.here)
             item = self._checklist.items[first]
             raise TransferError(f"{absent} items of the commit never came, the first is {item}")
 

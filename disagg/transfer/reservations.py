@@ -254,8 +254,8 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
         self._renew(reservation)
-        have, credit = contents.arrivals.have(), 2 * checklist.frame_bytes
-        return Attached(have=have, lease_s=self.terms.lease_s, credit=credit)
+        here, credit = contents.arrivals.here, 2 * checklist.frame_bytes
+        return Attached(False, [*here], [*here.values()], self.terms.lease_s, credit)
 
     def renew(self, tickets: Iterable[Ticket]) -> tuple[int, ...]:
         """The sender lives. The nonces of those that are over and were not admitted."""

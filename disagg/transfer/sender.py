@@ -136,9 +136,15 @@ class Outbox:
         digests = self.there | self._sent
         return tuple(map(digests.__getitem__, self._order))
 
-    def attached(self, have: Mapping[Item, int], credit: int) -> None:
-        """Start over with a receiver that has these items, sent before or found by their keys."""
-        self.there = {x: seen for x, seen in have.items() if self._sent.get(x, seen) == seen}
+    def attached(self, here: Mapping[int, int], credit: int) -> None:
+        """Start over with a receiver that has these items, sent before or found by their keys.
+
+        here: digests by place; CorruptFrameError for a place that no item has
+        """
+        if max(here, default=0) >= len(self._order):
+            raise CorruptFrameError(f"item {max(here)} of {len(self._order)} is there")
+        told = zip(map(self._order.__getitem__, here), here.values(), strict=True)
+        self.there = {x: seen for x, seen in told if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queues.clear()
         self._ready, self.credit = None, credit
@@ -318,7 +324,7 @@ class Sender:
             if not self._drained.is_set():
                 raise ReservationError(f"{self} was admitted before all of it was sent")
             return await self._commit()
-        self.outbox.attached(attached.digests(), attached.credit)
+        self.outbox.attached(attached.here(), attached.credit)
         self._note_drained()
         with self._channel.carries(self, attached):
             await self._unless_over(self._drained.wait())

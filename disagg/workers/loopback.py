@@ -58,7 +58,7 @@ class Loopback:
         attach = Attach(self._ticket, model, plan.fingerprint, checklist.tokens)
         attached = self._rules.attach(attach)
         self._wire_bytes += attach.to_message().ByteSize() + attached.to_message().ByteSize()
-        self._outbox.attached(attached.digests(), attached.credit)
+        self._outbox.attached(attached.here(), attached.credit)
 
     def offer(self, items: Sequence[Item]) -> None:
         """Send what is final."""

@@ -69,9 +69,9 @@ class Desk:
         """Send all that is not there; the bytes of it."""
         reservation = self.ledger._by_nonce[ticket.nonce]
         assert reservation.contents
-        have, sent = Attached(have=reservation.contents.arrivals.have()).digests(), 0
-        for item in prompt.checklist.items:
-            if item not in have:
+        here, sent = {*reservation.contents.arrivals.here}, 0
+        for place, item in enumerate(prompt.checklist.items):
+            if place not in here:
                 self.store(prompt.frame(ticket, [item]), now)
                 sent += prompt.checklist.nbytes(item)
         return sent
@@ -82,8 +82,7 @@ class Desk:
         sent = self.push(prompt, ticket)
         contents = self.ledger._by_nonce[ticket.nonce].contents
         assert contents
-        have = Attached(have=contents.arrivals.have()).digests()
-        digests = tuple(map(have.__getitem__, prompt.checklist.items))
+        digests = tuple(seen for _, seen in sorted(contents.arrivals.here.items()))
         commit = replace(prompt.commit(), digests=digests)
         assert isinstance(self.at(0.0).commit(CommitFrame(ticket, commit)), Ack)
         return sent

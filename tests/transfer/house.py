@@ -38,8 +38,7 @@ class House:
     def arrived(self) -> int:
         """Items of all prompts that are here."""
         held = self.receiver.reservations._by_nonce.values()
-        known = [x.contents.arrivals.have() for x in held if x.contents is not None]
-        return sum(len(x.records) for some in known for x in some)
+        return sum(len(x.contents.arrivals.here) for x in held if x.contents is not None)
 
     @property
     def held(self) -> int:

@@ -24,7 +24,7 @@ from disagg.transfer.records import Checklist
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, Item, Known, PageFrame, Ticket, message_frame, unpack
+from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
 from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt
 
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
@@ -35,6 +35,7 @@ class Peer:
     """What came, and what to say to it.
 
     have:      digests of what is here, by nonce; a hand-off without an entry is unknown
+    direct:    the port and key of a direct channel, for one attachment
     pause:     waited for before a frame is taken
     on_attach: the answer to an attachment, instead of the honest one
     on_frame:  called before a frame is stored; its answer goes out instead of the honest credit
@@ -53,6 +54,7 @@ class Peer:
     over: set[int] = field(default_factory=set)
     streams: int = 0  # open now
     opened: int = 0
+    direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
     pause: Callable[[PageFrame], Awaitable[object]] | None = None
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
@@ -62,7 +64,9 @@ class Peer:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        honest = Attached(False, known(have), self.lease_s, self.credit)
+        places = map(Checklist(self.plan, attach.tokens).place, have)
+        terms = [*places], [*have.values()], self.lease_s, self.credit, *self.direct()
+        honest = Attached(False, *terms)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -115,11 +119,6 @@ class Peer:
     ) -> Sender:
         attach = Attach(Ticket(nonce, EPOCH, 0), MODEL, prompt.plan.fingerprint, prompt.tokens)
         return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
-
-
-def known(have: dict[Item, int]) -> list[Known]:
-    """One by one."""
-    return [Known(*item[:3], [item.record], [seen]) for item, seen in have.items()]
 
 
 @asynccontextmanager

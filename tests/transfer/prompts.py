@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
@@ -100,6 +100,10 @@ class Prompt:
         """Of all items, or of these."""
         some = self.checklist.items if items is None else items
         return {item: digest(self.bytes_of(item)) for item in some}
+
+    def by_place(self, digests: Mapping[Item, int]) -> dict[int, int]:
+        """As a receiver names items."""
+        return {self.checklist.place(item): seen for item, seen in digests.items()}
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
         """A frame of items that share kind, group and size."""

@@ -15,11 +15,11 @@ from disagg.errors import CorruptFrameError, PeerLostError
 from disagg.transfer import direct
 from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectServer, dial
-from disagg.transfer.messages import Attached, Credit
+from disagg.transfer.messages import Credit
 from disagg.transfer.security import Security
 from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket, pack, unpack
 from tests.transfer.desk import bend
-from tests.transfer.peer import QUICK, Peer, hand_over, known, open_peer, until
+from tests.transfer.peer import QUICK, Peer, hand_over, open_peer, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 KEY = b"k" * direct.KEY_BYTES
@@ -87,13 +87,7 @@ async def open_direct(
         open_peer(replace(QUICK, direct=True), security) as (peer, channel),
         open_door(peer, security) as (server, port, shelves),
     ):
-        peer.on_attach = lambda attach: Attached(
-            have=known(peer.have.get(attach.ticket.nonce, {})),
-            lease_s=10.0,
-            credit=8000,
-            port=port,
-            key=server.make_key(),
-        )
+        peer.direct = lambda: (port, server.make_key())
         try:
             yield peer, channel, shelves
         finally:

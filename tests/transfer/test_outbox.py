@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import CorruptFrameError
+from disagg.transfer.messages import Attached
 from disagg.transfer.records import items_in_frame
 from disagg.transfer.sender import Outbox
 from disagg.wire import Item, PageFrame, Ticket, pack, unpack
@@ -155,7 +156,7 @@ def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
 def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox = make_outbox(prompt, prompt.checklist.items)
     first, *_ = beside(outbox)
-    outbox.attached(prompt.digests(first.items()), PLENTY)
+    outbox.attached(prompt.by_place(prompt.digests(first.items())), PLENTY)
     assert outbox.bytes_in_flight == 0
     assert by_kind(prompt, drain(outbox)) == by_kind(
         prompt, (x for x in prompt.checklist.items if x not in first.items())
@@ -165,7 +166,7 @@ def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
 def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(prompt):
     outbox = make_outbox(prompt)
     known = list(prompt.checklist.items[:9])
-    outbox.attached(dict.fromkeys(known, 1), PLENTY)
+    outbox.attached(dict.fromkeys(range(9), 1), PLENTY)
     outbox.offer(prompt.checklist.items, 0.0)
     assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items[9:])
     assert outbox.cached_bytes == sum(map(prompt.checklist.nbytes, known))
@@ -177,12 +178,16 @@ def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(prom
     """After a new reservation, and where another computed them."""
     outbox = make_outbox(prompt, prompt.checklist.items)
     drain(outbox)
-    has = {} if there == "nothing" else dict.fromkeys(prompt.checklist.items, 1)
-    outbox.attached(has, PLENTY)
+    count = 0 if there == "nothing" else prompt.checklist.num_items
+    outbox.attached(dict.fromkeys(range(count), 1), PLENTY)
     assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
 
 
-def test_a_receiver_that_acknowledges_what_was_never_sent_is_a_typed_error(prompt):
+def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(prompt):
     outbox = make_outbox(prompt)
     with pytest.raises(CorruptFrameError):
         outbox.answered()
+    with pytest.raises(CorruptFrameError):
+        outbox.attached({prompt.checklist.num_items: 1}, PLENTY)
+    with pytest.raises(CorruptFrameError):
+        Attached(have=(1, 2), digests=(3,)).here()

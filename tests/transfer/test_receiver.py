@@ -221,7 +221,7 @@ async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_
         await booth.push([first, breaking(second)])
     assert booth.receiver.reservations.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
-    assert len((await booth.attach(prompt, again)).digests()) == len(prompt.frames(again)[0].layers)
+    assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].layers)
     await booth.push(pages(prompt, again))
     assert isinstance(await booth.commit(again, prompt), Ack)
 

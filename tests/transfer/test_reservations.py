@@ -279,8 +279,8 @@ def test_a_new_stream_learns_what_arrived_and_verified(desk, prompt):
         desk.store(frame)
     with pytest.raises(CorruptFrameError):
         desk.store(corrupt(frames[3]))
-    have = desk.ask(prompt, desk.reserve(prompt), 2).digests()
-    assert have == {x: d for f in frames[:3] for x, d in zip(f.items(), f.digests, strict=True)}
+    here = desk.ask(prompt, desk.reserve(prompt), 2).here()
+    assert here == prompt.by_place(prompt.digests([x for f in frames[:3] for x in f.items()]))
 
 
 def test_frames_need_a_stream_a_reservation_and_the_epoch_of_now(desk, prompt):

@@ -24,7 +24,7 @@ from disagg.errors import CapacityError, CorruptFrameError, ReservationError, Tr
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
-from disagg.wire import Buffer, Commit, CommitFrame, Item, PageFrame, Ticket
+from disagg.wire import Buffer, Commit, CommitFrame, PageFrame, Ticket
 from tests.transfer.desk import corrupt
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
 
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
         self.prompts: dict[Key, Prompt] = {}
         self.grants: dict[int, tuple[Grant, Key]] = {}
         self.gens: dict[int, int] = {}  # by nonce: the last attachment
-        self.have: dict[int, dict[Item, int]] = {}  # by nonce: what an attachment was told
+        self.have: dict[int, dict[int, int]] = {}  # by nonce: what an attachment was told, by place
         self.tickets: list[tuple[Ticket, Key]] = []
         self.engine: dict[Key, Admission] = {}
         self.acks: dict[int, tuple[Commit, Ack]] = {}
@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
             return
         if not attached.admitted:
             self.tickets.append((ticket, key))
-            self.have[nonce] = attached.digests()
+            self.have[nonce] = attached.here()
             assert gen > self.gens.get(nonce, 0)
             self.gens[nonce] = gen
 
@@ -165,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         """All that the receiver did not say it has; a bit of one item flips the first time."""
         ticket, key = data.draw(st.sampled_from(self.tickets))
         prompt, have = self.prompts[key], self.have[ticket.nonce]
-        items = [item for item in prompt.checklist.items if item not in have]
+        items = [x for place, x in enumerate(prompt.checklist.items) if place not in have]
         if spoilt and items:
             self.write(corrupt(prompt.frame(ticket, items[-1:])), channel)
         for item in data.draw(st.permutations(items)):
@@ -182,16 +182,15 @@ class Machine(RuleBasedStateMachine):
     def send_commit(self, ticket: Ticket, key: Key) -> None:
         """With the digests of the receiver for what it had at the beginning."""
         commit, have = self.prompts[key].commit(), self.have[ticket.nonce]
-        named = zip(self.prompts[key].checklist.items, commit.digests, strict=True)
-        digests = tuple(have.get(item, seen) for item, seen in named)
+        digests = tuple(have.get(place, seen) for place, seen in enumerate(commit.digests))
         commit = replace(commit, digests=digests)
         try:
             answer = self.ledger.commit(CommitFrame(ticket, commit))
         except (ReservationError, CorruptFrameError):
             return
         except TransferError:
-            have = self.ledger._by_nonce[ticket.nonce].contents.arrivals.have()
-            assert sum(len(known.records) for known in have) < len(commit.digests)
+            here = self.ledger._by_nonce[ticket.nonce].contents.arrivals.here
+            assert len(here) < len(commit.digests)
             return
         assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
         known, ack = self.acks.setdefault(ticket.nonce, (commit, answer))

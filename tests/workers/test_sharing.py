@@ -144,8 +144,9 @@ async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_atte
     def miss(self: Sender, *arguments: Any) -> None:
         if not missed:
             missed.append(min(self.outbox._source._left_out))
-            have = {x: seen for x, seen in self.outbox.there.items() if x not in missed}
-            self.outbox.attached(have, self.outbox.credit)
+            there, place = self.outbox.there, self.outbox.checklist.place
+            here = {place(x): seen for x, seen in there.items() if x not in missed}
+            self.outbox.attached(here, self.outbox.credit)
         finish(self, *arguments)
 
     monkeypatch.setattr(Sender, "finish", miss)

@@ -24,41 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"h\n\x07ItemSet\x12\x1d\n\x04kind\x18\x01 \x01(\x0e\x32\x0f.disagg.v1.Kind\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x0f\n\x07records\x18\x04 \x03(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"o\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"\x80\x01\n\x0e\x41ttachResponse\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12 \n\x04have\x18\x02 \x03(\x0b\x32\x12.disagg.v1.ItemSet\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x04\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"W\n\x0cPushResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\x0b\n\x03gen\x18\x02 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\"2\n\x0cRenewRequest\x12\"\n\x07tickets\x18\x01 \x03(\x0b\x32\x11.disagg.v1.Ticket\"\x1d\n\rRenewResponse\x12\x0c\n\x04over\x18\x01 \x03(\x06\"*\n\x03\x41\x63k\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x02 \x01(\x01\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"@\n\x0e\x43ommitResponse\x12 \n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.AckH\x00\x88\x01\x01\x42\x06\n\x04_ackJ\x04\x08\x02\x10\x03\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x0f\n\rProbeResponse*Z\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_PAGE\x10\x01\x12\x10\n\x0cKIND_SEGMENT\x10\x02\x12\r\n\tKIND_SIDE\x10\x03\x12\x0c\n\x08KIND_RAW\x10\x04\x32\xc6\x02\n\x11KvTransferService\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12:\n\x05Renew\x12\x17.disagg.v1.RenewRequest\x1a\x18.disagg.v1.RenewResponse\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12:\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"o\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"}\n\x0e\x41ttachResponse\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12\x0c\n\x04have\x18\x02 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x04\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"W\n\x0cPushResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\x0b\n\x03gen\x18\x02 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\"2\n\x0cRenewRequest\x12\"\n\x07tickets\x18\x01 \x03(\x0b\x32\x11.disagg.v1.Ticket\"\x1d\n\rRenewResponse\x12\x0c\n\x04over\x18\x01 \x03(\x06\"*\n\x03\x41\x63k\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x02 \x01(\x01\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"@\n\x0e\x43ommitResponse\x12 \n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x0e.disagg.v1.AckH\x00\x88\x01\x01\x42\x06\n\x04_ackJ\x04\x08\x02\x10\x03\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x0f\n\rProbeResponse2\xc6\x02\n\x11KvTransferService\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12:\n\x05Renew\x12\x17.disagg.v1.RenewRequest\x1a\x18.disagg.v1.RenewResponse\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12:\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'disagg.protos.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KIND']._serialized_start=846
-  _globals['_KIND']._serialized_end=936
-  _globals['_ITEMSET']._serialized_start=49
-  _globals['_ITEMSET']._serialized_end=153
-  _globals['_TICKET']._serialized_start=155
-  _globals['_TICKET']._serialized_end=206
-  _globals['_ATTACHREQUEST']._serialized_start=208
-  _globals['_ATTACHREQUEST']._serialized_end=319
-  _globals['_ATTACHRESPONSE']._serialized_start=322
-  _globals['_ATTACHRESPONSE']._serialized_end=450
-  _globals['_PUSHREQUEST']._serialized_start=452
-  _globals['_PUSHREQUEST']._serialized_end=480
-  _globals['_PUSHRESPONSE']._serialized_start=482
-  _globals['_PUSHRESPONSE']._serialized_end=569
-  _globals['_RENEWREQUEST']._serialized_start=571
-  _globals['_RENEWREQUEST']._serialized_end=621
-  _globals['_RENEWRESPONSE']._serialized_start=623
-  _globals['_RENEWRESPONSE']._serialized_end=652
-  _globals['_ACK']._serialized_start=654
-  _globals['_ACK']._serialized_end=696
-  _globals['_COMMITREQUEST']._serialized_start=698
-  _globals['_COMMITREQUEST']._serialized_end=728
-  _globals['_COMMITRESPONSE']._serialized_start=730
-  _globals['_COMMITRESPONSE']._serialized_end=794
-  _globals['_PROBEREQUEST']._serialized_start=796
-  _globals['_PROBEREQUEST']._serialized_end=827
-  _globals['_PROBERESPONSE']._serialized_start=829
-  _globals['_PROBERESPONSE']._serialized_end=844
-  _globals['_KVTRANSFERSERVICE']._serialized_start=939
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1265
+  _globals['_TICKET']._serialized_start=49
+  _globals['_TICKET']._serialized_end=100
+  _globals['_ATTACHREQUEST']._serialized_start=102
+  _globals['_ATTACHREQUEST']._serialized_end=213
+  _globals['_ATTACHRESPONSE']._serialized_start=215
+  _globals['_ATTACHRESPONSE']._serialized_end=340
+  _globals['_PUSHREQUEST']._serialized_start=342
+  _globals['_PUSHREQUEST']._serialized_end=370
+  _globals['_PUSHRESPONSE']._serialized_start=372
+  _globals['_PUSHRESPONSE']._serialized_end=459
+  _globals['_RENEWREQUEST']._serialized_start=461
+  _globals['_RENEWREQUEST']._serialized_end=511
+  _globals['_RENEWRESPONSE']._serialized_start=513
+  _globals['_RENEWRESPONSE']._serialized_end=542
+  _globals['_ACK']._serialized_start=544
+  _globals['_ACK']._serialized_end=586
+  _globals['_COMMITREQUEST']._serialized_start=588
+  _globals['_COMMITREQUEST']._serialized_end=618
+  _globals['_COMMITRESPONSE']._serialized_start=620
+  _globals['_COMMITRESPONSE']._serialized_end=684
+  _globals['_PROBEREQUEST']._serialized_start=686
+  _globals['_PROBEREQUEST']._serialized_end=717
+  _globals['_PROBERESPONSE']._serialized_start=719
+  _globals['_PROBERESPONSE']._serialized_end=734
+  _globals['_KVTRANSFERSERVICE']._serialized_start=737
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1063
 # @@protoc_insertion_point(module_scope)

@@ -1,38 +1,10 @@
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KIND_UNSPECIFIED: _ClassVar[Kind]
-    KIND_PAGE: _ClassVar[Kind]
-    KIND_SEGMENT: _ClassVar[Kind]
-    KIND_SIDE: _ClassVar[Kind]
-    KIND_RAW: _ClassVar[Kind]
-KIND_UNSPECIFIED: Kind
-KIND_PAGE: Kind
-KIND_SEGMENT: Kind
-KIND_SIDE: Kind
-KIND_RAW: Kind
-
-class ItemSet(_message.Message):
-    __slots__ = ("kind", "group", "layer", "records", "digests")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    RECORDS_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    kind: Kind
-    group: int
-    layer: int
-    records: _containers.RepeatedScalarFieldContainer[int]
-    digests: bytes
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., group: _Optional[int] = ..., layer: _Optional[int] = ..., records: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("nonce", "epoch", "gen")
@@ -59,20 +31,22 @@ class AttachRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., model: _Optional[str] = ..., plan: _Optional[str] = ..., tokens: _Optional[int] = ..., direct: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("admitted", "have", "lease_s", "credit", "port", "key")
+    __slots__ = ("admitted", "have", "digests", "lease_s", "credit", "port", "key")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
-    have: _containers.RepeatedCompositeFieldContainer[ItemSet]
+    have: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[int]
     lease_s: float
     credit: int
     port: int
     key: bytes
-    def __init__(self, admitted: bool = ..., have: _Optional[_Iterable[_Union[ItemSet, _Mapping]]] = ..., lease_s: _Optional[float] = ..., credit: _Optional[int] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, admitted: bool = ..., have: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., lease_s: _Optional[float] = ..., credit: _Optional[int] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("frame",)
