@@ -2,9 +2,9 @@
 
     prelude, 32 bytes: magic · version · type · sizes · xxh3 │ header: msgpack │ payload: bytes
 
-The unit is an *item*, one layer page of one record, named (kind, group, layer, record) and never by
-an address. A page frame carries items of one layout and size, each with its digest; the commit
-frame is the last of a hand-off and names the digest of every item.
+The unit is an *item*, one layer page of one record. Both sides derive the same list of a prompt's
+items, so each is named by its place there and never by an address. A page frame carries items, each
+with its digest; the commit frame is the last of a hand-off and names the digest of every item.
 The prelude's checksum covers prelude and header, the header's digests cover the payload: every
 byte is checked, each once. Packing joins nothing and unpacking copies nothing.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import msgpack
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from disagg.errors import CorruptFrameError, VersionError
 from disagg.page import Kind
 
-MAGIC, WIRE_VERSION = b"dgKV", 3
+MAGIC, WIRE_VERSION = b"dgKV", 4
 FRAME_BYTES = 2 << 20  # a frame is cut at this payload; a single larger item travels alone
 MAX_HEADER_BYTES, MAX_ITEMS = 256 << 10, 4096  # of one frame
 MAX_FRAME_BYTES = (4 << 20) - 16  # in its message, as much as gRPC takes at once
@@ -70,27 +70,12 @@ class Ticket:
 
 @dataclass(frozen=True)
 class PageFrame:
-    """Items of one kind, group and layout; `payload` has the bytes of each, in the same order."""
+    """Some items of a prompt: the place, the digest and the bytes of each."""
 
     ticket: Ticket
-    kind: Kind
-    group: int
-    layout: str
-    layers: tuple[int, ...]
-    records: tuple[int, ...]
+    places: tuple[int, ...]
     digests: tuple[int, ...]
     payload: tuple[Buffer, ...]
-
-    def items(self) -> list[Item]:
-        """The items, in the order of the payload."""
-        places = zip(self.layers, self.records, strict=True)
-        return [Item(self.kind, self.group, layer, record) for layer, record in places]
-
-    def verify(self) -> None:
-        """CorruptFrameError that names the first item whose bytes do not have its digest."""
-        for place, (expected, data) in enumerate(zip(self.digests, self.payload, strict=True)):
-            if (seen := digest(data)) != expected:
-                raise CorruptFrameError(f"{self.items()[place]} is {seen:x}, sent as {expected:x}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +109,7 @@ Frame = PageFrame | CommitFrame
 
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
 _FIELDS: dict[str, type] = {"nonce": int, "epoch": int, "gen": int, "digests": bytes}
-_PAGES = {"kind": str, "group": int, "layout": str, "layers": list, "records": list}
+_PAGES = {"places": list, "sizes": list}
 _COMMIT = {"tokens": int, "plan": str, "digests": bytes, "first_token": int, "extras": dict}
 
 
@@ -139,8 +124,7 @@ def pack(frame: Frame) -> list[Buffer]:
     payload: Sequence[Buffer] = ()
     if isinstance(frame, PageFrame):
         what, payload = FrameType.PAGES, frame.payload
-        header |= {"kind": frame.kind.value, "group": frame.group, "layout": frame.layout}
-        header |= {"layers": frame.layers, "records": frame.records}
+        header |= {"places": frame.places, "sizes": [*map(len, payload)]}
         header["digests"] = pack_digests(frame.digests)
     else:
         commit = vars(frame.commit) | {"digests": pack_digests(frame.commit.digests)}
@@ -246,18 +230,15 @@ def _read_map(what: str, data: Buffer, fields: Mapping[str, type]) -> dict[str, 
 
 
 def _page_frame(ticket: Ticket, header: Mapping[str, Any], payload: memoryview) -> PageFrame:
-    layers, records = tuple(header["layers"]), tuple(header["records"])
-    digests, count = unpack_digests(header["digests"]), len(header["layers"])
-    if not 0 < count <= MAX_ITEMS or not count == len(records) == len(digests):
+    places, sizes, digests = header["places"], header["sizes"], unpack_digests(header["digests"])
+    counts = len(places), len(sizes), len(digests)
+    if not 0 < len(places) <= MAX_ITEMS or len({*counts}) > 1 or sum(sizes) != len(payload):
         raise CorruptFrameError(
-            f"{count} layers, {len(records)} records, {len(digests)} digests in one frame"
+            f"{counts} places, sizes and digests in one frame of {len(payload)} bytes"
         )
-    size, rest = divmod(len(payload), count)
-    if rest or not size or header["kind"] not in list(Kind):
-        raise CorruptFrameError(f"{len(payload)} bytes for {count} items {header['kind']!r}")
-    views = tuple(payload[i * size : (i + 1) * size] for i in range(count))
-    kind, group, layout = Kind(header["kind"]), header["group"], header["layout"]
-    return PageFrame(ticket, kind, group, layout, layers, records, digests, views)
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    views = tuple(payload[end - size : end] for size, end in ends)
+    return PageFrame(ticket, tuple(places), digests, views)
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

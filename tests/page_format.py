@@ -153,21 +153,23 @@ def plan_fingerprint(fmt: Format, layers: int, heads: int) -> str:
 # -- frames
 
 
-def read_frame(frame: bytes) -> tuple[int, dict[str, Any], bytes]:
-    """Type, header and payload; every byte checked."""
+def read_frame(frame: bytes) -> tuple[int, dict[str, Any], list[bytes]]:
+    """Type, header and payload in its parts; every byte checked."""
     magic, version, kind, header_bytes, payload_bytes, checksum = struct.unpack_from(
         "<4sHHQQQ", frame
     )
-    assert (magic, version) == (b"dgKV", 3)
+    assert (magic, version) == (b"dgKV", 4)
     packed, payload = frame[32 : 32 + header_bytes], frame[32 + header_bytes :]
     assert len(payload) == payload_bytes
     assert xxh3_64_intdigest(frame[:24] + packed) == checksum
     header = msgpack.unpackb(packed)
     digests = digests_of(header["digests"])
-    size = len(payload) // len(digests)
-    parts = [payload[i * size : (i + 1) * size] for i in range(len(digests))]
+    parts = []
+    for size in header.get("sizes", [payload_bytes]):
+        parts.append(payload[:size])
+        payload = payload[size:]
     assert [*map(xxh3_64_intdigest, parts)] == digests
-    return kind, header, payload
+    return kind, header, parts
 
 
 def digests_of(data: bytes) -> list[int]:
@@ -178,26 +180,23 @@ def read_handoff(
     fmt: Format, frames: list[bytes], layers: int
 ) -> tuple[dict[tuple[str, int, int], bytes], dict[str, Any]]:
     """Items by (kind, layer, record), and the commit; complete, and of these layouts."""
-    items: dict[tuple[str, int, int], bytes] = {}
+    parts: dict[int, bytes] = {}
     commit: dict[str, Any] = {}
     for frame in frames:
         kind, header, payload = read_frame(frame)
         if kind == 2:
-            commit = msgpack.unpackb(payload)
-            continue
-        assert header["layout"] == fmt.layouts()[header["kind"]].fingerprint
-        size = len(payload) // len(header["layers"])
-        for place, at in enumerate(zip(header["layers"], header["records"], strict=True)):
-            items[header["kind"], *at] = payload[place * size : (place + 1) * size]
+            commit = msgpack.unpackb(payload[0])
+        else:
+            parts |= zip(header["places"], payload, strict=True)
     wanted = [
         (kind, layer, record)
         for layer in range(layers)
         for kind, count in fmt.counts(commit["tokens"]).items()
         for record in range(count)
     ]
-    assert [xxh3_64_intdigest(items[x]) for x in wanted] == digests_of(commit["digests"])
-    assert len(items) == len(wanted)
-    return items, commit
+    found = [parts[place] for place in range(len(parts))]
+    assert [*map(xxh3_64_intdigest, found)] == digests_of(commit["digests"])
+    return dict(zip(wanted, found, strict=True)), commit
 
 
 # -- what they mean

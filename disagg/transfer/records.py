@@ -7,6 +7,7 @@ Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +19,11 @@ from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.pool import Arena
 from disagg.state import GroupState
-from disagg.wire import FRAME_BYTES, MAX_ITEMS, Buffer, Commit, Item, PageFrame, items_of
+from disagg.wire import FRAME_BYTES, Buffer, Commit, Item, PageFrame, digest, items_of
 
 KIND_ORDER = (Kind.SEGMENT, Kind.PAGE, Kind.SIDE, Kind.RAW)  # what a page depends on comes first
 HEADER_BYTES = 512  # prelude, names and numbers of a frame; and
-ITEM_HEADER_BYTES = 20  # layer, record and digest of each item
+ITEM_HEADER_BYTES = 20  # place, size and digest of each item
 KEY_BYTES = 16
 LONGEST = 2048  # tokens of a prompt that a codec can be expected to make smaller
 
@@ -32,12 +33,6 @@ Span = tuple[int, int]  # bytes: the first, and how many
 def message_bytes(payload: int, items: int) -> int:
     """An upper bound of the message that carries a payload."""
     return HEADER_BYTES + items * ITEM_HEADER_BYTES + payload
-
-
-def items_in_frame(frame_bytes: int, nbytes: int) -> int:
-    """How many items of `nbytes` a message of `frame_bytes` carries; a larger one goes alone."""
-    fitting = (frame_bytes - HEADER_BYTES) // (ITEM_HEADER_BYTES + nbytes)
-    return min(MAX_ITEMS, max(1, fitting))
 
 
 # -- the items of a prompt
@@ -87,6 +82,7 @@ class Checklist:
             for kind, count in self._counts[index].items():
                 self.runs[layer, kind] = range(self.num_items, self.num_items + count)
                 self.num_items += count
+        self._names, self._starts = [*self.runs], [run.start for run in self.runs.values()]
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -106,6 +102,14 @@ class Checklist:
     def place(self, item: Item) -> int:
         """Which of all items it is, in their order."""
         return self.runs[item.layer, item.kind][item.record]
+
+    def item(self, place: int) -> Item:
+        """The item at a place; LayoutError where there is none."""
+        if place >= self.num_items:
+            raise LayoutError(f"item {place} of a prompt that has {self.num_items}")
+        run = bisect_right(self._starts, place) - 1
+        layer, kind = self._names[run]
+        return Item(kind, self.plan.group_of[layer], layer, place - self._starts[run])
 
     def places(self, unit: "Unit") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
@@ -149,29 +153,6 @@ class Checklist:
                     f"{group.codec} leaves {theirs} behind, sealed while decoding; a prompt of "
                     f"{self.tokens} tokens is {ours}"
                 )
-
-    def check(self, frame: PageFrame) -> None:
-        """LayoutError unless every item of a frame is one of ours, of our layout and size."""
-        if frame.group >= len(self.plan.groups):
-            raise LayoutError(f"no layer group {frame.group}; there are {len(self.plan.groups)}")
-        group = self.plan.groups[frame.group]
-        layout = group.layout(frame.kind)
-        if frame.layout != layout.fingerprint:
-            raise LayoutError(
-                f"{frame.kind} frames of layout {frame.layout}; here they have "
-                f"{layout.fingerprint} ({layout.spec})"
-            )
-        count = self.count(frame.group, frame.kind)
-        if {*frame.layers} <= {*group.layers} and max(frame.records) < count:
-            some = (Item(frame.kind, frame.group, frame.layers[0], x) for x in {*frame.records})
-            sizes = {*map(self.nbytes, some)}
-            if len(sizes) == 1 and {*map(len, frame.payload)} == sizes:
-                return
-        raise LayoutError(
-            f"{frame.kind} records {min(frame.records)} to {max(frame.records)} of layers "
-            f"{sorted({*frame.layers})}, {len(frame.payload[0])} bytes; group {frame.group} "
-            f"has {count} of {group.layer_bytes(layout)} bytes in layers {group.layers}"
-        )
 
     def tail(self, item: Item) -> Tail | None:
         """The tail of a layer group, if this item is of one."""
@@ -288,24 +269,26 @@ class Arrivals:
         self.here = dict(digests)
 
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
-        """What a frame brings that is not here: digests by place, and bytes with their offsets.
+        """What a frame brings that is not here, verified: digests by place, and bytes with their
+        offsets.
 
-        Raises LayoutError for items that are not of this prompt, CorruptFrameError for one that
-        came with another digest before.
+        Raises LayoutError for what is no item of this prompt, or not of its size, CorruptFrameError
+        for one whose bytes do not have its digest, or that came with another one before.
         """
-        self._checklist.check(frame)
         new: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
-        for item, expected, data in zip(frame.items(), frame.digests, frame.payload, strict=True):
-            place = self._checklist.place(item)
-            seen = self.here.get(place, new.get(place))
-            if seen is None:
+        for place, expected, data in zip(frame.places, frame.digests, frame.payload, strict=True):
+            item = self._checklist.item(place)
+            if len(data) != (size := self._checklist.nbytes(item)):
+                raise LayoutError(f"{item} comes in {len(data)} bytes; here it has {size}")
+            known = self.here.get(place, new.get(place))
+            if (seen := digest(data) if known is None else known) != expected:
+                raise CorruptFrameError(f"{item} is {seen:x}, sent as {expected:x}")
+            if known is None:
                 new[place], end = expected, 0
                 for start, nbytes in self._addresses.spans(item):
                     pieces.append((start, data[end : end + nbytes]))
                     end += nbytes
-            elif seen != expected:
-                raise CorruptFrameError(f"{item} came as {seen:x} before, as {expected:x} now")
         return new, pieces
 
     def add(self, new: Mapping[int, int]) -> None:
@@ -321,11 +304,11 @@ class Arrivals:
             raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
         for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
-                item = self._checklist.items[place]
+                item = self._checklist.item(place)
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
         if absent := len(commit.digests) - len(self.here):
             first = next(place for place in range(len(commit.digests)) if place not in self.here)
-            item = self._checklist.items[first]
+            item = self._checklist.item(first)
             raise TransferError(f"{absent} items of the commit never came, the first is {item}")
 
 

@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from disagg.errors import (
@@ -28,13 +26,13 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.metrics import HandoffStats
-from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.transfer.messages import Ack, Attach, Attached, Credit
-from disagg.transfer.records import Checklist, items_in_frame, message_bytes
+from disagg.transfer.records import HEADER_BYTES, ITEM_HEADER_BYTES, Checklist, message_bytes
 from disagg.wire import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
+    MAX_ITEMS,
     Buffer,
     Commit,
     CommitFrame,
@@ -58,7 +56,7 @@ class Source(Protocol):
     """Where the bytes of items are."""
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
-        """The bytes of items of one kind, layer group and size that were offered."""
+        """The bytes of items that were offered."""
 
 
 # -- what a hand-off still has to send
@@ -84,10 +82,10 @@ class Outbox:
                     ▲                     │ stream broke
                     └─────────────────────┘
 
-    Frames are filled with items of one kind, group and size, oldest first. A frame that is not full
-    leaves when nothing is on its way, so that the link never waits for more, and when nothing more
-    will come. What is in flight never exceeds two frames, nor the credit that the receiver
-    gives. What the receiver has is skipped; the commit names its digest for what we never sent.
+    Frames are filled with items in the order of offering. A frame that is not full leaves when
+    nothing is on its way, so that the link never waits for more, and when nothing more will come.
+    What is in flight never exceeds two frames, nor the credit that the receiver gives. What the
+    receiver has is not queued; the commit names its digest for what we never sent.
     """
 
     def __init__(self, checklist: Checklist, source: Source, frame_bytes: int = FRAME_BYTES):
@@ -97,7 +95,8 @@ class Outbox:
         self._source = source
         self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
-        self._queues: dict[tuple[Kind, int, int], deque[Item]] = {}  # by kind, group, size: to send
+        self._queue = deque[Item]()  # to send
+        self._queued_bytes = 0  # of messages with all of it
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
@@ -113,13 +112,12 @@ class Outbox:
     @property
     def drained(self) -> bool:
         """Every item of the checklist was offered, sent and answered for."""
-        return self._whole and not (any(self._queues.values()) or self._ready or self._flight)
+        return self._whole and not (self._queue or self._ready or self._flight)
 
     @property
     def next_layer(self) -> int:
         """The layer that the next frame begins with; any number if there is none."""
-        queue = self._next_queue()
-        return queue[0].layer if queue else 0
+        return self._queue[0].layer if self._queue else 0
 
     @property
     def bytes_in_flight(self) -> int:
@@ -146,8 +144,8 @@ class Outbox:
         told = zip(map(self._order.__getitem__, here), here.values(), strict=True)
         self.there = {x: seen for x, seen in told if self._sent.get(x, seen) == seen}
         self._flight.clear()
-        self._queues.clear()
-        self._ready, self.credit = None, credit
+        self._queue.clear()
+        self._ready, self._queued_bytes, self.credit = None, 0, credit
         self._enqueue(self._given)
 
     def answered(self) -> None:
@@ -158,8 +156,9 @@ class Outbox:
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
-        while self._ready is None and (queue := self._next_queue()):
-            self._ready = self._pack(queue, ticket)
+        full = HEADER_BYTES + self._queued_bytes >= self.frame_bytes
+        if self._ready is None and self._queue and (full or self._whole or not self._flight):
+            self._ready = self._pack(ticket)
         if (parcel := self._ready) is None:
             return None
         window = min(self.credit, 2 * max(self.frame_bytes, parcel.size))
@@ -174,50 +173,37 @@ class Outbox:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
-        nbytes = self.checklist.nbytes
-        for (kind, group), run in groupby(items, itemgetter(0, 1)):
-            some = list(run)
-            parts = groupby(some, nbytes) if kind is Kind.RAW else [(nbytes(some[0]), some)]
-            for size, part in parts:  # only the last raw record of a layer is smaller than others
-                self._queues.setdefault((kind, group, size), deque()).extend(part)
+        absent = [item for item in items if item not in self.there]
+        self._queue += absent
+        self._queued_bytes += sum(map(self._message_bytes, absent))
 
-    def _most(self, item: Item) -> int:
-        """How many items like this one make a full frame."""
-        return items_in_frame(self.frame_bytes, self.checklist.nbytes(item))
+    def _message_bytes(self, item: Item) -> int:
+        """What an item adds to a message."""
+        return ITEM_HEADER_BYTES + self.checklist.nbytes(item)
 
-    def _next_queue(self) -> deque[Item] | None:
-        """Where the oldest items are that may leave now."""
-        queues = [queue for queue in self._queues.values() if queue]
-        if self._flight and not self._whole:
-            queues = [queue for queue in queues if len(queue) >= self._most(queue[0])]
-        return min(queues, key=lambda queue: self._given[queue[0]], default=None)
-
-    def _pack(self, queue: deque[Item], ticket: Ticket) -> Parcel | None:
-        """A frame of the items at the head of a queue; none if all of them are there."""
-        kind, group = queue[0][:2]
-        nbytes, most = self.checklist.nbytes(queue[0]), self._most(queue[0])
-        items: list[Item] = []
-        while queue and len(items) < most:
-            if (item := queue.popleft()) not in self.there:
-                items.append(item)
-        if not items:
-            return None
+    def _pack(self, ticket: Ticket) -> Parcel:
+        """A frame of the items at the head of the queue; one that is larger goes alone."""
+        items, size = list[Item](), HEADER_BYTES
+        while self._queue and len(items) < MAX_ITEMS:
+            more = self._message_bytes(self._queue[0])
+            if items and size + more > self.frame_bytes:
+                break
+            items.append(self._queue.popleft())
+            size += more
+        self._queued_bytes -= size - HEADER_BYTES
         payload = self._source.read(items)
         for item, data in zip(items, payload, strict=True):
             if item not in self._sent:
                 self._sent[item] = digest(data)
         frame = PageFrame(
             ticket=ticket,
-            kind=kind,
-            group=group,
-            layout=self.checklist.plan.groups[group].layout(kind).fingerprint,
-            layers=tuple(item.layer for item in items),
-            records=tuple(item.record for item in items),
+            places=tuple(map(self.checklist.place, items)),
             digests=tuple(self._sent[item] for item in items),
             payload=tuple(payload),
         )
         parts = pack(frame)
-        return Parcel(parts, sum(map(len, parts)), nbytes * len(items), self._given[items[0]])
+        nbytes = sum(map(len, payload))
+        return Parcel(parts, sum(map(len, parts)), nbytes, self._given[items[0]])
 
 
 # -- one hand-off

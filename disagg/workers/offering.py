@@ -87,7 +87,7 @@ class Offering:
         return await self._sending
 
     def read(self, items: Sequence[Item]) -> list[memoryview]:
-        """The bytes of items of one kind, layer group and size that were offered."""
+        """The bytes of items that were offered."""
         assert self._source is not None
         if lost := self._left_out.intersection(items):
             raise TransferError(

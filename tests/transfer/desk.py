@@ -114,12 +114,7 @@ def corrupt(frame: PageFrame) -> PageFrame:
     """The same digests for one other bit."""
     broken = bytearray(frame.payload[-1])
     broken[0] ^= 1
-    wrong = replace(frame, payload=(*frame.payload[:-1], bytes(broken)))
-    try:
-        wrong.verify()
-    except CorruptFrameError:
-        return wrong
-    raise AssertionError("a digest did not notice")
+    return replace(frame, payload=(*frame.payload[:-1], bytes(broken)))
 
 
 def bend(source: random.Random, data: bytes) -> bytes:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from disagg.errors import TransferError
 from disagg.metrics import HandoffStats
-from disagg.plan import Plan
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import absorb
@@ -20,12 +19,11 @@ from disagg.transfer.messages import (
     parse,
     read,
 )
-from disagg.transfer.records import Checklist
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, Item, PageFrame, Ticket, message_frame, unpack
-from tests.transfer.prompts import EPOCH, MODEL, PLAN, Prompt
+from disagg.wire import CommitFrame, PageFrame, Ticket, digest, message_frame, unpack
+from tests.transfer.prompts import EPOCH, MODEL, Prompt
 
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
 
@@ -34,7 +32,7 @@ QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
 class Peer:
     """What came, and what to say to it.
 
-    have:      digests of what is here, by nonce; a hand-off without an entry is unknown
+    have:      digests of what is here by place, by nonce; without an entry a hand-off is unknown
     direct:    the port and key of a direct channel, for one attachment
     pause:     waited for before a frame is taken
     on_attach: the answer to an attachment, instead of the honest one
@@ -44,9 +42,8 @@ class Peer:
 
     credit: int = 8000
     lease_s: float = 10.0
-    plan: Plan = PLAN
     address: str = ""
-    have: dict[int, dict[Item, int]] = field(default_factory=dict)
+    have: dict[int, dict[int, int]] = field(default_factory=dict)
     attaches: list[Attach] = field(default_factory=list)
     frames: list[PageFrame] = field(default_factory=list)
     commits: list[CommitFrame] = field(default_factory=list)
@@ -64,9 +61,8 @@ class Peer:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        places = map(Checklist(self.plan, attach.tokens).place, have)
-        terms = [*places], [*have.values()], self.lease_s, self.credit, *self.direct()
-        honest = Attached(False, *terms)
+        told = [*have], [*have.values()], self.lease_s, self.credit, *self.direct()
+        honest = Attached(False, *told)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -87,9 +83,9 @@ class Peer:
         return self.on_frame(frame) or self.store(frame)
 
     def store(self, frame: PageFrame) -> Credit:
-        frame.verify()
+        assert tuple(map(digest, frame.payload)) == frame.digests
         here = self.have.setdefault(frame.ticket.nonce, {})
-        here.update(zip(frame.items(), frame.digests, strict=True))
+        here.update(zip(frame.places, frame.digests, strict=True))
         return Credit(frame.ticket.nonce, frame.ticket.gen)
 
     async def renew(self, data: bytes) -> bytes:
@@ -108,10 +104,8 @@ class Peer:
 
     def judge(self, frame: CommitFrame) -> Ack:
         commit, have = frame.commit, self.have[frame.ticket.nonce]
-        items = Checklist(self.plan, commit.tokens).items
-        promised = dict(zip(items, commit.digests, strict=True))
-        if missing := [item for item in items if have.get(item) != promised[item]]:
-            raise TransferError(f"{missing[0]} never came")
+        if missing := [i for i, seen in enumerate(commit.digests) if have.get(i) != seen]:
+            raise TransferError(f"item {missing[0]} never came")
         return Ack(verify_ms=1.0, admit_ms=2.0)
 
     def sender(

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
@@ -96,36 +96,27 @@ class Prompt:
         (data,) = self.read.read([item])
         return data
 
-    def digests(self, items: Sequence[Item] | None = None) -> dict[Item, int]:
-        """Of all items, or of these."""
-        some = self.checklist.items if items is None else items
-        return {item: digest(self.bytes_of(item)) for item in some}
-
-    def by_place(self, digests: Mapping[Item, int]) -> dict[int, int]:
-        """As a receiver names items."""
-        return {self.checklist.place(item): seen for item, seen in digests.items()}
+    def digests(self) -> dict[int, int]:
+        """Of all items, by their places."""
+        return {i: digest(self.bytes_of(item)) for i, item in enumerate(self.checklist.items)}
 
     def frame(self, ticket: Ticket, items: Sequence[Item]) -> PageFrame:
-        """A frame of items that share kind, group and size."""
-        kind, group = items[0][:2]
+        """A frame of these items."""
         payload = tuple(self.read.read(items))
-        return PageFrame(
-            ticket=ticket,
-            kind=kind,
-            group=group,
-            layout=self.plan.groups[group].layout(kind).fingerprint,
-            layers=tuple(item.layer for item in items),
-            records=tuple(item.record for item in items),
-            digests=tuple(map(digest, payload)),
-            payload=payload,
-        )
+        places = tuple(map(self.checklist.place, items))
+        return PageFrame(ticket, places, tuple(map(digest, payload)), payload)
 
     def frames(self, ticket: Ticket) -> list[PageFrame]:
-        """Everything, one frame for each layer, kind, group and size."""
-        by_key: dict[object, list[Item]] = {}
-        for item in self.checklist.items:
-            by_key.setdefault((item[:3], self.checklist.nbytes(item)), []).append(item)
-        return [self.frame(ticket, items) for items in by_key.values()]
+        """Everything, one frame for each layer and kind."""
+        return [
+            self.frame(ticket, list(map(self.checklist.item, run)))
+            for run in self.checklist.runs.values()
+        ]
+
+    def items_of(self, frame: PageFrame) -> list[Item]:
+        """What a frame carries; its bytes have their digests."""
+        assert tuple(map(digest, frame.payload)) == frame.digests
+        return list(map(self.checklist.item, frame.places))
 
     def commit(self, first_token: int = 5) -> Commit:
         digests = tuple(self.digests().values())

@@ -217,7 +217,7 @@ async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
     """Bent frames behind a valid hello: stored whole, or the connection ends; the door stays."""
     source, first = random.Random(3), prompt.frames(Ticket(7, 7, 1))[0]
     honest = b"".join(pack(first))
-    whole = dict(zip(first.items(), first.digests, strict=True))
+    whole = dict(zip(first.places, first.digests, strict=True))
     commit = b"".join(pack(CommitFrame(Ticket(1, 2, 3), Commit(1, "p", (), 1))))
     async with open_door() as (server, port, shelves):
         for round_ in range(120):

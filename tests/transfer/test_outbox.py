@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Attached
-from disagg.transfer.records import items_in_frame
 from disagg.transfer.sender import Outbox
 from disagg.wire import Item, PageFrame, Ticket, pack, unpack
 from tests.transfer.prompts import Prompt
@@ -32,9 +31,7 @@ def make_outbox(
 def beside(outbox: Outbox) -> Iterator[PageFrame]:
     """What it sends without an answer."""
     while parcel := outbox.next_parcel(TICKET):
-        frame = unpack(b"".join(parcel.parts))
-        frame.verify()
-        yield frame
+        yield unpack(b"".join(parcel.parts))
 
 
 def frames(outbox: Outbox) -> Iterator[PageFrame]:
@@ -44,74 +41,52 @@ def frames(outbox: Outbox) -> Iterator[PageFrame]:
         outbox.answered()
 
 
-def drain(outbox: Outbox) -> list[Item]:
-    return [item for frame in frames(outbox) for item in frame.items()]
+def drain(prompt: Prompt, outbox: Outbox) -> list[Item]:
+    return [item for frame in frames(outbox) for item in prompt.items_of(frame)]
 
 
-def by_kind(prompt: Prompt, items: Iterable[Item]) -> dict[tuple, list[Item]]:
-    """Items of one kind, group and size, each list in its order."""
-    found: dict[tuple, list[Item]] = {}
-    for item in items:
-        found.setdefault((item[:2], prompt.checklist.nbytes(item)), []).append(item)
-    return found
-
-
-def test_items_of_a_kind_leave_in_the_order_of_offering(prompt):
-    outbox = make_outbox(prompt)
-    for layer in (0, 1, 2):
-        outbox.offer(prompt.checklist.layer(layer), float(layer))
-    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
-    assert outbox.drained
-
-
-def test_every_frame_begins_with_the_item_that_waits_longest(prompt):
-    outbox = make_outbox(prompt)
-    waiting = list(reversed(prompt.checklist.items))
-    for now, item in enumerate(waiting):
+def test_items_leave_in_the_order_of_offering(prompt):
+    outbox, backwards = make_outbox(prompt), list(reversed(prompt.checklist.items))
+    for now, item in enumerate(backwards):
         outbox.offer([item], float(now))
-    for frame in frames(outbox):
-        items = frame.items()
-        assert items[0] == waiting[0]
-        waiting = [item for item in waiting if item not in items]
-    assert not waiting
+    assert drain(prompt, outbox) == backwards
+    assert outbox.drained
     assert outbox.manifest() == prompt.commit().digests
 
 
-def test_frames_are_filled_over_layers_while_something_is_on_its_way(prompt):
+def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way(prompt):
     outbox = make_outbox(prompt, prompt.checklist.layer(0), frame_bytes=1 << 20)
-    (begun,) = beside(outbox)
-    outbox.offer(prompt.checklist.layer(1), 1.0)
+    layers = [[*prompt.checklist.layer(layer)] for layer in range(3)]
+    assert [prompt.items_of(x) for x in beside(outbox)] == [layers[0]]
+    outbox.offer(layers[1][:3], 1.0)
     assert not list(beside(outbox))
-    outbox.offer(prompt.checklist.layer(2), 2.0)  # the last: nothing more will come
-    rest = {tuple(frame.items()) for frame in beside(outbox)}
-    waiting = by_kind(prompt, (x for x in prompt.checklist.items if x not in begun.items()))
-    assert rest == {tuple(items) for items in waiting.values()}
-
-
-def test_what_does_not_fill_a_frame_leaves_when_nothing_is_on_its_way(prompt):
-    outbox = make_outbox(prompt, prompt.checklist.layer(0), frame_bytes=1 << 20)
-    assert len(list(beside(outbox))) == 1
+    outbox.offer(layers[1][3:], 2.0)
+    assert not list(beside(outbox))
     outbox.answered()
-    assert outbox.next_parcel(TICKET) is not None
+    assert [prompt.items_of(x) for x in beside(outbox)] == [layers[1]]
+    outbox.offer(layers[2], 3.0)  # the last: nothing more will come
+    assert [prompt.items_of(x) for x in beside(outbox)] == [layers[2]]
 
 
 def test_only_full_frames_leave_beside_others_while_more_will_come(prompt):
     outbox = make_outbox(prompt, prompt.checklist.layer(0))
-    _, *full = beside(outbox)
-    assert full
-    for frame in full:
-        assert len(frame.payload) == items_in_frame(FRAME, len(frame.payload[0]))
-    assert not outbox.drained
+    assert outbox.next_parcel(TICKET)
+    sent = 0
+    while parcel := outbox.next_parcel(TICKET):
+        outbox.answered()  # one stays on its way
+        sent += len(unpack(b"".join(parcel.parts)).places)
+    assert sent
+    left = [*outbox._queue]
+    assert left
+    assert sum(20 + prompt.checklist.nbytes(item) for item in left) < FRAME - 512
 
 
-def test_frames_hold_one_kind_and_group_and_are_cut_at_their_size(prompt):
+def test_frames_are_cut_at_their_size(prompt):
     sent = list(frames(make_outbox(prompt, prompt.checklist.items)))
     assert all(len(b"".join(pack(frame))) <= FRAME for frame in sent)
     for first, second in pairwise(sent):
-        alike = first.kind is second.kind and first.group == second.group
-        alike &= len(first.payload[0]) == len(second.payload[0])
         both = sum(map(len, first.payload)) + len(second.payload[0])
-        assert not alike or both > FRAME - 512 - 20 * (len(first.payload) + 1)
+        assert both > FRAME - 512 - 20 * (len(first.payload) + 1)
 
 
 def test_an_item_larger_than_a_frame_travels_alone(prompt):
@@ -156,11 +131,10 @@ def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
 def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):
     outbox = make_outbox(prompt, prompt.checklist.items)
     first, *_ = beside(outbox)
-    outbox.attached(prompt.by_place(prompt.digests(first.items())), PLENTY)
+    outbox.attached(dict(zip(first.places, first.digests, strict=True)), PLENTY)
     assert outbox.bytes_in_flight == 0
-    assert by_kind(prompt, drain(outbox)) == by_kind(
-        prompt, (x for x in prompt.checklist.items if x not in first.items())
-    )
+    there = prompt.items_of(first)
+    assert drain(prompt, outbox) == [x for x in prompt.checklist.items if x not in there]
 
 
 def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(prompt):
@@ -168,7 +142,7 @@ def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(pr
     known = list(prompt.checklist.items[:9])
     outbox.attached(dict.fromkeys(range(9), 1), PLENTY)
     outbox.offer(prompt.checklist.items, 0.0)
-    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items[9:])
+    assert drain(prompt, outbox) == [*prompt.checklist.items[9:]]
     assert outbox.cached_bytes == sum(map(prompt.checklist.nbytes, known))
     assert outbox.manifest() == (1,) * 9 + prompt.commit().digests[9:]
 
@@ -177,10 +151,10 @@ def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(pr
 def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(prompt, there):
     """After a new reservation, and where another computed them."""
     outbox = make_outbox(prompt, prompt.checklist.items)
-    drain(outbox)
+    drain(prompt, outbox)
     count = 0 if there == "nothing" else prompt.checklist.num_items
     outbox.attached(dict.fromkeys(range(count), 1), PLENTY)
-    assert by_kind(prompt, drain(outbox)) == by_kind(prompt, prompt.checklist.items)
+    assert drain(prompt, outbox) == [*prompt.checklist.items]
 
 
 def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(prompt):

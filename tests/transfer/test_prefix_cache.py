@@ -61,9 +61,9 @@ def test_a_reservation_says_how_much_is_here_and_what():
     attached = desk.ask(second, grant)
     units = units_of(PLAN, 2250)
     named = [*units[0][:1], *units[1][:32]]
-    items = {item for unit in named for item in unit.items(PLAN.groups[unit.group])}
-    commit = dict(zip(first.checklist.items, first.commit().digests, strict=True))
-    assert attached.here() == second.by_place({item: commit[item] for item in items})
+    items = [item for unit in named for item in unit.items(PLAN.groups[unit.group])]
+    sent, place = first.digests(), second.checklist.place
+    assert attached.here() == {place(x): sent[first.checklist.place(x)] for x in items}
 
 
 def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):

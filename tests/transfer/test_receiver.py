@@ -168,13 +168,13 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     booth.receiver.reservations.abort("gone", 0, "client gone")
     await booth.attach(prompt, replace(old, gen=2))
     first = prompt.frames(live)[0]
-    wrong = replace(first, layout="0" * 16)
+    wrong = replace(first, payload=tuple(part[1:] for part in first.payload))
     frames = {
         "dead nonce": prompt.frames(gone)[0],
         "old gen": prompt.frames(old)[0],
         "unknown nonce": replace(first, ticket=Ticket(1, EPOCH, 1)),
         "other epoch": replace(first, ticket=replace(live, epoch=EPOCH + 1)),
-        "foreign layout": wrong,
+        "foreign sizes": wrong,
         "corrupt payload": corrupt(first),
     }
     sent = [message(x) for x in frames.values()] + pages(prompt, live)
@@ -182,7 +182,7 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == dict.fromkeys(frames, "reservation") | {
         "dead nonce": "aborted",
-        "foreign layout": "layout",
+        "foreign sizes": "layout",
         "corrupt payload": "corrupt_frame",
     }
     assert all(x.error is None for x in credits[len(frames) :])
@@ -221,7 +221,7 @@ async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_
         await booth.push([first, breaking(second)])
     assert booth.receiver.reservations.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
-    assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].layers)
+    assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].places)
     await booth.push(pages(prompt, again))
     assert isinstance(await booth.commit(again, prompt), Ack)
 
@@ -287,7 +287,7 @@ async def test_a_commit_is_refused_with_what_is_missing_or_answered_that_the_eng
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         booth.receiver.take(bytes_of(frame), "channel")
-    with pytest.raises(TransferError, match=str(last.items()[0])):
+    with pytest.raises(TransferError, match=str(prompt.items_of(last)[0])):
         await booth.commit(ticket, prompt)
     booth.receiver.take(bytes_of(last), "channel")
     first = await booth.commit(ticket, prompt)

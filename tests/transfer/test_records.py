@@ -12,7 +12,14 @@ from disagg.errors import LayoutError, TransferError
 from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.state import Run, allocate_group
-from disagg.transfer.records import Addresses, ArenaSource, Checklist, content_keys, units_of
+from disagg.transfer.records import (
+    Addresses,
+    ArenaSource,
+    Arrivals,
+    Checklist,
+    content_keys,
+    units_of,
+)
 from disagg.wire import Item, Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
@@ -41,6 +48,7 @@ def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
     items = checklist.items
     assert len(set(items)) == len(items) == checklist.num_items
     assert [checklist.place(item) for item in items] == list(range(len(items)))
+    assert tuple(map(checklist.item, range(len(items)))) == items
     for layer, index in enumerate(PLAN.group_of):
         inventory = PLAN.groups[index].inventory(tokens)
         for kind in Kind:
@@ -142,38 +150,20 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     assert len(arena.waited) == 3
 
 
-WRONG_FRAMES = {
-    "an unknown group": {"group": 2},
-    "a kind that the group has not": {"group": 1, "kind": Kind.SIDE},
-    "a foreign layout": {"layout": "0" * 16},
-    "a layer of another group": {"layers": (1,)},
-    "a record beyond the last": {"records": (6,)},
-    "a size of another layout": {"payload": (b"\0" * 7,)},
-}
-
-
-@pytest.mark.parametrize("change", WRONG_FRAMES.values(), ids=WRONG_FRAMES)
-def test_frames_out_of_bounds_are_layout_errors(change):
+def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
+    """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
-    frame = prompt.frame(TICKET, [Item(Kind.PAGE, 0, 2, 5)])
-    prompt.checklist.check(frame)
-    with pytest.raises(LayoutError):
-        prompt.checklist.check(replace(frame, **change))
-
-
-@pytest.mark.parametrize("where", ["of a tail that is sent by rows", "beside one"])
-def test_whole_raw_records_do_not_pass_for_the_rows_of_a_tail(where):
-    prompt = make_prompt(500)  # 116 tokens of tail: 7 records, then 4 rows
+    arrivals, place = Arrivals(prompt.checklist, prompt.states, {}), prompt.checklist.place
     whole, rows = (Item(Kind.RAW, 1, 1, record) for record in (6, 7))
-    frame = prompt.frame(TICKET, [whole])
-    prompt.checklist.check(frame)
-    prompt.checklist.check(prompt.frame(TICKET, [rows]))
-    change = {"records": (7,)}
-    if where == "beside one":
-        change = {"records": (6, 7), "layers": (1, 1), "digests": (1, 2)}
-        change |= {"payload": frame.payload * 2}
-    with pytest.raises(LayoutError):
-        prompt.checklist.check(replace(frame, **change))
+    frame = prompt.frame(TICKET, [whole, rows])
+    assert len(arrivals.absent(frame)[0]) == 2
+    for wrong in (
+        replace(frame, places=(place(whole), prompt.checklist.num_items)),
+        replace(frame, places=(place(rows), place(whole))),
+        replace(frame, payload=frame.payload[:1] * 2),
+    ):
+        with pytest.raises(LayoutError):
+            arrivals.absent(wrong)
 
 
 # -- units

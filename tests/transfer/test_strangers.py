@@ -30,7 +30,7 @@ def serve(answer: Connection) -> None:
 
     async def scene() -> None:
         tune_malloc()
-        async with open_peer(security=SECRET, credit=8 << 20, plan=PLAN) as (peer, _):
+        async with open_peer(security=SECRET, credit=8 << 20) as (peer, _):
             answer.send(peer.address)
             while True:
                 peer.frames.clear()  # their payloads with them
@@ -79,7 +79,7 @@ async def bytes_per_s(address: str) -> float:
     nonce = int(1e6 * began)
     while (seconds := time.monotonic() - began) < SECONDS:
         nonce += 1
-        sender = Peer(plan=PLAN).sender(prompt, channel, nonce)
+        sender = Peer().sender(prompt, channel, nonce)
         sent += (await hand_over(sender, prompt)).payload_bytes
     await channel.close()
     return sent / seconds
