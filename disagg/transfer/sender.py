@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from disagg.transfer.channel import Channel
 
 RETRY_S = 0.1
-MAX_REFUSALS = 3  # attachments in a row that the receiver ended before it stored anything
+MAX_CORRUPT = 3  # frames of a hand-off that did not arrive as they were sent
 Result = TypeVar("Result")
 
 
@@ -69,6 +69,7 @@ class Parcel:
     queued_since: when its first item was offered
     """
 
+    items: Sequence[Item]
     parts: Sequence[Buffer]
     size: int
     payload_bytes: int
@@ -79,7 +80,7 @@ class Outbox:
     """The items of one hand-off on their way out. No sockets, no clock.
 
         offer ──► queue ──► frame ──► in flight ──► confirmed
-                    ▲                     │ stream broke
+                    ▲                     │ corrupt there, or the stream broke
                     └─────────────────────┘
 
     Frames are filled with items in the order of offering. A frame that is not full leaves when
@@ -148,11 +149,12 @@ class Outbox:
         self._ready, self._queued_bytes, self.credit = None, 0, credit
         self._enqueue(self._given)
 
-    def answered(self) -> None:
-        """The oldest frame in flight arrived and was verified."""
+    def answered(self, stored: bool = True) -> None:
+        """The oldest frame in flight arrived; if it was not stored, it is sent again."""
         if not self._flight:
             raise CorruptFrameError("an answer to a frame that was never sent")
-        self._flight.popleft()
+        parcel = self._flight.popleft()
+        self._enqueue(() if stored else parcel.items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
@@ -203,7 +205,7 @@ class Outbox:
         )
         parts = pack(frame)
         nbytes = sum(map(len, payload))
-        return Parcel(parts, sum(map(len, parts)), nbytes, self._given[items[0]])
+        return Parcel(items, parts, sum(map(len, parts)), nbytes, self._given[items[0]])
 
 
 # -- one hand-off
@@ -238,6 +240,7 @@ class Sender:
         self._drained = asyncio.Event()  # everything is there: the commit may go
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
         self._advanced_at = 0.0  # when the receiver last stored a frame
+        self._corrupt = 0  # frames that it could not
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0
 
@@ -269,21 +272,17 @@ class Sender:
             raise DeadlineError(f"{self} took longer than {self._deadline_s:g} s") from error
 
     async def _until_acknowledged(self) -> Ack:
-        options, broken_at, refusals = self._channel.options, -math.inf, 0
+        options, broken_at = self._channel.options, -math.inf
         silence_s, stall_s = options.silence_s, options.stall_s
         while True:
             if self._over.done():
-                if not isinstance(error := self._over.result(), MENDABLE):
+                if not isinstance(error := self._over.result(), PeerLostError):
                     raise error
                 self._over = asyncio.Future()
             attached_at = math.inf
             try:
                 attached, attached_at = await self._attach(), time.monotonic()
                 return await self._push(attached)
-            except _Dropped as dropped:
-                refusals = 1 if self._advanced_at >= attached_at else refusals + 1
-                if refusals == MAX_REFUSALS:
-                    raise dropped.args[0] from dropped
             except PeerLostError:
                 now = time.monotonic()
                 if self._advanced_at >= broken_at or now - attached_at > silence_s + stall_s:
@@ -387,29 +386,25 @@ class Sender:
         if credit.gen != self.ticket.gen:
             return
         try:
-            if credit.error is not None:
-                raise credit.error
-            self.outbox.answered()
+            if credit.error is None:
+                self._advanced_at = time.monotonic()
+            else:
+                self._corrupt += 1
+                if self._corrupt == MAX_CORRUPT or not isinstance(credit.error, CorruptFrameError):
+                    raise credit.error
+            self.outbox.answered(stored=credit.error is None)
             self._note_drained()
-            self._advanced_at = time.monotonic()
         except DisaggError as error:
-            self.end(_Dropped(error))
+            self.end(error)
 
     def end(self, error: Exception) -> None:
         """The attachment is over. After PeerLostError another is tried; all else is final, whenever
         it comes: between two attachments too.
         """
-        if self._over.done() and isinstance(self._over.result(), MENDABLE):
+        if self._over.done() and isinstance(self._over.result(), PeerLostError):
             self._over = asyncio.Future()
         if not self._over.done():
             self._over.set_result(error)
-
-
-class _Dropped(Exception):
-    """The receiver dropped frames, for the error that this holds; attaching again may mend it."""
-
-
-MENDABLE = (PeerLostError, _Dropped)
 
 
 def _check_sizes(checklist: Checklist) -> None:

@@ -123,25 +123,27 @@ async def test_the_deadline_ends_a_hand_off(prompt):
             await sender.run()
 
 
-def test_frames_that_are_dropped_are_sent_again_and_three_times_at_most(prompt):
-    async def scene(times: int) -> int:
-        async with open_peer() as (peer, channel):
+@pytest.mark.parametrize(
+    ("times", "error"),
+    [(2, CorruptFrameError), (3, CorruptFrameError), (1, ReservationError)],
+    ids=["twice", "three times", "once, for good"],
+)
+async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(prompt, times, error):
+    async with open_peer() as (peer, channel):
 
-            def drop(frame: PageFrame) -> Credit | None:
-                if frame.ticket.gen <= times and frame is peer.frames[-1]:
-                    error = CorruptFrameError("a bit was flipped")
-                    return Credit(7, frame.ticket.gen, error)
-                return None
+        def drop(frame: PageFrame) -> Credit | None:
+            refused = len(peer.frames) <= times
+            return Credit(7, frame.ticket.gen, error("a bit was flipped")) if refused else None
 
-            peer.on_frame = drop
-            stats = await hand_over(peer.sender(prompt, channel), prompt)
+        peer.on_frame = drop
+        running = hand_over(peer.sender(prompt, channel), prompt)
+        if times == 2:
+            assert (await running).payload_bytes > prompt.checklist.total_bytes
             assert peer.have[7] == prompt.digests()
-            assert peer.opened == 1  # the stream went on
-            return stats.attaches
-
-    assert asyncio.run(scene(2)) == 3
-    with pytest.raises(CorruptFrameError, match="flipped"):
-        asyncio.run(scene(3))
+        else:
+            with pytest.raises(error, match="flipped"):
+                await running
+        assert len(peer.attaches) == peer.opened == 1  # the stream went on
 
 
 async def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
