@@ -25,7 +25,6 @@ from disagg.errors import (
     DeadlineError,
     DisaggError,
     PeerLostError,
-    RequestError,
     ReservationError,
     VersionError,
 )
@@ -40,7 +39,6 @@ from disagg.transfer.messages import (
     Credit,
     fill,
     parse,
-    read,
 )
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
@@ -139,28 +137,29 @@ class Channel:
         """There is something to send."""
         self._wake.set()
 
-    async def attach(self, attach: Attach) -> tuple[Attached, int]:
-        """Take a reservation over: what is there; the bytes of both messages."""
+    async def attach(self, sender: Sender, attach: Attach) -> Attached:
+        """Take a reservation over: what is there."""
         data = attach.to_message().SerializeToString()
-        reply, nbytes = await self._call("Attach", data, self.options.call_s)
-        return Attached.from_message(parse(kv.AttachResponse, reply)), nbytes
+        reply = await self._call("Attach", data, self.options.call_s, sender)
+        return Attached.from_message(parse(kv.AttachResponse, reply))
 
-    async def commit(self, frame: CommitFrame, timeout_s: float) -> tuple[Ack, int]:
-        """The answer to a commit, when there is one; the bytes of both messages."""
+    async def commit(self, sender: Sender, frame: CommitFrame, timeout_s: float) -> Ack:
+        """The answer to a commit, when there is one."""
         if stream := self._serving:
             self._owe()
         try:
-            reply, nbytes = await self._call("Commit", frame_message(pack(frame)), timeout_s)
+            reply = await self._call("Commit", frame_message(pack(frame)), timeout_s, sender)
         finally:
             if stream and self._serving is stream:  # a later one owes nothing of this
                 self._answered()
-        if (ack := read(parse(kv.CommitResponse, reply))["ack"]) is None:
-            raise RequestError("a commit was answered, but not with an ack")
-        return ack, nbytes
+        return Ack.from_message(parse(kv.CommitResponse, reply))
 
-    async def _call(self, name: str, data: bytes, timeout_s: float) -> tuple[bytes, int]:
+    async def _call(self, name: str, data: bytes, timeout_s: float, *senders: Sender) -> bytes:
+        """The answer to a call; `senders` share the bytes of both messages."""
         reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
-        return reply, len(data) + len(reply)
+        for sender in senders:
+            sender.wire_bytes += (len(data) + len(reply)) // len(senders)
+        return reply
 
     # -- the stream
 
@@ -234,19 +233,18 @@ class Channel:
             await asyncio.sleep(pause_s)
             if not self._attached:
                 continue
-            tickets = [sender.ticket for sender in self._attached.values()]
-            data = fill(kv.RenewRequest, tickets=tickets).SerializeToString()
+            senders = {sender: sender.ticket for sender in self._attached.values()}
+            data = fill(kv.RenewRequest, tickets=senders.values()).SerializeToString()
             try:
-                reply, nbytes = await self._call("Renew", data, min(self.options.call_s, pause_s))
+                timeout_s = min(self.options.call_s, pause_s)
+                reply = await self._call("Renew", data, timeout_s, *senders)
             except (PeerLostError, DeadlineError) as error:
                 log.warning("the leases at %s were not renewed: %s", self.address, error)
                 continue
             over = set(parse(kv.RenewResponse, reply).over)
-            for ticket in tickets:
-                if sender := self._attached.get(ticket.nonce):
-                    sender.wire_bytes += nbytes // len(tickets)
-                    if ticket.nonce in over and ticket.gen == sender.ticket.gen:
-                        sender.end(ReservationError(f"{sender} is over at {self.address}"))
+            for sender, ticket in senders.items():
+                if ticket.nonce in over and ticket is sender.ticket:
+                    sender.end(ReservationError(f"{sender} is over at {self.address}"))
 
     async def _watch(self) -> None:
         """PeerLostError once nothing is answered any more, or nobody needs the stream."""

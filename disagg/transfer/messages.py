@@ -224,7 +224,7 @@ class Credit(Told, form=kv.PushResponse):
 
 
 @dataclass(frozen=True)
-class Ack(Told, form=kv.Ack):
+class Ack(Told, form=kv.CommitResponse):
     """The hand-off is complete and the engine has it. Milliseconds as the receiver measured."""
 
     verify_ms: float = 0.0
@@ -237,26 +237,20 @@ Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what protobuf has
 
 
 def fill(form: type[Parsed], **values: Any) -> Parsed:
-    """A message of these fields; an `error` is two of them, and none where it is None."""
-    if error := values.pop("error", None):
-        values |= {"error_reason": error.reason, "error_message": str(error)}
-    forms = _forms(form.DESCRIPTOR)
-    return form(**{name: forms[name][0](value) for name, value in values.items()})
+    """A message of these fields; None for one that is absent."""
+    forms, there = _forms(form.DESCRIPTOR), {x: y for x, y in values.items() if y is not None}
+    return form(**{name: forms[name][0](value) for name, value in there.items()})
 
 
 def read(message: Message) -> dict[str, Any]:
-    """The fields of a message; None for one of a choice that is absent."""
+    """The fields of a message; None for one that is absent."""
     fields = message.DESCRIPTOR.fields_by_name
-    found = {
+    return {
         name: None
         if fields[name].containing_oneof and not message.HasField(name)
         else back(getattr(message, name))
         for name, (_, back) in _forms(message.DESCRIPTOR).items()
     }
-    if "error_reason" in found:
-        reason, text = found.pop("error_reason"), found.pop("error_message")
-        found["error"] = error_from(reason, text) if reason else None
-    return found
 
 
 @cache
@@ -314,7 +308,10 @@ _FORMS: dict[str, Form] = {  # by the names of fields, which mean the same every
     "job": _part(Job),
     "load": _part(Load),
     "events": _several(_part(TokenEvent)),
-    "ack": _part(Ack),
+    "error": (
+        lambda error: {"reason": error.reason, "message": str(error)},
+        lambda message: error_from(message.reason, message.message),
+    ),
     "ticket": _TICKET,
     "tickets": _several(_TICKET),
     "work": _words("WORK", pb.Work, Work),

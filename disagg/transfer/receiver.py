@@ -20,7 +20,7 @@ import grpc
 from disagg.errors import CorruptFrameError, DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.link import absorb
-from disagg.transfer.messages import KV_SERVICE, Attach, Credit, fill, parse, read
+from disagg.transfer.messages import KV_SERVICE, Attach, Credit, parse, read
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
 from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
@@ -135,4 +135,4 @@ class Receiver:
         frame = unpack(message_frame(data))
         if not isinstance(frame, CommitFrame):
             raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        return fill(kv.CommitResponse, ack=self.reservations.commit(frame)).SerializeToString()
+        return self.reservations.commit(frame).to_message().SerializeToString()

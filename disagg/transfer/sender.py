@@ -295,13 +295,10 @@ class Sender:
         self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
         direct = self._channel.options.direct
         try:
-            attached, nbytes = await self._channel.attach(
-                replace(self._terms, ticket=self.ticket, direct=direct)
-            )
+            terms = replace(self._terms, ticket=self.ticket, direct=direct)
+            return await self._channel.attach(self, terms)
         except DeadlineError as error:
             raise PeerLostError(str(error)) from error
-        self.wire_bytes += nbytes
-        return attached
 
     async def _push(self, attached: Attached) -> Ack:
         """Send what is not there, and commit, on one attachment."""
@@ -322,9 +319,7 @@ class Sender:
         plan = checklist.plan.fingerprint
         commit = Commit(checklist.tokens, plan, digests, first_token, extras)
         frame = CommitFrame(self.ticket, commit)
-        answer, nbytes = await self._channel.commit(frame, self.deadline - time.monotonic())
-        self.wire_bytes += nbytes
-        return answer
+        return await self._channel.commit(self, frame, self.deadline - time.monotonic())
 
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""

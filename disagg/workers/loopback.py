@@ -13,9 +13,8 @@ from disagg.engine.messages import Abort, Prefilled
 from disagg.engine.sequence import Request, handoff_stats
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
-from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.state import GroupState
-from disagg.transfer.messages import Ack, Attach, Job, fill
+from disagg.transfer.messages import Ack, Attach, Job
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.sender import Outbox
@@ -115,5 +114,5 @@ class Loopback:
         frame = unpack(message_frame(message))
         assert isinstance(frame, CommitFrame)
         ack = self._rules.commit(frame)
-        self._wire_bytes += len(message) + fill(kv.CommitResponse, ack=ack).ByteSize()
+        self._wire_bytes += len(message) + ack.to_message().ByteSize()
         return ack

@@ -98,9 +98,7 @@ class Peer:
         frame = unpack(message_frame(data))
         assert isinstance(frame, CommitFrame)
         self.commits.append(frame)
-        answer = self.on_commit(frame)
-        ack = answer or self.judge(frame)
-        return kv.CommitResponse(ack=ack.to_message()).SerializeToString()
+        return (self.on_commit(frame) or self.judge(frame)).to_message().SerializeToString()
 
     def judge(self, frame: CommitFrame) -> Ack:
         commit, have = frame.commit, self.have[frame.ticket.nonce]

@@ -28,14 +28,14 @@ def generate_stubs(folder: Path) -> ModuleType:
     return module
 
 
-def push_one(stubs: ModuleType, address: str, prompt: Prompt, nonce: int, epoch: int) -> kv.Ack:
-    """Hand over one prompt that is reserved, a frame at a time; blocks until it is acknowledged."""
+def push_one(stubs: ModuleType, address: str, prompt: Prompt, nonce: int, epoch: int) -> None:
+    """Hand over one prompt that is reserved, a frame at a time; returns when it is acknowledged."""
     ours, answered = Ticket(nonce, epoch, 1), SimpleQueue[kv.PushResponse]()
 
     def frames() -> Iterator[kv.PushRequest]:
         for frame in prompt.frames(ours):
             yield kv.PushRequest(frame=b"".join(pack(frame)))
-            assert not answered.get(timeout=20.0).error_reason
+            assert not answered.get(timeout=20.0).HasField("error")
 
     with grpc.insecure_channel(address) as channel:
         stub = stubs.KvTransferServiceStub(channel)
@@ -45,4 +45,4 @@ def push_one(stubs: ModuleType, address: str, prompt: Prompt, nonce: int, epoch:
         for credit in stub.Push(frames()):
             answered.put(credit)
         commit = b"".join(pack(CommitFrame(ours, prompt.commit())))
-        return stub.Commit(kv.CommitRequest(frame=commit)).ack
+        stub.Commit(kv.CommitRequest(frame=commit))

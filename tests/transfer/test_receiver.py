@@ -127,7 +127,7 @@ class Booth(House):
 
     async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack:
         data = await self.receiver.commit(message(CommitFrame(ticket, prompt.commit())))
-        return Ack.from_message(kv.CommitResponse.FromString(data).ack)
+        return Ack.from_message(kv.CommitResponse.FromString(data))
 
 
 def bytes_of(frame: Frame) -> bytes:

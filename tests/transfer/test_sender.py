@@ -269,15 +269,16 @@ async def test_a_commit_without_a_stream_leaves_no_debt_to_the_next_one(prompt):
         held = asyncio.Event()
         call = channel._call
 
-        async def slow(name: str, *rest: Any) -> tuple[bytes, int]:
+        async def slow(name: str, *rest: Any) -> bytes:
             if name == "Commit":
                 await held.wait()
             return await call(name, *rest)
 
         channel._call = slow
         frame = CommitFrame(Ticket(7, EPOCH, 1), prompt.commit())
-        commit = asyncio.create_task(channel.commit(frame, 5.0))
-        handing = asyncio.create_task(hand_over(peer.sender(prompt, channel, 8), prompt))
+        sender = peer.sender(prompt, channel, 8)
+        commit = asyncio.create_task(channel.commit(sender, frame, 5.0))
+        handing = asyncio.create_task(hand_over(sender, prompt))
         await until(lambda: channel._serving is not None)
         held.set()
         await asyncio.gather(commit, handing, return_exceptions=True)

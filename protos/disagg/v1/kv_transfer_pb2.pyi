@@ -54,17 +54,23 @@ class PushRequest(_message.Message):
     frame: bytes
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
+class Error(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
 class PushResponse(_message.Message):
-    __slots__ = ("nonce", "gen", "error_reason", "error_message")
+    __slots__ = ("nonce", "gen", "error")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     GEN_FIELD_NUMBER: _ClassVar[int]
-    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     gen: int
-    error_reason: str
-    error_message: str
-    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
+    error: Error
+    def __init__(self, nonce: _Optional[int] = ..., gen: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("tickets",)
@@ -78,14 +84,6 @@ class RenewResponse(_message.Message):
     over: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, over: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Ack(_message.Message):
-    __slots__ = ("verify_ms", "admit_ms")
-    VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
-    ADMIT_MS_FIELD_NUMBER: _ClassVar[int]
-    verify_ms: float
-    admit_ms: float
-    def __init__(self, verify_ms: _Optional[float] = ..., admit_ms: _Optional[float] = ...) -> None: ...
-
 class CommitRequest(_message.Message):
     __slots__ = ("frame",)
     FRAME_FIELD_NUMBER: _ClassVar[int]
@@ -93,10 +91,12 @@ class CommitRequest(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("ack",)
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    ack: Ack
-    def __init__(self, ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+    __slots__ = ("verify_ms", "admit_ms")
+    VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    verify_ms: float
+    admit_ms: float
+    def __init__(self, verify_ms: _Optional[float] = ..., admit_ms: _Optional[float] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("payload",)

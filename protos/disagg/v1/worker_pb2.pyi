@@ -1,3 +1,4 @@
+from disagg.protos.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -127,14 +128,13 @@ class Load(_message.Message):
     def __init__(self, free_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., waiting: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error_reason", "error_message", "stats", "logprobs")
+    __slots__ = ("rid", "attempt", "index", "token", "finish_reason", "error", "stats", "logprobs")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     rid: str
@@ -142,11 +142,10 @@ class TokenEvent(_message.Message):
     index: int
     token: int
     finish_reason: str
-    error_reason: str
-    error_message: str
+    error: _kv_transfer_pb2.Error
     stats: str
     logprobs: str
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., stats: _Optional[str] = ..., logprobs: _Optional[str] = ...) -> None: ...
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[_kv_transfer_pb2.Error, _Mapping]] = ..., stats: _Optional[str] = ..., logprobs: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("rid", "attempt", "reason")
