@@ -1,11 +1,13 @@
 """Reservations over a pool, with what a receiver does around them, for their tests."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from unittest.mock import patch
 
 from disagg.errors import CorruptFrameError
+from disagg.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
 from disagg.wire import CommitFrame, PageFrame, Ticket
@@ -17,17 +19,27 @@ SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
 class Desk:
     """Reservations, their pool, and an engine that keeps what it gets."""
 
-    def __init__(self, nbytes: int = 1 << 20, **terms: object):
-        self.pool = make_pool(nbytes)
+    def __init__(
+        self,
+        nbytes: int = 1 << 20,
+        pool: Pool | None = None,
+        clock: Callable[[], float] | None = None,
+        **terms: object,
+    ):
+        self.pool = pool or make_pool(nbytes)
         self.now = 0.0
         nonces = count(1000)
         self.terms = make_terms(**terms)
         self.engine: dict[str, Admission] = {}
         self.dropped: list[tuple[str, int, str]] = []
-        admit = lambda x: self.engine.update({x.job.rid: x})  # noqa: E731
+        admit = lambda x: self.admit(x)  # noqa: E731
         drop = lambda *what: self.dropped.append(what)  # noqa: E731
-        clock = lambda: self.now  # noqa: E731
+        clock = clock or (lambda: self.now)
         self.ledger = Reservations(self.terms, self.pool, admit, drop, nonces.__next__, clock)
+
+    def admit(self, admission: Admission) -> None:
+        assert admission.job.rid not in self.engine
+        self.engine[admission.job.rid] = admission
 
     def at(self, now: float) -> Reservations:
         """The reservations, at a time."""

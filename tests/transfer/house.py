@@ -1,72 +1,105 @@
-"""A decode worker without an engine, on ports of its own and the clock of the world."""
+"""A decode worker without an engine: a desk behind the service, and on ports of its own."""
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
-from disagg.pool import Pool
 from disagg.transfer.direct import DirectServer
-from disagg.transfer.messages import Attach
+from disagg.transfer.messages import Attach, Credit
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission, Reservations
 from disagg.transfer.rpc import start_server
-from disagg.wire import Ticket
-from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_terms
+from disagg.transfer.security import Security
+from disagg.wire import Buffer, Ticket, message_frame
+from tests.transfer.desk import Desk
+from tests.transfer.prompts import MODEL, Prompt
 
 HOST = "127.0.0.1"
 
 
-@dataclass
-class House:
-    """What was admitted stays here."""
+class House(Desk):
+    """A desk behind the service. `channels`: on which frames came; `ended`: how many have."""
 
-    pool: Pool
-    receiver: Receiver
-    admitted: list[Admission]
-    address: str = ""
-    direct_port: int = 0
+    def __init__(self, clock: Callable[[], float] | None = time.monotonic, **desk: object):
+        super().__init__(clock=clock, **desk)
+        self.damaged: list[tuple[str, int, str]] = []
+        note = lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason))  # noqa: E731
+        self.receiver = Watched(self.ledger, note)
+        self.door: DirectServer | None = None
+        self.address, self.direct_port = "", 0
 
-    def reserve(self, prompt: Prompt, rid: str = "r") -> Attach:
-        grant = self.receiver.reservations.reserve(prompt.job(rid), EPOCH)
+    def promise(self, prompt: Prompt, rid: str = "r") -> Attach:
+        """A reservation, as a sender gets it."""
+        grant = self.reserve(prompt, rid=rid)
         ticket = Ticket(grant.nonce, grant.epoch, 0)
         return Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
-        held = self.receiver.reservations._by_nonce.values()
+        held = self.ledger._live.values()
         return sum(len(x.contents.arrivals.here) for x in held if x.contents is not None)
 
     @property
     def held(self) -> int:
         """Reservations that wait for their pages."""
-        return self.receiver.reservations.gauges()["reservations"]
+        return self.ledger.gauges()["reservations"]
 
-    def free(self) -> None:
+    def close(self) -> None:
         """The engine finishes everything it has; then nothing is held."""
-        for admission in self.admitted:
-            for state in admission.groups:
-                self.pool.release(list(state.ids()))
-            self.receiver.reservations.finished(admission.job.rid, admission.job.attempt)
-        self.admitted.clear()
-        self.pool.check_integrity()
-        assert self.pool.referenced_pages == 0
-        assert not any(self.receiver.reservations.gauges().values())
+        self.free()
+        self.assert_nothing_held()
+
+
+class Watched(Receiver):
+    """Notes the channels of frames and counts the bytes of all messages, both ways."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.channels, self.ended, self.nbytes = set[object](), 0, 0
+
+    async def attach(self, data: bytes) -> bytes:
+        return self._count(data, await super().attach(data))
+
+    async def commit(self, data: bytes) -> bytes:
+        return self._count(data, await super().commit(data))
+
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async def noted() -> AsyncIterator[bytes]:
+            async for message in messages:
+                self.nbytes += len(message) - len(message_frame(message))
+                yield message
+
+        async for answer in super().push(noted()):
+            yield answer
+
+    def take(self, data: Buffer, channel: object) -> Credit:
+        self.channels.add(channel)
+        credit = super().take(data, channel)
+        self._count(data, credit.to_message().SerializeToString())
+        return credit
+
+    def channel_ended(self, channel: object) -> None:
+        super().channel_ended(channel)
+        self.ended += 1
+
+    def _count(self, data: Buffer, answer: bytes) -> bytes:
+        self.nbytes += len(data) + len(answer)
+        return answer
 
 
 @asynccontextmanager
-async def open_house(kind: type[Receiver] = Receiver, **terms: object) -> AsyncIterator[House]:
-    """A receiver on free ports, on the clock of the world."""
-    pool, admitted = make_pool(1 << 20), []
-    receiver = kind(Reservations(make_terms(**terms), pool, admitted.append, lambda *drop: None))
-    sockets = DirectServer(receiver)
-    house = House(pool, receiver, admitted, direct_port=sockets.listen(HOST))
-    receiver.direct = lambda: (house.direct_port, sockets.make_key())
-    tasks = [asyncio.create_task(x.run()) for x in (receiver, sockets)]
-    server, house.address = await start_server([receiver.handlers()], HOST)
+async def open_house(security: Security | None = None, **terms: object) -> AsyncIterator[House]:
+    """A house on free ports."""
+    house = House(**terms)
+    receiver, door = house.receiver, DirectServer(house.receiver, security)
+    house.door, house.direct_port = door, door.listen(HOST)
+    receiver.direct = lambda: (house.direct_port, door.make_key())
+    tasks = [asyncio.create_task(x.run()) for x in (receiver, door)]
+    server, house.address = await start_server([receiver.handlers()], HOST, security)
     try:
         yield house
     finally:

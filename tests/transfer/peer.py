@@ -33,7 +33,6 @@ class Peer:
     """What came, and what to say to it.
 
     have:      digests of what is here by place, by nonce; without an entry a hand-off is unknown
-    direct:    the port and key of a direct channel, for one attachment
     pause:     waited for before a frame is taken
     on_attach: the answer to an attachment, instead of the honest one
     on_frame:  called before a frame is stored; its answer goes out instead of the honest credit
@@ -51,7 +50,6 @@ class Peer:
     over: set[int] = field(default_factory=set)
     streams: int = 0  # open now
     opened: int = 0
-    direct: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
     pause: Callable[[PageFrame], Awaitable[object]] | None = None
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
@@ -61,8 +59,7 @@ class Peer:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
         self.attaches.append(attach)
         have = self.have.setdefault(attach.ticket.nonce, {})
-        told = [*have], [*have.values()], self.lease_s, self.credit, *self.direct()
-        honest = Attached(False, *told)
+        honest = Attached(False, [*have], [*have.values()], self.lease_s, self.credit)
         return (self.on_attach(attach) or honest).to_message().SerializeToString()
 
     async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

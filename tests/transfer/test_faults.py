@@ -43,7 +43,7 @@ def serve(answer: Connection) -> None:
 
     async def scene() -> None:
         async with open_house() as house:
-            answer.send((house.address, house.reserve(make_prompt(TOKENS))))
+            answer.send((house.address, house.promise(make_prompt(TOKENS))))
             await asyncio.Event().wait()
 
     asyncio.run(scene())
@@ -102,14 +102,14 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_fo
 
     async with open_house(lease_s=0.4) as house:
         for point in range(POINTS):
-            attach = house.reserve(prompt, f"r{point}")
+            attach = house.promise(prompt, f"r{point}")
             with process(send, house.address, attach, slow) as (child, _):
                 some = source.randrange(1, len(prompt.checklist.items) - 15)
                 await until(lambda n=some: house.arrived() >= n or not house.held)
                 child.kill()
             await until(lambda: not house.held)
-            assert not house.admitted
-            house.free()
+            assert not house.engine
+            house.close()
 
 
 def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
@@ -137,16 +137,16 @@ async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_lea
     prompt, slow
 ):
     async with open_house(lease_s=3.0) as house:
-        attach = house.reserve(prompt)
+        attach = house.promise(prompt)
         with process(send, house.address, attach, slow) as (child, answer):
             await until(lambda: house.arrived() > 5)
             os.kill(child.pid, signal.SIGSTOP)
             await until(lambda: not house.held)
-            house.free()
+            house.close()
             os.kill(child.pid, signal.SIGCONT)
             message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
             assert "over" in message or "lease" in message
-        assert not house.admitted
+        assert not house.engine
 
 
 # -- links
@@ -210,19 +210,19 @@ async def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budge
                 house.address = f"{HOST}:{proxy.port}"
             options = replace(QUICK, silence_s=10.0, direct=direct)
             channel = Channel(house.address, None, options)
-            sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
+            sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
             stats = await hand_over(sender, prompt)
             await channel.close()
             assert proxy.struck == 1
-        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
+        assert prompt.equals(house.pool.arena, house.admitted().groups)
         assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
-        house.free()
+        house.close()
 
 
 async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
     async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
         channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
-        sender = Sender(channel, house.reserve(prompt), prompt.plan, prompt.read, 30.0)
+        sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
         running = asyncio.create_task(hand_over(sender, prompt))
         await until(lambda: sender.payload_bytes >= 4000)
         await proxy.cut()
@@ -232,5 +232,5 @@ async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
         await channel.close()
         assert stats.attaches >= 2
         assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
-        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
-        house.free()
+        assert prompt.equals(house.pool.arena, house.admitted().groups)
+        house.close()

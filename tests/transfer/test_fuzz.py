@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,11 +15,10 @@ from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Reservations
 from disagg.wire import CommitFrame, Ticket, frame_message, pack
 from tests.transfer.desk import bend
 from tests.transfer.house import House
-from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_prompt, make_terms
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
 
 
 def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
@@ -35,11 +35,9 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
 
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
-    source, pool, admitted = random.Random(seed), make_pool(), []
-    rules = Reservations(make_terms(), pool, admitted.append, lambda *drop: None, clock=lambda: 0.0)
-    receiver = Receiver(rules)
-    grant = rules.reserve(prompt.job(), EPOCH)
-    honest = seeds(prompt, Ticket(grant.nonce, grant.epoch, 1))
+    source, house = random.Random(seed), House(clock=None)
+    receiver = house.receiver
+    honest = seeds(prompt, replace(house.promise(prompt).ticket, gen=1))
     await receiver.attach(honest["attach"][0])
     for _ in range(12):
         call = source.choice(("attach", "renew", "commit", "push", "push"))
@@ -51,10 +49,10 @@ async def attack(prompt: Prompt, seed: int) -> None:
                     await getattr(receiver, call)(bend(source, honest[call][0]))
         except DisaggError:
             continue
-    for admission in admitted:
-        assert prompt.equals(pool.arena, admission.groups)
-    rules.fence(EPOCH + 1)
-    House(pool, receiver, admitted).free()
+    for admission in house.engine.values():
+        assert prompt.equals(house.pool.arena, admission.groups)
+    house.ledger.fence(EPOCH + 1)
+    house.close()
 
 
 async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) -> None:

@@ -1,6 +1,6 @@
 """What a sender sends, in which order, and how much of it at once. No sockets."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -155,6 +155,27 @@ def test_items_that_were_sent_and_are_not_there_as_they_were_are_sent_again(prom
     count = 0 if there == "nothing" else prompt.checklist.num_items
     outbox.attached(dict.fromkeys(range(count), 1), PLENTY)
     assert drain(prompt, outbox) == [*prompt.checklist.items]
+
+
+def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
+    """The digest of the first packing goes into the commit; other bytes later do not match it."""
+
+    class Changing:
+        reads = 0
+
+        def read(self, items: Sequence[Item]) -> list[memoryview]:
+            self.reads += 1
+            return [memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x)) for x in items]
+
+    outbox = Outbox(prompt.checklist, Changing(), FRAME)
+    outbox.offer(prompt.checklist.items, 0.0)
+    packed = []
+    for _ in range(2):
+        outbox.attached({}, PLENTY)
+        packed.append(outbox.next_parcel(TICKET).parts)
+    (first, *bytes_then), (second, *bytes_now) = packed
+    assert first == second
+    assert bytes_then != bytes_now
 
 
 def test_a_receiver_that_acknowledges_or_has_what_was_never_sent_is_a_typed_error(prompt):

@@ -10,10 +10,8 @@ import pytest
 from disagg.errors import (
     CorruptFrameError,
     DisaggError,
-    LayoutError,
     RequestError,
     ReservationError,
-    TransferError,
     VersionError,
 )
 from disagg.pool import Pool
@@ -21,11 +19,9 @@ from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel
 from disagg.transfer.link import measure
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, fill
-from disagg.transfer.receiver import Receiver
-from disagg.transfer.reservations import Admission, Reservations
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
-from disagg.wire import Buffer, CommitFrame, Frame, Item, Ticket, frame_message, message_frame, pack
+from disagg.wire import CommitFrame, Frame, Item, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, hand_over, offer_all, until
@@ -34,95 +30,30 @@ from tests.transfer.prompts import (
     MODEL,
     Prompt,
     SlowArena,
-    make_pool,
     make_prompt,
     make_related,
-    make_terms,
 )
 
 
-class Clock:
-    """Time that moves only when told."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class CountingReceiver(Receiver):
-    """Counts the bytes of all messages, both ways."""
-
-    nbytes = 0
-
-    async def attach(self, data: bytes) -> bytes:
-        return self.count(data, await super().attach(data))
-
-    async def commit(self, data: bytes) -> bytes:
-        return self.count(data, await super().commit(data))
-
-    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        async def noted() -> AsyncIterator[bytes]:
-            async for message in messages:
-                self.nbytes += len(message) - len(message_frame(message))
-                yield message
-
-        async for answer in super().push(noted()):
-            yield answer
-
-    def take(self, data: Buffer, channel: object) -> Credit:
-        credit = super().take(data, channel)
-        self.count(bytes(data), credit.to_message().SerializeToString())
-        return credit
-
-    def count(self, data: bytes, answer: bytes) -> bytes:
-        self.nbytes += len(data) + len(answer)
-        return answer
-
-
 class Booth(House):
-    """A receiver, spoken to in bytes, with an engine that keeps what it gets."""
+    """Spoken to in bytes."""
 
-    def __init__(self, pool: Pool | None = None, **terms: object):
-        self.clock = Clock()
-        self.dropped: list[tuple[str, int, str]] = []
-        self.damaged: list[tuple[str, int, str]] = []
-        self.refusal: Exception | None = None
-        self.admit_s = 0.0
-        pool = pool or make_pool()
-        drop = lambda *what: self.dropped.append(what)  # noqa: E731
-        receiver = CountingReceiver(
-            Reservations(make_terms(**terms), pool, self.admit, drop, clock=self.clock),
-            lambda rid, attempt, error: self.damaged.append((rid, attempt, error.reason)),
-        )
-        super().__init__(pool, receiver, [])
+    def __init__(self, **desk: object):
+        super().__init__(clock=None, **desk)
 
-    def admit(self, admission: Admission) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.admitted.append(admission)
-        self.clock.now += self.admit_s
-
-    async def begin(self, prompt: Prompt, rid: str = "r", attempt: int = 0) -> Ticket:
-        """Reserve and attach."""
-        grant = self.receiver.reservations.reserve(prompt.job(rid, attempt), EPOCH)
-        ticket = Ticket(grant.nonce, grant.epoch, 1)
-        await self.attach(prompt, ticket)
-        return ticket
-
-    async def attach(self, prompt: Prompt, ticket: Ticket, direct: bool = False) -> Attached:
+    async def take_over(self, prompt: Prompt, ticket: Ticket, direct: bool = False) -> Attached:
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens, direct)
         data = await self.receiver.attach(attach.to_message().SerializeToString())
         return Attached.from_message(kv.AttachResponse.FromString(data))
 
-    async def push(self, messages: Iterable[bytes]) -> list[Credit]:
+    async def stream(self, messages: Iterable[bytes]) -> list[Credit]:
         """All answers of one channel."""
 
-        async def stream() -> AsyncIterator[bytes]:
+        async def each() -> AsyncIterator[bytes]:
             for message in messages:
                 yield message
 
-        replies = self.receiver.push(stream())
+        replies = self.receiver.push(each())
         return [Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies]
 
     async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack:
@@ -147,26 +78,26 @@ def pages(prompt: Prompt, ticket: Ticket) -> list[bytes]:
 
 async def test_frames_of_several_hand_offs_come_on_one_channel_and_each_is_answered(prompt):
     booth = Booth()
-    tickets = [await booth.begin(prompt, rid) for rid in ("a", "b")]
+    tickets = [booth.begin(prompt, rid=rid) for rid in ("a", "b")]
     one, two = (pages(prompt, ticket) for ticket in tickets)
     sent = [x for pair in zip(one, two[::-1], strict=True) for x in pair] + one[:2]
-    credits = await booth.push(sent)
+    credits = await booth.stream(sent)
     assert credits == [
         Credit(tickets[place % 2 if place < 2 * len(one) else 0].nonce, 1)
         for place in range(len(sent))
     ]
     for ticket in tickets:
         assert isinstance(await booth.commit(ticket, prompt), Ack)
-    for admission in booth.admitted:
+    for admission in booth.engine.values():
         assert prompt.equals(booth.pool.arena, admission.groups)
-    booth.free()
+    booth.close()
 
 
 async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_on(prompt):
     booth = Booth()
-    gone, old, live = [await booth.begin(prompt, rid) for rid in ("gone", "old", "live")]
-    booth.receiver.reservations.abort("gone", 0, "client gone")
-    await booth.attach(prompt, replace(old, gen=2))
+    gone, old, live = [booth.begin(prompt, rid=rid) for rid in ("gone", "old", "live")]
+    booth.ledger.abort("gone", 0, "client gone")
+    await booth.take_over(prompt, replace(old, gen=2))
     first = prompt.frames(live)[0]
     wrong = replace(first, payload=tuple(part[1:] for part in first.payload))
     frames = {
@@ -178,7 +109,7 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
         "corrupt payload": corrupt(first),
     }
     sent = [message(x) for x in frames.values()] + pages(prompt, live)
-    credits = await booth.push(sent)
+    credits = await booth.stream(sent)
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == dict.fromkeys(frames, "reservation") | {
         "dead nonce": "aborted",
@@ -192,7 +123,7 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
         "layout": 1,
         "corrupt_frame": 1,
     }
-    rules = booth.receiver.reservations
+    rules = booth.ledger
     assert rules.gauges()["streams"] == 1  # the channel is over, `old` was not on it
     assert isinstance(await booth.commit(live, prompt), Ack)
 
@@ -215,100 +146,66 @@ async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_
     prompt, breaking, error
 ):
     booth = Booth()
-    ticket = await booth.begin(prompt)
+    ticket = booth.begin(prompt)
     first, second, *_ = pages(prompt, ticket)
     with pytest.raises(error):
-        await booth.push([first, breaking(second)])
-    assert booth.receiver.reservations.gauges() == {"reservations": 1, "streams": 0, "running": 0}
+        await booth.stream([first, breaking(second)])
+    assert booth.ledger.gauges() == {"reservations": 1, "streams": 0, "running": 0}
     again = replace(ticket, gen=2)
-    assert len((await booth.attach(prompt, again)).have) == len(prompt.frames(again)[0].places)
-    await booth.push(pages(prompt, again))
+    assert len((await booth.take_over(prompt, again)).have) == len(prompt.frames(again)[0].places)
+    await booth.stream(pages(prompt, again))
     assert isinstance(await booth.commit(again, prompt), Ack)
 
 
 async def test_a_commit_among_pages_ends_the_channel(prompt):
     booth = Booth()
-    ticket = await booth.begin(prompt)
+    ticket = booth.begin(prompt)
     with pytest.raises(CorruptFrameError, match="CommitFrame"):
-        await booth.push([message(CommitFrame(ticket, prompt.commit()))])
+        await booth.stream([message(CommitFrame(ticket, prompt.commit()))])
     with pytest.raises(CorruptFrameError, match="PageFrame"):
         await booth.receiver.commit(pages(prompt, ticket)[0])
 
 
 async def test_an_error_that_nobody_expected_ends_the_channel_and_pins_no_page(prompt, monkeypatch):
     booth = Booth()
-    ticket = await booth.begin(prompt)
+    ticket = booth.begin(prompt)
     monkeypatch.setattr(booth.pool.arena, "write", lambda places: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        await booth.push(pages(prompt, ticket))
-    assert booth.receiver.reservations.gauges()["streams"] == 0
-    booth.receiver.reservations.abort("r", 0, "client gone")
-    booth.free()
+        await booth.stream(pages(prompt, ticket))
+    assert booth.ledger.gauges()["streams"] == 0
+    booth.ledger.abort("r", 0, "client gone")
+    booth.close()
 
 
 async def test_a_replayed_hand_off_is_refused_by_name_and_lands_nowhere(prompt):
     """Every frame of a finished hand-off again, when its pages belong to another prompt."""
     booth, other = Booth(), make_prompt(300, seed=7)
-    ticket = await booth.begin(prompt)
-    await booth.push(pages(prompt, ticket))
+    ticket = booth.begin(prompt)
+    await booth.stream(pages(prompt, ticket))
     first = await booth.commit(ticket, prompt)
-    booth.free()
-    second = await booth.begin(other, "other")
-    await booth.push(pages(other, second))
+    booth.close()
+    second = booth.begin(other, rid="other")
+    await booth.stream(pages(other, second))
     await booth.commit(second, other)
     before = bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes))
     for again in (ticket, replace(ticket, gen=2)):
-        credits = await booth.push(pages(prompt, again))
+        credits = await booth.stream(pages(prompt, again))
         assert {x.error.reason for x in credits} == {"reservation"}
-        assert (await booth.attach(prompt, again)).admitted
+        assert (await booth.take_over(prompt, again)).admitted
     assert await booth.commit(ticket, prompt) == first  # the same answer as before
-    assert len(booth.admitted) == 1
+    assert list(booth.engine) == ["other"]
     assert bytes(booth.pool.arena.read(0, booth.pool.arena.nbytes)) == before
 
 
 async def test_who_asks_for_a_direct_channel_is_told_where(prompt):
     booth = Booth()
-    ticket = await booth.begin(prompt)
-    again = await booth.attach(prompt, replace(ticket, gen=2), direct=True)
+    ticket = booth.begin(prompt)
+    again = await booth.take_over(prompt, replace(ticket, gen=2), direct=True)
     assert (again.port, again.key) == (0, b"")
     booth.receiver.direct = lambda: (4711, b"once")
     for gen, direct, port in ((3, True, 4711), (4, False, 0)):
-        attached = await booth.attach(prompt, replace(ticket, gen=gen), direct)
+        attached = await booth.take_over(prompt, replace(ticket, gen=gen), direct)
         assert attached.port == port
-
-
-# -- the commit
-
-
-async def test_a_commit_is_refused_with_what_is_missing_or_answered_that_the_engine_has_it(prompt):
-    booth = Booth()
-    booth.admit_s = 7.0
-    ticket = await booth.begin(prompt)
-    *sent, last = prompt.frames(ticket)
-    for frame in sent:
-        booth.receiver.take(bytes_of(frame), "channel")
-    with pytest.raises(TransferError, match=str(prompt.items_of(last)[0])):
-        await booth.commit(ticket, prompt)
-    booth.receiver.take(bytes_of(last), "channel")
-    first = await booth.commit(ticket, prompt)
-    assert isinstance(first, Ack)
-    assert first == await booth.commit(ticket, prompt)
-    assert first.admit_ms == 7000.0
-    assert len(booth.admitted) == 1
-
-
-@pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
-async def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(prompt, refusal):
-    booth = Booth()
-    booth.refusal = refusal
-    ticket = await booth.begin(prompt)
-    await booth.push(pages(prompt, ticket))
-    with pytest.raises(type(refusal)):
-        await booth.commit(ticket, prompt)
-    booth.free()
-    booth.refusal = None
-    with pytest.raises(ReservationError, match=str(refusal)):
-        await booth.commit(ticket, prompt)
 
 
 # -- what happens by itself
@@ -316,53 +213,53 @@ async def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(pro
 
 async def test_leases_end_without_anybody_asking_and_a_renewal_is_a_call_of_its_own(prompt):
     booth = Booth()
-    kept, lost = await booth.begin(prompt, "kept"), await booth.begin(prompt, "lost")
+    kept, lost = booth.begin(prompt, rid="kept"), booth.begin(prompt, rid="lost")
     timers = asyncio.create_task(booth.receiver.run())
-    booth.clock.now += 6.0
+    booth.now += 6.0
     request = fill(kv.RenewRequest, tickets=[kept, Ticket(1, EPOCH, 1)])
     answer = await booth.receiver.renew(request.SerializeToString())
     assert list(kv.RenewResponse.FromString(answer).over) == [1]
-    booth.clock.now += 6.0
-    await until(lambda: booth.receiver.reservations.gauges()["reservations"] == 1)
-    assert booth.receiver.reservations.counts["expired"] == 1
+    booth.now += 6.0
+    await until(lambda: booth.ledger.gauges()["reservations"] == 1)
+    assert booth.ledger.counts["expired"] == 1
     with pytest.raises(ReservationError, match="expired"):
-        await booth.attach(prompt, replace(lost, gen=2))
+        await booth.take_over(prompt, replace(lost, gen=2))
     timers.cancel()
-    booth.receiver.reservations.abort("kept", 0, "client gone")
-    booth.free()
+    booth.ledger.abort("kept", 0, "client gone")
+    booth.close()
 
 
 @pytest.mark.parametrize("broken", ["expire", "scrub"])
 async def test_what_breaks_a_timer_is_raised_to_the_worker(monkeypatch, broken):
     booth = Booth()
     if broken == "expire":
-        monkeypatch.setattr(booth.receiver.reservations, "expire", lambda: 1 // 0)
+        monkeypatch.setattr(booth.ledger, "expire", lambda: 1 // 0)
     else:
-        monkeypatch.setattr(booth.receiver.reservations.cache, "begin_scrub", lambda nbytes: 1 // 0)
+        monkeypatch.setattr(booth.ledger.cache, "begin_scrub", lambda nbytes: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(booth.receiver.run(), 30)
 
 
 async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
     """A synchronous read would wait behind the kernels of a decode step, on the io loop."""
-    booth = Booth(Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
+    booth = Booth(pool=Pool(SlowArena(bytearray(1 << 20)), 1 << 14))
     prompt = make_related(500, 1, 400)
-    ticket = await booth.begin(prompt)
-    await booth.push(pages(prompt, ticket))
+    ticket = booth.begin(prompt)
+    await booth.stream(pages(prompt, ticket))
     await booth.commit(ticket, prompt)
     await booth.receiver.scrub()
     assert not booth.damaged
     device = booth.pool.arena
     assert device.waited
     assert "MainThread" not in device.waited
-    page = booth.admitted[0].groups[1].page_ids()[2]
+    page = booth.admitted().groups[1].page_ids()[2]
     device.write([(page * 128, bytes([device.read(page * 128, 1)[0] ^ 1]))])
     await booth.receiver.scrub()
     assert booth.damaged == [("r", 0, "corrupt_frame")]
     ((rid, attempt, reason),) = booth.dropped
     assert (rid, attempt) == ("r", 0)
     assert str(Item("page", 1, 1, 2)) in reason
-    booth.free()
+    booth.close()
 
 
 # -- what peers say
@@ -371,17 +268,17 @@ async def test_pages_on_a_device_are_verified_in_a_thread_and_damage_is_told():
 @asynccontextmanager
 async def open_door(direct: bool = False, **terms: object) -> AsyncIterator[tuple[House, Channel]]:
     """A receiver on free ports, and a channel to it; everything is closed and checked."""
-    async with open_house(CountingReceiver, **terms) as house:
+    async with open_house(**terms) as house:
         channel = Channel(house.address, None, replace(QUICK, direct=direct))
         try:
             yield house, channel
         finally:
             await channel.close()
-        house.free()
+        house.close()
 
 
 def sender_of(house: House, channel: Channel, prompt: Prompt, rid: str) -> Sender:
-    return Sender(channel, house.reserve(prompt, rid), prompt.plan, prompt.read, 20.0)
+    return Sender(channel, house.promise(prompt, rid), prompt.plan, prompt.read, 20.0)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -394,7 +291,7 @@ async def test_hand_offs_over_a_server_end_in_the_engine_and_both_sides_count_th
         for rid, prompt in prompts.items():
             house.receiver.nbytes = 0
             stats = await hand_over(sender_of(house, channel, prompt, rid), prompt)
-            admission = house.admitted[-1]
+            admission = house.engine[rid]
             assert prompt.equals(house.pool.arena, admission.groups)
             assert admission.job.rid == rid
             assert admission.commit.first_token == 42
@@ -409,8 +306,8 @@ async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_o
     async with open_door(lease_s=2.0) as (house, channel):
         senders = {rid: sender_of(house, channel, x, rid) for rid, x in prompts.items()}
         runs = {rid: asyncio.create_task(x.run()) for rid, x in senders.items()}
-        await until(lambda: house.receiver.reservations.gauges()["streams"] == 4)
-        house.receiver.reservations.abort("r1", 0, "client gone")
+        await until(lambda: house.ledger.gauges()["streams"] == 4)
+        house.ledger.abort("r1", 0, "client gone")
         for rid, sender in senders.items():
             offer_all(sender, prompts[rid])
         done = dict(
@@ -418,10 +315,9 @@ async def test_many_hand_offs_share_a_channel_and_one_that_is_aborted_harms_no_o
         )
         assert isinstance(done.pop("r1"), ReservationError)
         assert {stats.attaches for stats in done.values()} == {1}
-        for admission in house.admitted:
-            rid = admission.job.rid
+        for rid, admission in house.engine.items():
             assert prompts[rid].equals(house.pool.arena, admission.groups)
-        assert len(house.admitted) == 3
+        assert len(house.engine) == 3
 
 
 async def test_refusals_and_probes_over_a_server(prompt):

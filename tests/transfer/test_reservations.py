@@ -19,7 +19,7 @@ from disagg.errors import (
 )
 from disagg.page import Kind
 from disagg.transfer.messages import Ack, Attach
-from disagg.transfer.reservations import State
+from disagg.transfer.reservations import Admission, State
 from disagg.wire import CommitFrame, Item, Ticket
 from tests.transfer.desk import SMALL, Desk, corrupt
 from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
@@ -55,11 +55,17 @@ def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_bef
 
 
 def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
-    ticket = desk.begin(prompt)
+    admit, ticket = desk.admit, desk.begin(prompt)
+
+    def slow(admission: Admission) -> None:
+        admit(admission)
+        desk.now += 0.5
+
+    desk.admit = slow
     desk.push(prompt, ticket)
     commit = CommitFrame(ticket, prompt.commit())
     first = desk.at(0.0).commit(commit)
-    desk.admitted()
+    assert first.admit_ms == 500.0
     for finish in (lambda: None, desk.free):
         finish()
         assert desk.at(1.0).commit(commit) == first
@@ -70,6 +76,19 @@ def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
     assert desk.at(1.0).renew([ticket]) == ()
     with pytest.raises(ReservationError, match="another commit"):
         desk.at(1.0).commit(CommitFrame(ticket, prompt.commit(first_token=6)))
+
+
+@pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
+def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(desk, prompt, refusal):
+    def refuse(admission: Admission) -> None:
+        raise refusal
+
+    desk.admit, ticket = refuse, desk.begin(prompt)
+    desk.push(prompt, ticket)
+    for error in (type(refusal), ReservationError):
+        with pytest.raises(error, match=str(refusal)):
+            desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
+        desk.assert_nothing_held()
 
 
 def test_a_commit_of_another_prompt_is_refused(desk, prompt):

@@ -31,7 +31,7 @@ from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, CommitFrame, Item, PageFrame, Ticket
 from tests.transfer.house import open_house
 from tests.transfer.peer import QUICK, Peer, hand_over, offer_all, open_peer, until
-from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, PLAN, Prompt, make_prompt
+from tests.transfer.prompts import EPOCH, MODEL, OTHER_PLAN, Prompt, make_prompt
 from tests.transfer.stubs import generate_stubs, push_one
 
 
@@ -144,28 +144,6 @@ async def test_a_frame_that_is_corrupt_there_is_sent_again_until_the_third(promp
             with pytest.raises(error, match="flipped"):
                 await running
         assert len(peer.attaches) == peer.opened == 1  # the stream went on
-
-
-async def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
-    """The digest of the first packing goes into the commit; other bytes later do not match it."""
-
-    class Changing:
-        reads = 0
-
-        def read(self, items: Sequence[Item]) -> list[memoryview]:
-            self.reads += 1
-            return [memoryview(bytes([self.reads]) * prompt.checklist.nbytes(x)) for x in items]
-
-    async with open_peer() as (_, channel):
-        attach = Attach(Ticket(7, EPOCH, 0), MODEL, PLAN.fingerprint, prompt.tokens)
-        outbox = Sender(channel, attach, PLAN, Changing()).outbox
-        outbox.attached({}, credit=1 << 20)
-        outbox.offer(prompt.checklist.items, 0.0)
-        first = outbox.next_parcel(attach.ticket)
-        outbox.attached({}, credit=1 << 20)
-        second = outbox.next_parcel(attach.ticket)
-        assert first.parts[0] == second.parts[0]
-        assert first.parts[1] != second.parts[1]
 
 
 async def test_a_prompt_that_no_frame_can_carry_is_refused_at_once():
@@ -470,10 +448,10 @@ async def test_a_client_generated_from_the_proto_reaches_the_engine(prompt, tmp_
     stubs = generate_stubs(tmp_path)
 
     async with open_house() as house:
-        nonce = house.reserve(prompt).ticket.nonce
+        nonce = house.promise(prompt).ticket.nonce
         await asyncio.to_thread(push_one, stubs, house.address, prompt, nonce, EPOCH)
-        assert prompt.equals(house.pool.arena, house.admitted[0].groups)
-        house.free()
+        assert prompt.equals(house.pool.arena, house.admitted().groups)
+        house.close()
 
 
 @pytest.mark.parametrize("codec", ["raw", "kivi", "gear", "alignedkv", "ott", "h2o"])
