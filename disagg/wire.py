@@ -80,7 +80,8 @@ class PageFrame:
 
 @dataclass(frozen=True)
 class Commit:
-    """The end of a hand-off: what must have arrived, and what only prefill knows.
+    """The last frame of a hand-off: what must have arrived, and what only prefill knows. Only this
+    completes it; the end of a stream does not.
 
     tokens:      length of the prompt
     plan:        fingerprint of the plan that fixes the order of the items
@@ -89,6 +90,7 @@ class Commit:
     extras:      plain values that only prefill knows (log-probabilities, say)
     """
 
+    ticket: Ticket
     tokens: int
     plan: str
     digests: tuple[int, ...]
@@ -96,15 +98,7 @@ class Commit:
     extras: Mapping[str, PlainValue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CommitFrame:
-    """The last frame of a hand-off. Only this completes it; the end of a stream does not."""
-
-    ticket: Ticket
-    commit: Commit
-
-
-Frame = PageFrame | CommitFrame
+Frame = PageFrame | Commit
 
 
 FrameType = IntEnum("FrameType", ["PAGES", "COMMIT"])  # numbers in the prelude
@@ -127,7 +121,8 @@ def pack(frame: Frame) -> list[Buffer]:
         header |= {"places": frame.places, "sizes": [*map(len, payload)]}
         header["digests"] = pack_digests(frame.digests)
     else:
-        commit = vars(frame.commit) | {"digests": pack_digests(frame.commit.digests)}
+        commit = {name: getattr(frame, name) for name in _COMMIT}
+        commit["digests"] = pack_digests(frame.digests)
         what, payload = FrameType.COMMIT, (msgpack.packb(commit),)
         header["digests"] = pack_digests([digest(payload[0])])
     packed = msgpack.packb(header)
@@ -160,7 +155,7 @@ def unpack(data: Buffer) -> Frame:
         raise CorruptFrameError("the digest of a commit frame does not match")
     commit = _read_map("commit", payload, _COMMIT)
     commit["digests"] = unpack_digests(commit["digests"])
-    return CommitFrame(ticket, Commit(**commit))
+    return Commit(ticket, **commit)
 
 
 def frame_bytes(start: Buffer) -> int:

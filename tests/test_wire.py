@@ -15,7 +15,6 @@ from disagg.wire import (
     PRELUDE_BYTES,
     WIRE_VERSION,
     Commit,
-    CommitFrame,
     Frame,
     PageFrame,
     Ticket,
@@ -40,7 +39,7 @@ def page_frame(parts: list[bytes]) -> PageFrame:
 
 PAGES = page_frame([b"\x01" * 63, b"\x02" * 65, bytes(range(61))])
 EXTRAS = {"ids": [1, 2, 3], "logprob": -0.5, "name": "x", "none": None}
-COMMIT = CommitFrame(TICKET, Commit(77, "fedcba9876543210", (1, 2**64 - 1, 3), 11, EXTRAS))
+COMMIT = Commit(TICKET, 77, "fedcba9876543210", (1, 2**64 - 1, 3), 11, EXTRAS)
 FRAMES = {"pages": PAGES, "commit": COMMIT}
 
 

@@ -18,7 +18,7 @@ from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.state import allocate_group
 from disagg.transfer.records import ArenaSource, Checklist
-from disagg.wire import CommitFrame, Ticket, pack
+from disagg.wire import Ticket, pack
 from tests.transfer.prompts import Prompt, make_pool
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "vectors"
@@ -75,7 +75,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     source = ArenaSource(pool.arena, checklist, [state])
     prompt = Prompt(plan, (1,) * n, pool, [state], checklist, source)
     ticket = Ticket(nonce=1, epoch=2, gen=1)
-    frames = [*prompt.frames(ticket), CommitFrame(ticket, prompt.commit())]
+    frames = [*prompt.frames(ticket), prompt.commit(ticket)]
     given = asdict(vector) | {"codec": group.codec, "plan": plan.fingerprint}
     return given | {
         "frames": [encoded(b"".join(pack(frame))) for frame in frames],

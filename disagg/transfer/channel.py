@@ -43,7 +43,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Parcel, Sender
-from disagg.wire import FRAME_BYTES, Buffer, CommitFrame, frame_message, pack
+from disagg.wire import FRAME_BYTES, Buffer, Commit, frame_message, pack
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +143,12 @@ class Channel:
         reply = await self._call("Attach", data, self.options.call_s, sender)
         return Attached.from_message(parse(kv.AttachResponse, reply))
 
-    async def commit(self, sender: Sender, frame: CommitFrame, timeout_s: float) -> Ack:
+    async def commit(self, sender: Sender, commit: Commit, timeout_s: float) -> Ack:
         """The answer to a commit, when there is one."""
         if stream := self._serving:
             self._owe()
         try:
-            reply = await self._call("Commit", frame_message(pack(frame)), timeout_s, sender)
+            reply = await self._call("Commit", frame_message(pack(commit)), timeout_s, sender)
         finally:
             if stream and self._serving is stream:  # a later one owes nothing of this
                 self._answered()

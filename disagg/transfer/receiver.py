@@ -23,7 +23,7 @@ from disagg.transfer.link import absorb
 from disagg.transfer.messages import KV_SERVICE, Attach, Credit, parse, read
 from disagg.transfer.reservations import Reservations
 from disagg.transfer.rpc import rpc_handlers
-from disagg.wire import Buffer, CommitFrame, PageFrame, message_frame, unpack
+from disagg.wire import Buffer, Commit, PageFrame, message_frame, unpack
 
 TURN_S = 0.25  # between two looks at leases, and at kept pages:
 SCRUB_BYTES = 512 << 10  # so many at a time
@@ -132,7 +132,7 @@ class Receiver:
 
     async def commit(self, data: bytes) -> bytes:
         """A CommitResponse. Where this completes a prompt, the engine has it then."""
-        frame = unpack(message_frame(data))
-        if not isinstance(frame, CommitFrame):
-            raise CorruptFrameError(f"a {type(frame).__name__} where a commit was expected")
-        return self.reservations.commit(frame).to_message().SerializeToString()
+        commit = unpack(message_frame(data))
+        if not isinstance(commit, Commit):
+            raise CorruptFrameError(f"a {type(commit).__name__} where a commit was expected")
+        return self.reservations.commit(commit).to_message().SerializeToString()

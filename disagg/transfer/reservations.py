@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -35,7 +35,7 @@ from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.transfer.records import Arrivals
-from disagg.wire import Commit, CommitFrame, PageFrame, Ticket
+from disagg.wire import Commit, PageFrame, Ticket
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
@@ -290,23 +290,23 @@ class Reservations:
             if reservation.channel is channel and reservation.state is State.ATTACHED:
                 reservation.state = State.BROKEN
 
-    def commit(self, frame: CommitFrame) -> Ack:
+    def commit(self, commit: Commit) -> Ack:
         """Admit a hand-off whose items are all here with the digests of the commit; TransferError
         where one is missing: an honest sender commits when all its frames were answered.
 
         The same commit again gets the same answer and admits nothing.
         """
         self.expire()
-        began, reservation = self._clock(), self._find(frame.ticket)
+        began, reservation = self._clock(), self._find(commit.ticket)
         if reservation.state.admitted:
-            if reservation.committed != _hash(frame.commit):
+            if reservation.committed != _hash(commit):
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
-        contents = reservation.attached(frame.ticket, State.ATTACHED, State.BROKEN)
+        contents = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
         self._renew(reservation)
-        contents.arrivals.check(frame.commit)
-        reservation.committed = _hash(frame.commit)
-        self._admit(reservation, contents, frame.commit)
+        contents.arrivals.check(commit)
+        reservation.committed = _hash(commit)
+        self._admit(reservation, contents, commit)
         reservation.ack = Ack(reservation.verify_ms, 1000 * (self._clock() - began))
         return reservation.ack
 
@@ -429,5 +429,6 @@ class Reservations:
 
 
 def _hash(commit: Commit) -> int:
-    """The same of the same commit."""
-    return hash((commit.digests, repr(replace(commit, digests=()))))
+    """The same of the same commit, whichever attachment says it."""
+    said = commit.tokens, commit.plan, commit.digests, commit.first_token
+    return hash((said, repr(commit.extras)))

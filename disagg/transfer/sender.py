@@ -35,7 +35,6 @@ from disagg.wire import (
     MAX_ITEMS,
     Buffer,
     Commit,
-    CommitFrame,
     Item,
     PageFrame,
     PlainValue,
@@ -317,9 +316,8 @@ class Sender:
         first_token, extras = self._ending
         checklist, digests = self.outbox.checklist, self.outbox.manifest()
         plan = checklist.plan.fingerprint
-        commit = Commit(checklist.tokens, plan, digests, first_token, extras)
-        frame = CommitFrame(self.ticket, commit)
-        return await self._channel.commit(self, frame, self.deadline - time.monotonic())
+        commit = Commit(self.ticket, checklist.tokens, plan, digests, first_token, extras)
+        return await self._channel.commit(self, commit, self.deadline - time.monotonic())
 
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""

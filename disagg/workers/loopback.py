@@ -20,7 +20,6 @@ from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.sender import Outbox
 from disagg.wire import (
     Commit,
-    CommitFrame,
     Item,
     Ticket,
     frame_message,
@@ -81,9 +80,8 @@ class Loopback:
             self._rules.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
-            ack = self._commit(
-                Commit(tokens, plan.fingerprint, self._outbox.manifest(), prefilled.first_token)
-            )
+            digests, first = self._outbox.manifest(), prefilled.first_token
+            ack = self._commit(Commit(self._ticket, tokens, plan.fingerprint, digests, first))
         self._sender.submit(Abort(self._request.rid))
         now = time.monotonic()
         self.stats = replace(
@@ -110,9 +108,9 @@ class Loopback:
 
     def _commit(self, commit: Commit) -> Ack:
         """The decode engine has the complete prompt then."""
-        message = frame_message(pack(CommitFrame(self._ticket, commit)))
+        message = frame_message(pack(commit))
         frame = unpack(message_frame(message))
-        assert isinstance(frame, CommitFrame)
+        assert isinstance(frame, Commit)
         ack = self._rules.commit(frame)
         self._wire_bytes += len(message) + ack.to_message().ByteSize()
         return ack

@@ -10,7 +10,7 @@ from disagg.errors import CorruptFrameError
 from disagg.pool import Pool
 from disagg.transfer.messages import Ack, Attach, Attached, Grant
 from disagg.transfer.reservations import Admission, Reservations
-from disagg.wire import CommitFrame, PageFrame, Ticket
+from disagg.wire import PageFrame, Ticket
 from tests.transfer.prompts import MODEL, Prompt, make_pool, make_terms
 
 SMALL = 7 << 14  # room for one prompt of 300 tokens, not for two
@@ -95,8 +95,8 @@ class Desk:
         contents = self.ledger._by_nonce[ticket.nonce].contents
         assert contents
         digests = tuple(seen for _, seen in sorted(contents.arrivals.here.items()))
-        commit = replace(prompt.commit(), digests=digests)
-        assert isinstance(self.at(0.0).commit(CommitFrame(ticket, commit)), Ack)
+        commit = replace(prompt.commit(ticket), digests=digests)
+        assert isinstance(self.at(0.0).commit(commit), Ack)
         return sent
 
     def admitted(self) -> Admission:

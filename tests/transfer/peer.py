@@ -22,7 +22,7 @@ from disagg.transfer.messages import (
 from disagg.transfer.rpc import rpc_handlers, start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, PageFrame, Ticket, digest, message_frame, unpack
+from disagg.wire import Commit, PageFrame, Ticket, digest, message_frame, unpack
 from tests.transfer.prompts import EPOCH, MODEL, Prompt
 
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
@@ -45,7 +45,7 @@ class Peer:
     have: dict[int, dict[int, int]] = field(default_factory=dict)
     attaches: list[Attach] = field(default_factory=list)
     frames: list[PageFrame] = field(default_factory=list)
-    commits: list[CommitFrame] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
     renewals: list[list[Ticket]] = field(default_factory=list)
     over: set[int] = field(default_factory=set)
     streams: int = 0  # open now
@@ -53,7 +53,7 @@ class Peer:
     pause: Callable[[PageFrame], Awaitable[object]] | None = None
     on_attach: Callable[[Attach], Attached | None] = lambda attach: None
     on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
-    on_commit: Callable[[CommitFrame], Ack | None] = lambda frame: None
+    on_commit: Callable[[Commit], Ack | None] = lambda commit: None
 
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
@@ -92,13 +92,13 @@ class Peer:
         return kv.RenewResponse(over=over).SerializeToString()
 
     async def commit(self, data: bytes) -> bytes:
-        frame = unpack(message_frame(data))
-        assert isinstance(frame, CommitFrame)
-        self.commits.append(frame)
-        return (self.on_commit(frame) or self.judge(frame)).to_message().SerializeToString()
+        commit = unpack(message_frame(data))
+        assert isinstance(commit, Commit)
+        self.commits.append(commit)
+        return (self.on_commit(commit) or self.judge(commit)).to_message().SerializeToString()
 
-    def judge(self, frame: CommitFrame) -> Ack:
-        commit, have = frame.commit, self.have[frame.ticket.nonce]
+    def judge(self, commit: Commit) -> Ack:
+        have = self.have[commit.ticket.nonce]
         if missing := [i for i, seen in enumerate(commit.digests) if have.get(i) != seen]:
             raise TransferError(f"item {missing[0]} never came")
         return Ack(verify_ms=1.0, admit_ms=2.0)

@@ -118,9 +118,9 @@ class Prompt:
         assert tuple(map(digest, frame.payload)) == frame.digests
         return list(map(self.checklist.item, frame.places))
 
-    def commit(self, first_token: int = 5) -> Commit:
-        digests = tuple(self.digests().values())
-        return Commit(self.tokens, self.plan.fingerprint, digests, first_token, {"ids": [1, 2]})
+    def commit(self, ticket: Ticket = Ticket(0, 0, 0), first_token: int = 5) -> Commit:
+        digests, plan = tuple(self.digests().values()), self.plan.fingerprint
+        return Commit(ticket, self.tokens, plan, digests, first_token, {"ids": [1, 2]})
 
     def equals(self, arena: Arena, states: Sequence[GroupState]) -> bool:
         """Whether the records of a receiver hold the same bytes, those that were not sent too."""

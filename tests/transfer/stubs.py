@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.wire import CommitFrame, Ticket, pack
+from disagg.wire import Ticket, pack
 from tests.transfer.prompts import MODEL, Prompt
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos" / "disagg"
@@ -44,5 +44,5 @@ def push_one(stubs: ModuleType, address: str, prompt: Prompt, nonce: int, epoch:
         assert not attached.admitted
         for credit in stub.Push(frames()):
             answered.put(credit)
-        commit = b"".join(pack(CommitFrame(ours, prompt.commit())))
+        commit = b"".join(pack(prompt.commit(ours)))
         stub.Commit(kv.CommitRequest(frame=commit))

@@ -17,7 +17,7 @@ from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectStream, dial
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, PageFrame, Ticket, pack
+from disagg.wire import PageFrame, Ticket, pack
 from tests.transfer.desk import bend
 from tests.transfer.house import HOST, House, open_house
 from tests.transfer.peer import QUICK, hand_over, open_peer, until
@@ -180,7 +180,7 @@ async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
             rules.attach(replace(attach, ticket=ticket))
             data = b"".join(pack(prompt.frames(ticket)[round_ % 5]))
             if round_ == 0:
-                data = b"".join(pack(CommitFrame(ticket, prompt.commit())))
+                data = b"".join(pack(prompt.commit(ticket)))
             house.door._keys[KEY] = float("inf")
             _, writer = await asyncio.open_connection(HOST, house.direct_port)
             writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))

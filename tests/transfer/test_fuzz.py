@@ -15,7 +15,7 @@ from disagg.errors import DisaggError
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
-from disagg.wire import CommitFrame, Ticket, frame_message, pack
+from disagg.wire import Ticket, frame_message, pack
 from tests.transfer.desk import bend
 from tests.transfer.house import House
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
@@ -24,7 +24,7 @@ from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
 def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
     """Honest messages of every call, to be bent."""
     attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
-    commit = CommitFrame(ticket, prompt.commit())
+    commit = prompt.commit(ticket)
     return {
         "attach": [attach.to_message().SerializeToString()],
         "renew": [fill(kv.RenewRequest, tickets=[ticket]).SerializeToString()],

@@ -13,7 +13,7 @@ from disagg.transfer.messages import Job
 from disagg.transfer.prefix_cache import Holding, Note, PrefixCache
 from disagg.transfer.records import Addresses, Checklist, Unit, content_keys, units_of
 from disagg.transfer.reservations import Admission, State
-from disagg.wire import CommitFrame, Item, Ticket
+from disagg.wire import Item, Ticket
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import (
     BY_PAGE,
@@ -238,7 +238,7 @@ def test_requests_that_decode_from_a_damaged_page_or_were_promised_it_are_over(d
     dropped = sorted((rid, reason) for rid, _, reason in desk.dropped)
     assert dropped == [("one", str(error)), ("two", str(error))]
     with pytest.raises(ReservationError, match="altered"):
-        desk.at(0.0).commit(CommitFrame(ticket, prompts["two"].commit()))
+        desk.at(0.0).commit(prompts["two"].commit(ticket))
     assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}
     desk.free()
     desk.assert_nothing_held()

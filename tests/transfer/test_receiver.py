@@ -21,7 +21,7 @@ from disagg.transfer.link import measure
 from disagg.transfer.messages import Ack, Attach, Attached, Credit, fill
 from disagg.transfer.rpc import connect
 from disagg.transfer.sender import Sender
-from disagg.wire import CommitFrame, Frame, Item, Ticket, frame_message, pack
+from disagg.wire import Frame, Item, Ticket, frame_message, pack
 from tests.transfer.desk import corrupt
 from tests.transfer.house import House, open_house
 from tests.transfer.peer import QUICK, hand_over, offer_all, until
@@ -57,7 +57,7 @@ class Booth(House):
         return [Credit.from_message(kv.PushResponse.FromString(x)) async for x in replies]
 
     async def commit(self, ticket: Ticket, prompt: Prompt) -> Ack:
-        data = await self.receiver.commit(message(CommitFrame(ticket, prompt.commit())))
+        data = await self.receiver.commit(message(prompt.commit(ticket)))
         return Ack.from_message(kv.CommitResponse.FromString(data))
 
 
@@ -160,8 +160,8 @@ async def test_what_is_no_frame_ends_the_channel_by_name_and_breaks_what_was_on_
 async def test_a_commit_among_pages_ends_the_channel(prompt):
     booth = Booth()
     ticket = booth.begin(prompt)
-    with pytest.raises(CorruptFrameError, match="CommitFrame"):
-        await booth.stream([message(CommitFrame(ticket, prompt.commit()))])
+    with pytest.raises(CorruptFrameError, match="Commit"):
+        await booth.stream([message(prompt.commit(ticket))])
     with pytest.raises(CorruptFrameError, match="PageFrame"):
         await booth.receiver.commit(pages(prompt, ticket)[0])
 

@@ -154,11 +154,11 @@ def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
     arrivals, place = Arrivals(prompt.checklist, prompt.states, {}), prompt.checklist.place
-    whole, rows = (Item(Kind.RAW, 1, 1, record) for record in (6, 7))
+    whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
     assert len(arrivals.absent(frame)[0]) == 2
     for wrong in (
-        replace(frame, places=(place(whole), prompt.checklist.num_items)),
+        replace(frame, places=(prompt.checklist.num_items, place(rows))),
         replace(frame, places=(place(rows), place(whole))),
         replace(frame, payload=frame.payload[:1] * 2),
     ):

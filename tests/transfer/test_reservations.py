@@ -20,7 +20,7 @@ from disagg.errors import (
 from disagg.page import Kind
 from disagg.transfer.messages import Ack, Attach
 from disagg.transfer.reservations import Admission, State
-from disagg.wire import CommitFrame, Item, Ticket
+from disagg.wire import Item, Ticket
 from tests.transfer.desk import SMALL, Desk, corrupt
 from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
 
@@ -30,7 +30,7 @@ from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, mak
 def test_a_whole_hand_off_ends_in_the_engine_with_the_same_bytes(desk, prompt):
     ticket = desk.begin(prompt, emitted=(7,))
     desk.push(prompt, ticket)
-    assert isinstance(desk.at(1.0).commit(CommitFrame(ticket, prompt.commit())), Ack)
+    assert isinstance(desk.at(1.0).commit(prompt.commit(ticket)), Ack)
     admission = desk.admitted()
     assert prompt.equals(desk.pool.arena, admission.groups)
     assert admission.job == prompt.job(emitted=(7,))
@@ -50,7 +50,7 @@ def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_bef
     untouched = bytes(arena.read(0, arena.nbytes)).count(b"\xa5")
     assert arena.nbytes - untouched < 2 * 2 * 3 * 16 * 2 * 8 * 2
     desk.push(prompt, ticket)
-    desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
+    desk.at(0.0).commit(prompt.commit(ticket))
     assert prompt.equals(arena, desk.admitted().groups)
 
 
@@ -63,7 +63,7 @@ def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
 
     desk.admit = slow
     desk.push(prompt, ticket)
-    commit = CommitFrame(ticket, prompt.commit())
+    commit = prompt.commit(ticket)
     first = desk.at(0.0).commit(commit)
     assert first.admit_ms == 500.0
     for finish in (lambda: None, desk.free):
@@ -75,7 +75,7 @@ def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
     assert desk.at(1.0).attach(attach).admitted
     assert desk.at(1.0).renew([ticket]) == ()
     with pytest.raises(ReservationError, match="another commit"):
-        desk.at(1.0).commit(CommitFrame(ticket, prompt.commit(first_token=6)))
+        desk.at(1.0).commit(prompt.commit(ticket, first_token=6))
 
 
 @pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
@@ -87,7 +87,7 @@ def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(desk, pro
     desk.push(prompt, ticket)
     for error in (type(refusal), ReservationError):
         with pytest.raises(error, match=str(refusal)):
-            desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
+            desk.at(0.0).commit(prompt.commit(ticket))
         desk.assert_nothing_held()
 
 
@@ -96,9 +96,9 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     desk.push(prompt, ticket)
     for change in ({"tokens": 299}, {"plan": "0" * 16}, {"digests": (1, 2)}):
         with pytest.raises(LayoutError):
-            desk.at(0.0).commit(CommitFrame(ticket, replace(prompt.commit(), **change)))
+            desk.at(0.0).commit(replace(prompt.commit(ticket), **change))
     with pytest.raises(CorruptFrameError):
-        desk.at(0.0).commit(CommitFrame(ticket, make_prompt(300, seed=1).commit()))
+        desk.at(0.0).commit(make_prompt(300, seed=1).commit(ticket))
     assert not desk.engine
 
 
@@ -109,7 +109,7 @@ def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_las
     for frame in prompt.frames(ticket):
         desk.store(frame, channel=channel)
     desk.ledger.channel_ended(channel)
-    assert isinstance(desk.at(0.0).commit(CommitFrame(ticket, prompt.commit())), Ack)
+    assert isinstance(desk.at(0.0).commit(prompt.commit(ticket)), Ack)
 
 
 # -- who gets room
@@ -223,7 +223,7 @@ def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none
     ids = longer.ids[: prompt.tokens]
     ticket = desk.attach(longer, desk.reserve(longer, prompt=ids, moved=longer.tokens))
     assert desk.push(longer, ticket) == longer.checklist.total_bytes
-    assert isinstance(desk.at(1.0).commit(CommitFrame(ticket, longer.commit())), Ack)
+    assert isinstance(desk.at(1.0).commit(longer.commit(ticket)), Ack)
     assert desk.pool.kept_keys() == known
     with pytest.raises(RequestError, match="moves with 7"):
         desk.reserve(prompt, rid="new", moved=7)
@@ -266,7 +266,7 @@ def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):
     with pytest.raises(ReservationError, match="stream 1"):
         desk.store(frame)
     with pytest.raises(ReservationError, match="stream 1"):
-        desk.at(0.0).commit(CommitFrame(old, prompt.commit()))
+        desk.at(0.0).commit(prompt.commit(old))
     with pytest.raises(ReservationError, match="attaches after"):
         desk.ask(prompt, grant, 1)
     desk.store(replace(frame, ticket=new))
@@ -343,7 +343,7 @@ def test_an_item_whose_frame_was_dropped_is_missing(desk, prompt):
     *sent, last = prompt.frames(ticket)
     for frame in sent:
         desk.store(frame)
-    commit = CommitFrame(ticket, prompt.commit())
+    commit = prompt.commit(ticket)
     with pytest.raises(CorruptFrameError):
         desk.store(corrupt(last))
     missing = prompt.items_of(last)
@@ -392,7 +392,7 @@ def test_an_abort_ends_an_attempt_at_any_moment_and_for_good(desk, prompt, momen
     desk.at(1.0).abort("r", 0, "client gone")
     if moment == "attached":
         with pytest.raises(AbortedError, match="client gone"):
-            desk.at(1.0).commit(CommitFrame(ticket, prompt.commit()))
+            desk.at(1.0).commit(prompt.commit(ticket))
     assert desk.dropped == ([("r", 0, "client gone")] if moment == "admitted" else [])
     desk.free()
     desk.assert_nothing_held()
@@ -452,7 +452,7 @@ def test_what_comes_for_an_expired_reservation_is_refused_and_lands_nowhere(desk
             desk.store(frame, now=50.0)
     assert desk.pool.arena.read(0, desk.pool.arena.nbytes) == before
     with pytest.raises(ReservationError, match="expired"):
-        desk.at(50.0).commit(CommitFrame(ticket, prompt.commit()))
+        desk.at(50.0).commit(prompt.commit(ticket))
     assert desk.reserve(prompt, 60.0).nonce != ticket.nonce
 
 
@@ -484,7 +484,7 @@ def test_what_ended_keeps_its_names_and_nothing_of_its_prompt(desk):
         ticket = desk.begin(prompt, rid=rid)
         desk.push(prompt, ticket)
         if end == "finish":
-            desk.at(0.0).commit(CommitFrame(ticket, prompt.commit()))
+            desk.at(0.0).commit(prompt.commit(ticket))
             running = desk.ledger._running["a"]
             assert size_of(running, {id(State)}) < 6000  # of its pages, 32 bytes each
             desk.free()

@@ -20,7 +20,7 @@ from disagg.llm import LLM
 from disagg.plan import Plan
 from disagg.transfer.messages import Job, Role, Submit, Work
 from disagg.transfer.reservations import Admission
-from disagg.wire import Commit
+from disagg.wire import Commit, Ticket
 from disagg.workers.decode import DecodeSide
 from disagg.workers.events import Events
 from disagg.workers.worker import Worker
@@ -141,6 +141,6 @@ def test_what_a_commit_carries_along_is_of_its_kind_or_refused(name, value):
     side = DecodeSide(None, None, Events(), on_done=None)
     job = Job("r", 1, (1, 2), moved=4 if name == "emitted" else 0)
     with pytest.raises(CorruptFrameError, match=name):
-        side.admit(Admission(job, (), Commit(2, "", (), 7, {name: value})))
+        side.admit(Admission(job, (), Commit(Ticket(0, 0, 0), 2, "", (), 7, {name: value})))
     assert not side.events.kept
     assert not side.attempts
