@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"o\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"}\n\x0e\x41ttachResponse\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12\x0c\n\x04have\x18\x02 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x04\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"(\n\x05\x45rror\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Z\n\x0cPushResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\x0b\n\x03gen\x18\x02 \x01(\x04\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.disagg.v1.ErrorH\x00\x88\x01\x01\x42\x08\n\x06_error\"2\n\x0cRenewRequest\x12\"\n\x07tickets\x18\x01 \x03(\x0b\x32\x11.disagg.v1.Ticket\"\x1d\n\rRenewResponse\x12\x0c\n\x04over\x18\x01 \x03(\x06\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"5\n\x0e\x43ommitResponse\x12\x11\n\tverify_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x02 \x01(\x01\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x0f\n\rProbeResponse2\xc6\x02\n\x11KvTransferService\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12:\n\x05Renew\x12\x17.disagg.v1.RenewRequest\x1a\x18.disagg.v1.RenewResponse\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12:\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"disagg/protos/v1/kv_transfer.proto\x12\tdisagg.v1\"3\n\x06Ticket\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03gen\x18\x03 \x01(\x04\"o\n\rAttachRequest\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.disagg.v1.Ticket\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0e\n\x06\x64irect\x18\x05 \x01(\x08\"\x83\x01\n\x0e\x41ttachResponse\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12\x0c\n\x04have\x18\x08 \x03(\r\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x04\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0cJ\x04\x08\x02\x10\x03\"\x1c\n\x0bPushRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"(\n\x05\x45rror\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"f\n\x0cPushResponse\x12\r\n\x05nonce\x18\x01 \x01(\x06\x12\x0b\n\x03gen\x18\x02 \x01(\x04\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.disagg.v1.ErrorH\x00\x88\x01\x01\x42\x08\n\x06_errorJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"2\n\x0cRenewRequest\x12\"\n\x07tickets\x18\x01 \x03(\x0b\x32\x11.disagg.v1.Ticket\"\x1d\n\rRenewResponse\x12\x0c\n\x04over\x18\x01 \x03(\x06\"\x1e\n\rCommitRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"A\n\x0e\x43ommitResponse\x12\x11\n\tverify_ms\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x64mit_ms\x18\x04 \x01(\x01J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x0f\n\rProbeResponse2\xc6\x02\n\x11KvTransferService\x12=\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x19.disagg.v1.AttachResponse\x12;\n\x04Push\x12\x16.disagg.v1.PushRequest\x1a\x17.disagg.v1.PushResponse(\x01\x30\x01\x12:\n\x05Renew\x12\x17.disagg.v1.RenewRequest\x1a\x18.disagg.v1.RenewResponse\x12=\n\x06\x43ommit\x12\x18.disagg.v1.CommitRequest\x1a\x19.disagg.v1.CommitResponse\x12:\n\x05Probe\x12\x17.disagg.v1.ProbeRequest\x1a\x18.disagg.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,26 +35,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TICKET']._serialized_end=100
   _globals['_ATTACHREQUEST']._serialized_start=102
   _globals['_ATTACHREQUEST']._serialized_end=213
-  _globals['_ATTACHRESPONSE']._serialized_start=215
-  _globals['_ATTACHRESPONSE']._serialized_end=340
-  _globals['_PUSHREQUEST']._serialized_start=342
-  _globals['_PUSHREQUEST']._serialized_end=370
-  _globals['_ERROR']._serialized_start=372
-  _globals['_ERROR']._serialized_end=412
-  _globals['_PUSHRESPONSE']._serialized_start=414
-  _globals['_PUSHRESPONSE']._serialized_end=504
-  _globals['_RENEWREQUEST']._serialized_start=506
-  _globals['_RENEWREQUEST']._serialized_end=556
-  _globals['_RENEWRESPONSE']._serialized_start=558
-  _globals['_RENEWRESPONSE']._serialized_end=587
-  _globals['_COMMITREQUEST']._serialized_start=589
-  _globals['_COMMITREQUEST']._serialized_end=619
-  _globals['_COMMITRESPONSE']._serialized_start=621
-  _globals['_COMMITRESPONSE']._serialized_end=674
-  _globals['_PROBEREQUEST']._serialized_start=676
-  _globals['_PROBEREQUEST']._serialized_end=707
-  _globals['_PROBERESPONSE']._serialized_start=709
-  _globals['_PROBERESPONSE']._serialized_end=724
-  _globals['_KVTRANSFERSERVICE']._serialized_start=727
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1053
+  _globals['_ATTACHRESPONSE']._serialized_start=216
+  _globals['_ATTACHRESPONSE']._serialized_end=347
+  _globals['_PUSHREQUEST']._serialized_start=349
+  _globals['_PUSHREQUEST']._serialized_end=377
+  _globals['_ERROR']._serialized_start=379
+  _globals['_ERROR']._serialized_end=419
+  _globals['_PUSHRESPONSE']._serialized_start=421
+  _globals['_PUSHRESPONSE']._serialized_end=523
+  _globals['_RENEWREQUEST']._serialized_start=525
+  _globals['_RENEWREQUEST']._serialized_end=575
+  _globals['_RENEWRESPONSE']._serialized_start=577
+  _globals['_RENEWRESPONSE']._serialized_end=606
+  _globals['_COMMITREQUEST']._serialized_start=608
+  _globals['_COMMITREQUEST']._serialized_end=638
+  _globals['_COMMITRESPONSE']._serialized_start=640
+  _globals['_COMMITRESPONSE']._serialized_end=705
+  _globals['_PROBEREQUEST']._serialized_start=707
+  _globals['_PROBEREQUEST']._serialized_end=738
+  _globals['_PROBERESPONSE']._serialized_start=740
+  _globals['_PROBERESPONSE']._serialized_end=755
+  _globals['_KVTRANSFERSERVICE']._serialized_start=758
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1084
 # @@protoc_insertion_point(module_scope)
