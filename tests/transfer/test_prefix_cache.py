@@ -17,7 +17,6 @@ from disagg.wire import Item, Ticket
 from tests.transfer.desk import Desk
 from tests.transfer.prompts import (
     BY_PAGE,
-    BY_PROMPT,
     EPOCH,
     MODEL,
     OTHER_PLAN,
@@ -99,39 +98,11 @@ def test_what_another_computed_a_little_differently_is_not_sent_again():
     assert sum(two[item] == one.get(item) for item in two) > 64
 
 
-def test_the_pages_of_a_prompt_stay_when_the_other_one_is_done():
-    first, second, desk = make_related(900, 1, 700), make_related(800, 2, 700), Desk()
-    desk.give(first, "one")
-    desk.give(second, "two")
-    desk.free("one")
-    desk.give(make_prompt(300, 9), "other")
-    assert second.equals(desk.pool.arena, desk.engine["two"].groups)
-    desk.free()
-    desk.assert_nothing_held()
-
-
 def test_what_was_not_committed_is_offered_to_nobody(desk):
     first = make_related(500, 1, 400)
     desk.push(first, desk.begin(first, rid="one"))
     desk.reserve(make_related(450, 2, 400), rid="two")
     assert desk.known_tokens("two") == 0
-
-
-def test_what_hangs_on_a_whole_prompt_is_never_shared():
-    prompt, desk = make_related(400, 1, 400, BY_PROMPT), Desk(plan=BY_PROMPT)
-    for rid in ("one", "two"):
-        assert desk.give(prompt, rid) == prompt.checklist.total_bytes
-    assert not desk.pool.kept_keys()
-
-
-def test_side_records_and_tails_are_never_shared():
-    prompt, desk = make_related(400, 1, 400), Desk()
-    desk.give(prompt, "one")
-    desk.give(prompt, "two")
-    one, two = (desk.engine[rid].groups[0].ids_by_kind() for rid in ("one", "two"))
-    for kind in (Kind.SIDE, Kind.RAW):
-        assert not set(one[kind]) & set(two[kind])
-    assert one[Kind.PAGE] == two[Kind.PAGE]
 
 
 def test_a_codec_of_its_own_shares_nothing_with_the_usual_one():
