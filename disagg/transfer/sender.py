@@ -153,7 +153,8 @@ class Outbox:
         if not self._flight:
             raise CorruptFrameError("an answer to a frame that was never sent")
         parcel = self._flight.popleft()
-        self._enqueue(() if stored else parcel.items)
+        if not stored:
+            self._enqueue(parcel.items)
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
