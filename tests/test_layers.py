@@ -51,18 +51,18 @@ BUDGETS = {
     "codecs": 3001,
     "engine": 1912,
     "eval": 567,
-    "files": 2048,  # disagg/*.py
+    "files": 2014,  # disagg/*.py
     "kernels": 6164,
     "model": 1804,
     "report": 163,
     "server": 1983,
-    "transfer": 3435,
-    "workers": 3108,
-    "tests": 24621,
+    "transfer": 3368,
+    "workers": 3105,
+    "tests": 24437,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21166  # of all these rooms together
+PACKAGE_BUDGET = 21062  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -23,7 +23,7 @@ from tests.transfer.peer import until
 from tests.workers.fakes import leave
 from tests.workers.pairs import KIVI, paired
 
-LONG, HEARD = 150, 20  # tokens of an answer that moves, and of them before it does
+LONG, HEARD = 300, 20  # tokens of an answer that moves, and of them before it does
 
 
 @pytest.mark.parametrize(
