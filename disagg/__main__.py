@@ -3,8 +3,6 @@
 import os
 import sys
 
-from disagg.cli.app import run
-
 # read by libraries when they are imported, by those of workers too; what a user has set stays
 QUIET = {
     "GRPC_VERBOSITY": "NONE",  # what it logs of broken connections, errors here say better
@@ -16,7 +14,13 @@ def main() -> None:
     """Run the command line and exit with its status."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    sys.exit(run(sys.argv[1:]))
+    try:
+        from disagg.cli.app import run  # takes a while, in which Ctrl-C may be pressed already
+
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 130  # as of CancelledError
+    sys.exit(status)
 
 
 if __name__ == "__main__":

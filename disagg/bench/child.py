@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -66,7 +66,10 @@ class Child:
         with theirs:
             given = role, theirs, isolated
             self._process = context.Process(target=_live, args=given, daemon=True)
-            self._process.start()
+            resource_tracker.ensure_running()  # it would let all signals through again
+            heard = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            self._process.start()  # its server and it inherit that: Ctrl-C is for the parent alone
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
         self.pid = self._process.pid or 0
 
     def ask(self, method: str, *arguments: Any) -> Any:

@@ -36,6 +36,16 @@ print(child.pid, flush=True)
 signal.pause()
 """
 
+ALONE = """
+import os, signal
+from disagg.bench.child import Child
+from tests.bench.test_child import Clerk
+child = Child(Clerk)
+child.ask("count")
+os.kill(child.pid, signal.SIGINT)
+print(child.ask("count"))
+"""
+
 
 class Clerk:
     """Counts what it is asked; knows what TCP does there."""
@@ -79,6 +89,11 @@ def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
         with pytest.raises(DeadlineError, match=r"no answer to count in 0.1 s"):
             child.ask("count")
     assert not lives(child.pid)
+
+
+def test_ctrl_c_is_for_the_parent_alone():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def test_a_child_ends_with_its_killed_parent():

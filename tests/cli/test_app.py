@@ -50,6 +50,18 @@ def test_a_full_disk_is_an_error_and_no_traceback():
     assert done.stderr == "error: input or output: No space left on device\n"
 
 
+def test_ctrl_c_while_commands_are_imported_ends_quietly(monkeypatch):
+    class Pressed:
+        def find_spec(self, name, *_):
+            if name == "disagg.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "disagg.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Pressed(), *sys.meta_path])
+    with pytest.raises(SystemExit, match="130"):
+        program.main()
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("DEBUG", "DEBUG")])
 def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, monkeypatch):
     """Before anything is run, so before they are imported, and for all processes of a service."""
@@ -59,7 +71,8 @@ def test_libraries_are_quiet_unless_the_user_wants_to_hear_them(before, after, m
     if before is not None:
         monkeypatch.setenv("GRPC_VERBOSITY", before)
     heard: list[str | None] = []
-    monkeypatch.setattr(program, "run", lambda _: heard.append(os.environ.get("GRPC_VERBOSITY")))
+    run = "disagg.cli.app.run"
+    monkeypatch.setattr(run, lambda _: heard.append(os.environ.get("GRPC_VERBOSITY")))
     with pytest.raises(SystemExit):
         program.main()
     assert heard == [after]
