@@ -29,7 +29,7 @@ Passkeys = Annotated[
     list[int] | None,
     typer.Option("--passkey", help="Ask for pass keys in so many tokens; may be repeated."),
 ]
-Keys = Annotated[int, typer.Option(min=1, help="Of each length and depth.")]
+Keys = Annotated[int | None, typer.Option(min=1, help="Of each --passkey and depth; 5.")]
 Streaming = Annotated[bool, typer.Option("--streaming", help="Seal tails meanwhile, as service.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
 Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Write rows to it.")]
@@ -48,7 +48,7 @@ def evaluate(
     score: Score = 384,
     free: Free = 0,
     passkey: Passkeys = None,
-    keys: Keys = 5,
+    keys: Keys = None,
     streaming: Streaming = False,
     threads: Threads = 1,
     out: Out = None,
@@ -61,12 +61,14 @@ def evaluate(
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))
+    if keys and not passkey:
+        raise ConfigError("--keys are of --passkey N; without it nothing is asked for")
     _check(model, texts, out, resume)
     with stages() as say:
         say("loading torch and the model")
         from disagg.eval.quality import CODECS, EvalOptions, Judge
 
-        lengths = (rows, prompt, score, free, tuple(passkey or ()), keys)
+        lengths = (rows, prompt, score, free, tuple(passkey or ()), keys or EvalOptions.keys)
         options = (*lengths, streaming, threads)
         judge = Judge(EvalOptions(model, tuple(codec or CODECS), texts, *options))
     result = _measure(judge, out, plot, resume)
@@ -84,10 +86,10 @@ def _check(model: str | None, texts: Sequence[str], out: Path | None, resume: bo
     from disagg.model.describe import locate_model
 
     locate_model(model)
-    for text in texts:
-        read_text(text)
-    if resume and (out is None or not out.is_file()):
-        raise ConfigError("--resume goes on with the file of --out, and there is none")
+    if len({read_text(text)[0] for text in texts}) < len(texts):
+        raise ConfigError(f"two of {', '.join(texts)} have one name, and rows are told by theirs")
+    if resume:
+        _earlier(out)
 
 
 def _measure(judge: "Judge", out: Path | None, plot: Path | None, resume: bool) -> Row:
@@ -141,12 +143,22 @@ def _options(judge: "Judge") -> Row:
 
 def _known(judge: "Judge", out: Path) -> tuple[list[Row], list[Row]]:
     """Rows and pass keys of an earlier run of the same kind."""
-    earlier = json.loads(out.read_text())
-    here = (judge.runner.fingerprint, _options(judge))
-    there = (earlier["model"]["fingerprint"], earlier["options"])
-    if here != there:
-        raise ConfigError(f"{out} is of another model or of {there[1]}; this run: {here[1]}")
-    return earlier["rows"], earlier["keys"]
+    *there, rows, keys = _earlier(out)
+    if [judge.runner.fingerprint, here := _options(judge)] != there:
+        raise ConfigError(f"{out} is of another model or of {there[1]}; this run: {here}")
+    return rows, keys
+
+
+def _earlier(out: Path | None) -> tuple[str, Row, list[Row], list[Row]]:
+    """Fingerprint, options, rows and pass keys of a file; ConfigError for one without."""
+    wanted = "--resume goes on with a result of `disagg eval`, the file of --out"
+    if out is None or not out.is_file():
+        raise ConfigError(f"{wanted}, and there is none")
+    try:
+        found = json.loads(out.read_text())
+        return found["model"]["fingerprint"], found["options"], found["rows"], found["keys"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{wanted}; {out} is none: {error!r}") from error
 
 
 def _save_costs(result: Row) -> None:

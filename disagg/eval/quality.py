@@ -20,6 +20,8 @@ from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
 from disagg.eval.texts import PYTHON, cut_rows, read_text
+from disagg.model.capacity import kv_shape
+from disagg.model.describe import describe_model
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
@@ -93,19 +95,19 @@ class Judge:
     def __init__(self, options: EvalOptions):
         torch.set_num_threads(options.threads)
         self.options = options
-        self.runner = Runner.load(options.model)
-        self.specs = {x: parse_plan(x, self.runner.shape).spec for x in options.codecs}
-        length = options.prompt + options.score
-        if options.score < 2 or length > self.runner.info.context_length:
+        info, length = describe_model(options.model), options.prompt + options.score
+        self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in options.codecs}
+        if options.score < 2 or length > info.context_length:
             raise ConfigError(
                 f"{options.prompt} + {options.score} tokens do not fit: 2 or more are scored, and "
-                f"the context of the model is {self.runner.info.context_length}"
+                f"the context of the model is {info.context_length}"
             )
         tokenizer = Tokenizer.load(options.model)
         texts = dict(map(read_text, options.texts))
         self.rows = {
             name: cut_rows(text, tokenizer, length, options.rows) for name, text in texts.items()
         }
+        self.runner = Runner.load(options.model)
         filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
         asked = (options.passkeys, options.codecs, options.keys)
         self.recall = Recall(self.runner, tokenizer, filler, *asked)

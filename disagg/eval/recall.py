@@ -16,6 +16,7 @@ from disagg.model.tokenizer import Tokenizer
 
 Row = dict[str, Any]  # a JSON object
 
+ANSWER_TOKENS = 10  # at most: five digits and what is before each
 DEPTHS = (0.1, 0.5, 0.9)  # of the text before the question
 PLACES = ("harbor", "garden", "mill", "tower", "castle", "school", "market", "chapel")
 
@@ -57,8 +58,9 @@ class Recall:
             for codec in (EXACT, *codecs)
         ]
         self._prefill = lru_cache(maxsize=1)(partial(prefill, runner))  # once for all codecs
-        if lengths and not 200 <= min(lengths) <= max(lengths) <= len(filler):
-            raise ConfigError(f"pass keys in {lengths} tokens; 200 to {len(filler)} are known")
+        most = min(len(filler), runner.info.context_length - ANSWER_TOKENS)
+        if lengths and not 200 <= min(lengths) <= max(lengths) <= most:
+            raise ConfigError(f"pass keys in {lengths} tokens; 200 to {most} are known")
 
     def cases(self, done: Sequence[Row] = ()) -> list[RecallCase]:
         """What is left, all codecs of a prompt side by side."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from disagg.eval.quality import Judge
+from disagg.eval.quality import Judge, Runner
 
 SHORT = "eval --rows 1 --prompt 150 --score 20"
 TWO = ["--codec", "fp8", "--codec", "kivi:bits=2"]
@@ -45,13 +45,25 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
     ("arguments", "code", "said"),
     [
         (["--codec", "zip"], 2, "zip"),
+        (["--prompt", "3000"], 2, "do not fit"),
+        (["--keys", "3"], 2, "--passkey"),
+        (["--text", "a.txt", "--text", "./a.txt"], 2, "one name"),
         (["--plot", "a.gif"], 2, ".png"),
         (["--resume"], 2, "--out"),
+        (["--resume", "--out", "other.json"], 2, "other.json is none"),
+        (["--resume", "--out", "text.json"], 2, "text.json is none"),
         (["--out", "/dev/null/a.json"], 2, "/dev/null/a.json cannot be written"),
         (["--model", "smollm2"], 3, "disagg fetch smollm2"),
     ],
-    ids=["codec", "picture", "resume", "out", "model"],
+    ids=["codec", "length", "keys", "texts", "picture", "resume", "other", "text", "out", "model"],
 )
-def test_what_cannot_be_judged_says_why(arguments, code, said, disagg, tmp_path, monkeypatch):
+def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
+    arguments, code, said, disagg, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text('{"model": "packaged", "rows": []}')
+    for name in ("text.json", "a.txt"):
+        (tmp_path / name).write_text("text")
+    monkeypatch.setattr(Runner, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
     assert said in disagg(SHORT, *arguments, code=code).err

@@ -47,9 +47,11 @@ def test_an_answer_is_right_if_all_of_it_is(recall, monkeypatch):
     assert case not in recall.cases(rows)
 
 
-def test_lengths_that_cannot_be_are_refused(runner):
-    with pytest.raises(ConfigError, match="200 to 1000 are known"):
-        Recall(runner, BYTES, FILLER, (300, 1001), ("kivi",), 2)
+def test_lengths_that_neither_text_nor_context_have_are_refused(runner):
+    most = runner.info.context_length - 10
+    for filler, known in ((FILLER[:400], 400), (FILLER, most)):
+        with pytest.raises(ConfigError, match=f"200 to {known} are known"):
+            Recall(runner, BYTES, filler, (300, known + 1), ("kivi",), 2)
 
 
 def test_tokens_are_the_same_until_one_differs():
