@@ -46,6 +46,7 @@ LLAMA = {
 }
 NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 NAMES += " head_dim vocab_size"
+SHAPE = "num_hidden_layers num_key_value_heads head_dim"
 MODELS = {
     name: LLAMA | dict(zip(NAMES.split(), sizes, strict=True))
     for name, sizes in {
@@ -90,7 +91,7 @@ def run(options: DecodeOptions) -> Row:
     own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
               attending, sampling; by turns with steps whose attention does nothing
     """
-    _check(options.model, options.device)
+    _check(options)
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
     runner = _random_model(options.model, options.device, options.dtype)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
@@ -98,10 +99,13 @@ def run(options: DecodeOptions) -> Row:
     return result_of(rows, NOTES, **gpu)
 
 
-def _check(model: str, device: str) -> None:
-    if model not in MODELS:
-        raise ConfigError(f"model {model!r} is unknown; known: {', '.join(MODELS)}")
-    check_device(device, "--device cpu measures without one")
+def _check(options: "DecodeOptions | CapacityOptions") -> None:
+    if options.model not in MODELS:
+        raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
+    check_device(options.device, "--device cpu measures without one")
+    sizes: list[Any] = [MODELS[options.model][name] for name in SHAPE.split()]
+    for spec in options.codecs:
+        parse_plan(spec, shape_of(*sizes))
 
 
 def _random_model(model: str, device: str, dtype: str = "") -> Runner:
@@ -255,7 +259,7 @@ def measure_capacity(options: CapacityOptions) -> Row:
 
     sequences: that fit · measured: of them, in the steps · kv_mb: of one sequence
     """
-    _check(options.model, options.device)
+    _check(options)
     rows = [*_measured(options)]
     for gpu in GPUS:
         rows += _modelled(options, gpu)

@@ -14,11 +14,16 @@ import typer
 
 from disagg.cli import bench_serve, options
 from disagg.cli.output import print_json
+from disagg.cli.serve import check_codecs
 from disagg.errors import ConfigError
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command()(bench_serve.serve)
 
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it runs.")]
+Random = Annotated[Literal["small", "135m", "8b"], typer.Option(help="Of random weights.")]
+Channel = Annotated[Literal["grpc", "direct"] | None, typer.Option(help="How frames go; grpc.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of the encoder; 1.")]
 Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Codec spec; may be repeated.")]
@@ -60,6 +65,7 @@ def streams(
     as_json: options.Json = False,
 ) -> None:
     """A service beside a dense batch and `LLM`; long and known prompts beside others."""
+    check_codecs(model, ())
     from disagg.bench.streams import StreamsOptions, draw_streams, measure_streams
 
     given = _set({"rounds": rounds, "parts": part})
@@ -75,6 +81,7 @@ def latency(
     as_json: options.Json = False,
 ) -> None:
     """From the last prefill layer to running, and what arriving prompts cost an answer."""
+    check_codecs(None, [] if codec is None else [codec])
     from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})
@@ -92,6 +99,7 @@ def chaos(
     as_json: options.Json = False,
 ) -> None:
     """Streams while workers are killed, frozen, drained and cut off."""
+    check_codecs(None, [] if codec is None else [codec])
     from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
     asked = ChaosOptions(seed, minutes, streams=streams, calm=calm, **_set({"codec": codec}))
@@ -109,23 +117,26 @@ def moves(runs: Runs = 20, out: Out = None, as_json: options.Json = False) -> No
 @app.command()
 def kernels(
     machine_code: bool = False,
-    device: str = "cpu",
+    device: Device = "cpu",
     target: Targets = None,
-    runs: Runs = 15,
+    runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
     """What attention and encoding cost: from machine code, or timed on this CPU or GPU."""
+    options.refuse_idle(machine_code, "with --machine-code, which times nothing", runs=runs)
+    options.refuse_idle(not machine_code, "without --machine-code", target=target)
     from disagg.bench import kernels
 
-    asked = kernels.KernelOptions(machine_code, device, runs, **_set({"targets": target}))
+    given = _set({"runs": runs, "targets": target})
+    asked = kernels.KernelOptions(machine_code, device, **given)
     _show(kernels.run(asked), out, as_json, kernels.draw)
 
 
 @app.command()
 def decode(
-    device: str = "cpu",
-    model: str = "small",
+    device: Device = "cpu",
+    model: Random = "small",
     dtype: Annotated[str | None, typer.Option(help="Of weights: float32, bfloat16.")] = None,
     codec: Codecs = None,
     size: Sizes = None,
@@ -141,8 +152,8 @@ def decode(
 
 @app.command()
 def capacity(
-    device: str = "cpu",
-    model: str = "small",
+    device: Device = "cpu",
+    model: Random = "small",
     memory_mb: Annotated[float, typer.Option(min=1, help="For KV, of what is measured.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Of each sequence.")] = 2048,
     codec: Codecs = None,
@@ -168,6 +179,7 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Co-located against disaggregated, codecs against raw, on links that are paced."""
+    check_codecs(model, codec or ())
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
@@ -189,6 +201,7 @@ def auto(
     as_json: options.Json = False,
 ) -> None:
     """Codecs that the service chooses, on a link that drops and returns."""
+    check_codecs(model, codec or ())
     from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
     asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))
@@ -201,11 +214,11 @@ def transfer(
     tokens: Lengths = None,
     gbps: Rates = None,
     rounds: Rounds = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of the encoder.")] = 1,
+    threads: Threads = None,
     layers: Size = 32,
     heads: Size = 8,
     head_dim: Size = 128,
-    channel: Annotated[Literal["grpc", "direct"], typer.Option(help="How frames go.")] = "grpc",
+    channel: Channel = None,
     netns: Links = None,
     plane: Plane = False,
     plot: options.Plot = None,
@@ -223,10 +236,12 @@ def transfer(
         return
     if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError("--plane measures one codec and one length, and draws nothing")
+    options.refuse_idle(plane, "with --plane", threads=threads, channel=channel)
     from disagg.bench.child import available
     from disagg.bench.transfer import PLANE, draw_plane, measure_plane
 
     asked = replace(PLANE, **{"netns": available()} | given)
+    options.refuse_idle(not asked.netns, "on loopback: --netns makes links with a rate", gbps=gbps)
     _show(measure_plane(asked), out, as_json, draw_plane)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,12 +13,13 @@ from disagg.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from disagg.model.tokenizer import Tokenizer
 
-Backend = Annotated[str, typer.Option(help="openai or openai-chat.")]
+Backend = Annotated[Literal["openai", "openai-chat"], typer.Option(help="Completions or chat.")]
 BaseUrl = Annotated[str, typer.Option(help="Of the server, without the path.")]
 Endpoint = Annotated[str | None, typer.Option(help="The path, if not that of the backend.")]
 ModelId = Annotated[str | None, typer.Option(help="As the server calls it; its first one.")]
 TokenizerRef = Annotated[str | None, typer.Option(help="Folder or name; what the server says.")]
-Dataset = Annotated[str, typer.Option(help="random, sharegpt, azure or mooncake.")]
+Datasets = Literal["random", "sharegpt", "azure", "mooncake"]
+Dataset = Annotated[Datasets, typer.Option(help="Where prompts are from.")]
 DatasetPath = Annotated[Path | None, typer.Option(help="The file of all others but random.")]
 Count = Annotated[int, typer.Option(min=1, help="Requests.")]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of each request.")]
@@ -71,33 +72,27 @@ def serve(
     as_json: options.Json = False,
 ) -> None:
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""
+    saved = save_result or save_detailed
+    options.refuse_idle(not saved, "without --save-result", result_filename=result_filename)
+    options.refuse_idle(dataset_name == "random", "with random prompts", dataset_path=dataset_path)
+    paced = self_timed and request_rate < float("inf")
+    options.refuse_idle(paced, "with --self-timed", request_rate=request_rate)
+    options.writable(result_dir / (result_filename or backend) if saved else None)
+    how = (backend, endpoint, max_concurrency, request_rate, burstiness, self_timed)
+    what = (ignore_eos, temperature, seed, read_limits(goodput or []))
+    told = (percentile_metrics.split(","), read_percentiles(metric_percentiles))
     from disagg.bench import serving
 
     base_url = base_url.rstrip("/").removesuffix("/v1")
     said = model and tokenizer and (model, tokenizer)
     name, root = said or serving.find_model(base_url, model)
-    asked = serving.ServeOptions(
-        base_url,
-        name,
-        backend,
-        endpoint,
-        max_concurrency,
-        request_rate,
-        burstiness,
-        self_timed,
-        ignore_eos,
-        temperature,
-        seed,
-        read_limits(goodput or []),
-        metrics=percentile_metrics.split(","),
-        percentiles=read_percentiles(metric_percentiles),
-    )
+    asked = serving.ServeOptions(base_url, name, *how, *what, *told)
     lengths = (random_input_len, random_output_len, random_range_ratio, random_prefix_len)
     wanted = serving.WorkloadOptions(dataset_name, dataset_path, num_prompts, *lengths, seed)
     visits = serving.make_visits(wanted, load_tokenizer(tokenizer or root))
     found = serving.measure_serving(asked, visits, tokenizer or root)
     stem = f"{backend}-{request_rate:g}qps-{Path(name).name}-{found['date']}.json"
-    file = result_dir / (result_filename or stem) if save_result or save_detailed else None
+    file = result_dir / (result_filename or stem) if saved else None
     _tell(found, file, save_detailed, as_json)
 
 

@@ -61,16 +61,15 @@ def evaluate(
     from disagg.eval.texts import PYTHON
 
     texts = tuple(text or (PYTHON,))
-    if keys and not passkey:
-        raise ConfigError("--keys are of --passkey N; without it nothing is asked for")
+    options.refuse_idle(not passkey, "without --passkey", keys=keys)
     _check(model, texts, out, resume)
     with stages() as say:
         say("loading torch and the model")
         from disagg.eval.quality import CODECS, EvalOptions, Judge
 
         lengths = (rows, prompt, score, free, tuple(passkey or ()), keys or EvalOptions.keys)
-        options = (*lengths, streaming, threads)
-        judge = Judge(EvalOptions(model, tuple(codec or CODECS), texts, *options))
+        asked = (*lengths, streaming, threads)
+        judge = Judge(EvalOptions(model, tuple(codec or CODECS), texts, *asked))
     result = _measure(judge, out, plot, resume)
     if save_costs:
         _save_costs(result)

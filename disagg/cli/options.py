@@ -13,6 +13,7 @@ from disagg.cli.output import print_json
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, load_config
 from disagg.errors import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None,
@@ -44,6 +45,13 @@ def read_config(path: Path | None, sets: list[str] | None, flags: Mapping[str, A
     return load_config(path, given | {k: v for k, v in flags.items() if v is not None})
 
 
+def refuse_idle(idle: object, where: str, **given: object) -> None:
+    """ConfigError for an option that is given where it would be left out in silence."""
+    for name, value in given.items():
+        if idle and value:
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing {where}")
+
+
 def writable(path: Path | None) -> Path | None:
     """ConfigError for a file that cannot be written, before anything is measured for it."""
     if path is not None:
@@ -57,12 +65,11 @@ def writable(path: Path | None) -> Path | None:
 def drawable(path: Path | None) -> Path | None:
     """ConfigError unless a picture can be drawn there, before anything is measured for it."""
     if path is not None:
-        from disagg.report.transfer import SUFFIXES
-
-        if path.suffix not in SUFFIXES or not path.parent.is_dir():
-            known = f"folders must exist, and {', '.join(SUFFIXES)}"
+        if path.suffix not in PICTURES or not path.parent.is_dir():
+            known = f"folders must exist, and {', '.join(PICTURES)}"
             raise ConfigError(f"no picture can be written to {path}: {known}")
-    return path
+        import disagg.report.transfer  # noqa: F401  # ConfigError without matplotlib
+    return writable(path)
 
 
 Plot = Annotated[

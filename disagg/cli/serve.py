@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from ipaddress import ip_address
@@ -232,15 +232,23 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """What the files of a model tell before workers run: sizes, tokenizer, codecs that fit."""
-    from disagg.model.describe import check_weights, describe_model
+    from disagg.model.describe import check_weights
     from disagg.model.tokenizer import Tokenizer
 
-    info = describe_model(config.model.name, config.model.dtype)
+    info = check_codecs(config.model.name, config.listed, config.model.dtype)
     if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
         check_weights(info.path)
-    for spec in config.listed:
-        check_codec(spec, info)
     return info, Tokenizer.load(config.model.name)
+
+
+def check_codecs(model: str | None, specs: Iterable[str], dtype: str = "auto") -> "ModelInfo":
+    """What a model is; ConfigError unless it is there and all specs make plans for it."""
+    from disagg.model.describe import describe_model
+
+    info = describe_model(model, dtype)
+    for spec in specs:
+        check_codec(spec, info)
+    return info
 
 
 def check_codec(spec: str, info: "ModelInfo") -> None:

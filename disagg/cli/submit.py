@@ -14,7 +14,7 @@ from disagg.cli import options
 from disagg.cli.client import RunningService, persist, read_state
 from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service, ready
-from disagg.errors import CancelledError, ConfigError, RequestError
+from disagg.errors import CancelledError, RequestError
 
 Text = Annotated[str, typer.Argument(help='The prompt; "-" reads standard input, "@FILE" a file.')]
 Url = Annotated[str | None, typer.Option(help="A service; else the running one, else a new one.")]
@@ -96,8 +96,8 @@ def somewhere(
 ) -> Iterator[RunningService]:
     """A service: the given one, the running one, or a private one for this prompt."""
     if given is not None:
-        if path is not None or sets:
-            raise ConfigError("--config and --set are of a service of its own; --url names another")
+        local = {"config": path, "set": sets, "state_file": flags["server.state_file"]}
+        options.refuse_idle(given, "with --url, which names a service", **local)
         yield given
         return
     config = options.read_config(path, sets, {k: v and str(v) for k, v in flags.items()})

@@ -35,6 +35,7 @@ def status(
     as_json: options.Json = False,
 ) -> None:
     """Say how the running service is and what its workers do."""
+    options.refuse_idle(url, "with --url, which names a service", state_file=state_file)
     for found in looks(
         RunningService(url, 0, api_key or "") if url else running(state_file), watch
     ):

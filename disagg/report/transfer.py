@@ -22,7 +22,6 @@ except ImportError as error:
 
 Row = Mapping[str, Any]  # a JSON object
 
-SUFFIXES = (".png", ".svg", ".pdf")
 COMPARED = {
     "first_decode_s": "seconds to the first decode token",
     "request_s": "seconds of a request",

@@ -50,6 +50,27 @@ def test_a_full_disk_is_an_error_and_no_traceback():
     assert done.stderr == "error: input or output: No space left on device\n"
 
 
+URL = "--url http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("bench kernels --target sm_90", "--target"),
+        ("bench kernels --machine-code --runs 3", "--runs"),
+        ("bench transfer --plane --threads 2", "--threads"),
+        ("bench transfer --plane --no-netns --gbps 2", "--gbps"),
+        ("bench serve --result-filename a.json", "--result-filename"),
+        ("bench serve --dataset-path a.json", "--dataset-path"),
+        ("bench serve --self-timed --request-rate 3", "--request-rate"),
+        (f"status {URL} --state-file a.json", "--state-file"),
+        (f"submit hello {URL} --state-file a.json", "--state-file"),
+    ],
+)
+def test_an_option_that_would_be_left_out_is_refused(words, idle, disagg):
+    assert f"{idle} means nothing" in disagg(words, code=2).err
+
+
 def test_ctrl_c_while_commands_are_imported_ends_quietly(monkeypatch):
     class Pressed:
         def find_spec(self, name, *_):

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 
-from disagg.bench import handoff, transfer
+from disagg.bench import child, handoff, transfer
 from disagg.engine.guard import LEAST_TOKENS
+from disagg.model.runner import Runner
 from tests.bench.here import Here
 
 SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
@@ -72,6 +73,20 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, di
     assert said.err.startswith("error: ")
     assert word in said.err
     assert not said.out
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "capacity", "chaos", "compare", "decode", "latency", "transfer"]
+)
+def test_an_unknown_codec_is_refused_before_anything_starts(name, disagg, monkeypatch):
+    for started in ((child.Child, "__init__"), (Runner, "random")):
+        monkeypatch.setattr(*started, lambda *_: pytest.fail("started for nothing"))
+    assert "unknown codec 'zip'" in disagg("bench", name, "--codec", "zip", code=2).err
+
+
+def test_a_folder_that_cannot_be_is_refused_before_a_server_is_asked(disagg):
+    where = ["--save-result", "--result-dir", "/dev/null/a"]
+    assert "/dev/null/a/openai cannot be written" in disagg("bench serve", *where, code=2).err
 
 
 def test_codecs_are_not_chosen_on_prompts_too_short_to_be_samples(disagg):
