@@ -35,7 +35,7 @@ from disagg.config import (
     RouterConfig,
     TransferConfig,
 )
-from disagg.errors import PeerLostError
+from disagg.errors import ConfigError, PeerLostError
 from disagg.model.tokenizer import Tokenizer
 from disagg.transfer.messages import Role
 from disagg.workers.members import Started
@@ -83,6 +83,7 @@ class Speed:
 
 def measure_compare(options: CompareOptions) -> Row:
     """A row for co-located serving, and for every link and codec."""
+    texts_of(options.model, options.tokens, options.prompts)  # its errors now
     config = config_of(options.model, prefix_cache=options.cached)
     with started_workers(config, Role.BOTH, Role.BOTH) as (workers, pair):
         speed, rows = asyncio.run(_measure(options, workers, pair))
@@ -123,6 +124,8 @@ def texts_of(model: str | None, tokens: int, count: int) -> list[tuple[int, ...]
     """Prompts of so many tokens, one after another in Python's documentation."""
     text = "\n".join(topics.values())[: MOST_CHARS * tokens * count]
     ids = Tokenizer.load(model).encode(text)
+    if len(ids) < tokens * count:
+        raise ConfigError(f"{count} prompts of {tokens} tokens; the text has {len(ids)} tokens")
     return [tuple(ids[i * tokens : (i + 1) * tokens]) for i in range(count)]
 
 
@@ -204,6 +207,7 @@ class AutoOptions:
 
 def measure_auto(options: AutoOptions) -> Row:
     """A row for each codec, and one for the choice among them."""
+    texts_of(options.model, options.tokens, options.requests * len(PHASES))  # its errors now
     config = config_of(options.model, options.codecs)
     with started_workers(config, Role.PREFILL, Role.DECODE) as ((prefill, _), pair):
         speed, rows = asyncio.run(_measure_auto(options, prefill, pair))

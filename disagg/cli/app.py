@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
-from disagg.errors import ConfigError, DisaggError
+from disagg.errors import CapacityError, ConfigError, DisaggError
 
 app = typer.Typer(
     name="disagg",
@@ -76,6 +76,8 @@ def _status(arguments: Sequence[str], as_json: bool) -> int:
         return report(ConfigError(error.format_message()), as_json)
     except DisaggError as error:
         return report(error, as_json)
+    except MemoryError as error:
+        return report(CapacityError(str(error)), as_json)
     return status if isinstance(status, int) else 0
 
 

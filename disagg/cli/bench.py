@@ -179,7 +179,7 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Co-located against disaggregated, codecs against raw, on links that are paced."""
-    check_codecs(model, codec or ())
+    check_codecs(model, codec or (), tokens=tokens)
     from disagg.bench.compare import CompareOptions, draw_compare, measure_compare
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
@@ -201,7 +201,7 @@ def auto(
     as_json: options.Json = False,
 ) -> None:
     """Codecs that the service chooses, on a link that drops and returns."""
-    check_codecs(model, codec or ())
+    check_codecs(model, codec or (), tokens=tokens)
     from disagg.bench.compare import AutoOptions, draw_auto, measure_auto
 
     asked = AutoOptions(model, requests=requests, tokens=tokens, **_set({"codecs": codec}))

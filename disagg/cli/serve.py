@@ -22,7 +22,7 @@ from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, stages
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
-from disagg.errors import DeadlineError, PeerLostError
+from disagg.errors import DeadlineError, PeerLostError, RequestError
 from disagg.workers.reaper import birth
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
 def check(config: Config, body: Mapping[str, Any]) -> None:
     """What can be known of a request before workers run: sampling, model, length, codec."""
     from disagg.engine.sequence import SamplingParams
+    from disagg.model.chat import ChatTemplate
     from disagg.server.limits import check_prompt, check_text
 
     names = {field.name for field in fields(SamplingParams)}
@@ -228,6 +229,8 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
+    if "messages" in body and ChatTemplate.load(config.model.name) is None:
+        raise RequestError(f"{info.path.name!r} has no chat template; without --chat it goes on")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
@@ -241,11 +244,15 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     return info, Tokenizer.load(config.model.name)
 
 
-def check_codecs(model: str | None, specs: Iterable[str], dtype: str = "auto") -> "ModelInfo":
-    """What a model is; ConfigError unless it is there and all specs make plans for it."""
+def check_codecs(
+    model: str | None, specs: Iterable[str], dtype: str = "auto", tokens: int = 1
+) -> "ModelInfo":
+    """What a model is; ConfigError unless it takes so many tokens, and all specs make plans."""
     from disagg.model.describe import describe_model
+    from disagg.server.limits import check_prompt
 
     info = describe_model(model, dtype)
+    check_prompt(tokens, info.context_length)
     for spec in specs:
         check_codec(spec, info)
     return info

@@ -8,7 +8,7 @@ import pytest
 from disagg.bench import compare
 from disagg.bench.result import Row
 from disagg.bench.serving import Visited
-from disagg.errors import PeerLostError
+from disagg.errors import ConfigError, PeerLostError
 from disagg.report.transfer import draw_compare
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
@@ -66,6 +66,8 @@ def test_no_prompt_begins_as_another():
     prompts = compare.texts_of(None, 64, 40)
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[:32] for prompt in prompts}) == 40
+    with pytest.raises(ConfigError, match="the text has 183"):
+        compare.texts_of(None, 512, 400)
 
 
 def test_every_codec_and_the_choice_among_them_serve_all_prompts():

@@ -50,6 +50,14 @@ def test_a_full_disk_is_an_error_and_no_traceback():
     assert done.stderr == "error: input or output: No space left on device\n"
 
 
+def test_too_much_memory_is_an_error_and_no_traceback(disagg, monkeypatch):
+    def fill(*_):
+        raise MemoryError("Unable to allocate 373 TiB")
+
+    monkeypatch.setattr("disagg.codecs.describe.describe_all", fill)
+    assert disagg("codecs", code=7).err == "error: Unable to allocate 373 TiB\n"
+
+
 URL = "--url http://127.0.0.1:1"
 
 

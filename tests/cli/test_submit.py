@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from disagg.cli import client, submit
 from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
+from disagg.model.describe import DEFAULT_MODEL
 from tests.cli.conftest import STATS, wait_for
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
@@ -174,6 +176,16 @@ def test_who_asks_for_https_where_there_is_none_is_told(running, disagg):
     assert "does it speak http?" in disagg("submit abc --url", url, code=8).err
 
 
+def test_a_model_without_a_chat_template_is_refused_before_anything_starts(
+    tmp_path, disagg, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(DEFAULT_MODEL / name, tmp_path)
+    given = ["--state-file", tmp_path / "none.json", "--model", tmp_path]
+    assert "no chat template" in disagg("submit abc --chat", *given, code=4).err
+
+
 @pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
 def test_a_usage_error_is_an_object_too_for_who_asks_for_json(wrong, disagg):
     assert "Usage: disagg submit" in disagg("submit abc", *wrong, code=2).err
@@ -240,6 +252,8 @@ def test_a_client_imports_nothing_heavy(arguments, running):
         ("eval --text /no/such", "error: no text '/no/such'"),
         ("eval --model no/such", "error: no model 'no/such'"),
         ("eval --resume", "error: --resume goes on"),
+        ("bench compare --model no/such", "error: no model 'no/such'"),
+        ("bench auto --tokens 4096", "error: the prompt has 4096 tokens"),
         ("fetch such", "error: unknown model to fetch 'such'"),
         ("eval --codec such", "  0.0 s  loading torch"),
         ("doctor such", "  0.0 s  loading torch"),
