@@ -81,7 +81,7 @@ def latency(
     as_json: options.Json = False,
 ) -> None:
     """From the last prefill layer to running, and what arriving prompts cost an answer."""
-    check_codecs(None, [] if codec is None else [codec])
+    check_codecs(None, [] if codec is None else [codec], tokens=tokens or 1)
     from disagg.bench.handoff import LatencyOptions, draw_latency, measure_latency
 
     given = _set({"codec": codec, "tokens": tokens, "rounds": rounds})

@@ -254,6 +254,7 @@ def test_a_client_imports_nothing_heavy(arguments, running):
         ("eval --resume", "error: --resume goes on"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
         ("bench auto --tokens 4096", "error: the prompt has 4096 tokens"),
+        ("bench latency --tokens 4096", "error: the prompt has 4096 tokens"),
         ("fetch such", "error: unknown model to fetch 'such'"),
         ("eval --codec such", "  0.0 s  loading torch"),
         ("doctor such", "  0.0 s  loading torch"),
