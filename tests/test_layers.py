@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4190,
-    "cli": 1956,
+    "bench": 4201,
+    "cli": 2002,
     "codecs": 3001,
     "engine": 1912,
-    "eval": 567,
-    "files": 2014,  # disagg/*.py
+    "eval": 571,
+    "files": 2018,  # disagg/*.py
     "kernels": 6164,
     "model": 1804,
-    "report": 163,
+    "report": 162,
     "server": 1983,
     "transfer": 3368,
     "workers": 3105,
-    "tests": 24437,
+    "tests": 24540,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21062  # of all these rooms together
+PACKAGE_BUDGET = 21126  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
