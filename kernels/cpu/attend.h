@@ -85,8 +85,9 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
         int64_t c = first;
         for (const Span *span = spans; span < spans + count; span++) {
             W sum = {0};
-            for (; c < span->end; c += 16)
-                sum = store_rounded(op->x[h] + to + c - first, x + h * LINE + c, by, sum);
+#pragma GCC unroll 2
+            for (; c < span->end; c += LANES)
+                sum += v_store_rounded(op->x[h] + to + c - first, v_load(x + h * LINE + c) * by);
             rounded = v_fma(__builtin_convertvector(sum, V), v_set(span->middle), rounded);
         }
         all[h] = found->bias[h] - v_set(step[h]) * rounded;
@@ -322,12 +323,8 @@ static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room
         for (int64_t t = 0; t < tokens; t += LANES, from += 8 * LANES) {
             V a[4];
             for (int i = 0; i < 4; i++) a[i] = v_half(from + 2 * i * LANES);
-            const V u = LOW_ONES(a[0], a[1]), v = LOW_ONES(a[2], a[3]);
-            const V x = HIGH_ONES(a[0], a[1]), y = HIGH_ONES(a[2], a[3]);
-            v_store(room->lowered[0] + t, ACROSS(LOW_TWOS(u, v)));
-            v_store(room->lowered[1] + t, ACROSS(HIGH_TWOS(u, v)));
-            v_store(room->lowered[2] + t, ACROSS(LOW_TWOS(x, y)));
-            v_store(room->lowered[3] + t, ACROSS(HIGH_TWOS(x, y)));
+            v_transpose4(a);
+            for (int i = 0; i < 4; i++) v_store(room->lowered[i] + t, ACROSS(a[i]));
         }
         return;
     }

@@ -139,7 +139,7 @@ static void pack(const Side *s, const float *codes, uint8_t *to) {
                     V y = v_load(codes + (f * plane + r) * s->columns + half * words + c);
                     w = w + y * v_set((float)(1 << (f * s->bits + 8 * half)));
                 }
-            v_store_int16(found, w);
+            v_store_int16(found, __builtin_convertvector(w, W));
             memcpy(to + 2 * (r * words + c), found, 2 * (words - c < LANES ? words - c : LANES));
         }
 }

@@ -2,6 +2,6 @@
 #define PATH path_avx2
 #define ONE one_avx2
 #define NAME "cpu-avx2"
-#define USE_AVX2
+#define LANES 8
 #define TARGET "avx2,fma,f16c"
 #include "path.h"

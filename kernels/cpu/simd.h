@@ -1,20 +1,13 @@
-/* A vector of floats, and products of code words with int16 vectors, in the instructions of a path:
- * USE_AVX512 and USE_AVX2 are set by the file that includes this; with neither it is plain C.
- * What the vectors of the compiler can say, they say for all three. */
+/* Vectors of LANES floats, and products of code words with int16 vectors, in the instructions of a
+ * path: 16 lanes are AVX-512, 8 AVX2, 4 are plain C for any machine. What the vectors of the compiler
+ * can say, they say for all three. */
 #include "pages.h"
-#if defined(USE_AVX512) || defined(USE_AVX2)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64))) /* a load that crosses lines of a cache takes two */
 
-#if defined(USE_AVX512)
-#define LANES 16
-#elif defined(USE_AVX2)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors of sums that registers hold */
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef int32_t W __attribute__((vector_size(4 * LANES)));
@@ -34,12 +27,19 @@ INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ti
 INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
 INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & ~(x < limit)); }
 
+INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
+    const Short h = __builtin_convertvector(x, Short);
+    memcpy(p, &h, sizeof h);
+}
+
 #if LANES > 4
 #if LANES == 16
 #define MM(name) _mm512_##name
+#define NARROW _mm512_cvtsepi32_epi16
 typedef __m256i Half;
 #else
 #define MM(name) _mm256_##name
+#define NARROW(x) _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1))
 typedef __m128i Half;
 #endif
 INLINE V v_fma(V a, V b, V c) { return MM(fmadd_ps)(a, b, c); }
@@ -53,6 +53,12 @@ INLINE void v_store_half(void *p, V a) {
 INLINE V v_half(const void *p) {
     Half h;
     return MM(cvtph_ps)(*(const Half *)memcpy(&h, p, sizeof h));
+}
+INLINE W v_store_rounded(int16_t *p, V a) { /* what it stores */
+    const __auto_type x = MM(cvtps_epi32)(a);
+    const Half h = NARROW(x);
+    memcpy(p, &h, sizeof h);
+    return (W)x;
 }
 #else
 INLINE V v_fma(V a, V b, V c) { return a * b + c; }
@@ -74,8 +80,12 @@ INLINE void v_store_half(void *p, V a) { /* to nearest, ties to even; of numbers
     const W tiny = (W)((V)u + 0.5f) - 0x3f000000; /* this rounds what is below fp16's normal numbers */
     const W small = u < 0x38800000, large = usual > 0x7c00;
     const W most = (0x7c00 & large) | (usual & ~large), bits = (tiny & small) | (most & ~small);
-    const Word h = __builtin_convertvector(bits | ((W)a >> 16 & 0x8000), Word);
-    memcpy(p, &h, sizeof h);
+    v_store_int16(p, bits | ((W)a >> 16 & 0x8000));
+}
+INLINE W v_store_rounded(int16_t *p, V a) {
+    const W x = __builtin_convertvector(v_round(a), W);
+    v_store_int16(p, x);
+    return x;
 }
 #endif
 
@@ -90,114 +100,84 @@ INLINE V v_float8(const void *p) { /* 2**-8 of it: fp16 counts exponents from 15
     Short h = (__builtin_convertvector(b, Short) << 7) & -0x4080;
     return v_half(&h);
 }
-INLINE void v_store_int16(int16_t *p, V a) { /* of whole numbers; of larger ones the low 16 bits */
-    Short h = __builtin_convertvector(__builtin_convertvector(a, W), Short);
-    memcpy(p, &h, sizeof h);
-}
 INLINE float v_sum(V a) {
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-/* Numbers of a and b: the same four of every 128 bits; or all of every other 128 bits. And of a: the
- * first of every 128 bits, then the second ones, the third and the last ones */
+/* Of a and b: the first ones and the last ones of every 128 bits, in turn, or two by two; every other
+ * 128 bits, from the first or from the second on. Of a: the first ones of all 128 bits, then the
+ * second ones, and so on */
+#if LANES > 4
+#define LOW_ONES(a, b) (V) MM(unpacklo_ps)(a, b)
+#define HIGH_ONES(a, b) (V) MM(unpackhi_ps)(a, b)
+#define LOW_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0x44)
+#define HIGH_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0xee)
+#else
+#define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define HIGH_ONES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define LOW_TWOS(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
+#define HIGH_TWOS(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
+#endif
 #if LANES == 16
-#define IN_FOURS(a, b, i, j, k, l)                                                             \
-    __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l, 8 + i, 8 + j, 8 + k, \
-                            8 + l, 12 + i, 12 + j, 12 + k, 12 + l)
-#define FOURS(a, b, i)                                                                            \
-    __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11, i + 16,   \
-                            i + 17, i + 18, i + 19, i + 24, i + 25, i + 26, i + 27)
+#define EVEN_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0x88)
+#define ODD_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0xdd)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
 #elif LANES == 8
-#define IN_FOURS(a, b, i, j, k, l) \
-    __builtin_shufflevector(a, b, i, j, k, l, 4 + i, 4 + j, 4 + k, 4 + l)
-#define FOURS(a, b, i) \
-    __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11)
+#define EVEN_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x20)
+#define ODD_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x31)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
 #else
-#define IN_FOURS __builtin_shufflevector
-#define FOURS(a, b, i) a
+#define EVEN_FOURS(a, b) a
+#define ODD_FOURS(a, b) b
 #define ACROSS(a) a
 #endif
-#define LOW_ONES(a, b) IN_FOURS(a, b, 0, LANES, 1, LANES + 1)
-#define HIGH_ONES(a, b) IN_FOURS(a, b, 2, LANES + 2, 3, LANES + 3)
-#define LOW_TWOS(a, b) IN_FOURS(a, b, 0, 1, LANES, LANES + 1)
-#define HIGH_TWOS(a, b) IN_FOURS(a, b, 2, 3, LANES + 2, LANES + 3)
 
 /* The largest number of each of four vectors, in every 128 bits */
 INLINE V v_mosts(const V *a) {
-    V u = v_max(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]));
-    V v = v_max(LOW_ONES(a[2], a[3]), HIGH_ONES(a[2], a[3]));
+    const V u = v_max(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]));
+    const V v = v_max(LOW_ONES(a[2], a[3]), HIGH_ONES(a[2], a[3]));
     V most = v_max(LOW_TWOS(u, v), HIGH_TWOS(u, v));
-    for (int n = LANES / 4; n > 1; n /= 2) most = v_max(FOURS(most, most, 0), FOURS(most, most, 4));
+    for (int n = 4; n < LANES; n *= 2) most = v_max(EVEN_FOURS(most, most), ODD_FOURS(most, most));
     return most;
 }
 
 /* LANES vectors -> the sum of each */
 INLINE V v_sums(const V *a) {
-    V u[LANES / 2], v[LANES / 4];
-#pragma GCC unroll 8
-    for (int j = 0; j < LANES / 2; j++)
-        u[j] = LOW_ONES(a[2 * j], a[2 * j + 1]) + HIGH_ONES(a[2 * j], a[2 * j + 1]);
+    V sums[LANES / 4];
 #pragma GCC unroll 4
-    for (int k = 0; k < LANES / 4; k++)
-        v[k] = LOW_TWOS(u[2 * k], u[2 * k + 1]) + HIGH_TWOS(u[2 * k], u[2 * k + 1]);
+    for (int k = 0; k < LANES / 4; k++, a += 4) {
+        const V u = LOW_ONES(a[0], a[1]) + HIGH_ONES(a[0], a[1]);
+        const V v = LOW_ONES(a[2], a[3]) + HIGH_ONES(a[2], a[3]);
+        sums[k] = LOW_TWOS(u, v) + HIGH_TWOS(u, v);
+    }
 #pragma GCC unroll 2
     for (int n = LANES / 8; n; n /= 2)
 #pragma GCC unroll 2
         for (int k = 0; k < n; k++)
-            v[k] = FOURS(v[2 * k], v[2 * k + 1], 0) + FOURS(v[2 * k], v[2 * k + 1], 4);
-    return v[0];
+            sums[k] = EVEN_FOURS(sums[2 * k], sums[2 * k + 1]) + ODD_FOURS(sums[2 * k], sums[2 * k + 1]);
+    return sums[0];
 }
 
+INLINE void v_transpose4(V *a) { /* four vectors, in every 128 bits */
+    const V low = LOW_ONES(a[0], a[1]), high = HIGH_ONES(a[0], a[1]);
+    const V next_low = LOW_ONES(a[2], a[3]), next_high = HIGH_ONES(a[2], a[3]);
+    a[0] = LOW_TWOS(low, next_low), a[1] = HIGH_TWOS(low, next_low);
+    a[2] = LOW_TWOS(high, next_high), a[3] = HIGH_TWOS(high, next_high);
+}
 INLINE void v_transpose(V *a) { /* LANES vectors */
-    V t[LANES], u[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        t[i] = LOW_ONES(a[i], a[i + 1]);
-        t[i + 1] = HIGH_ONES(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        const int from = i / 4 * 4 + i % 4 / 2;
-        u[i] = LOW_TWOS(t[from], t[from + 2]);
-        u[i + 1] = HIGH_TWOS(t[from], t[from + 2]);
-    }
-    memcpy(a, u, sizeof u);
-#if LANES > 4
+    V t[LANES];
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-#if LANES == 16
-        const V b = FOURS(u[k], u[4 + k], 0), c = FOURS(u[8 + k], u[12 + k], 0);
-        const V d = FOURS(u[k], u[4 + k], 4), e = FOURS(u[8 + k], u[12 + k], 4);
-        a[k] = FOURS(b, c, 0), a[8 + k] = FOURS(b, c, 4);
-        a[4 + k] = FOURS(d, e, 0), a[12 + k] = FOURS(d, e, 4);
-#else
-        a[k] = FOURS(u[k], u[4 + k], 0), a[4 + k] = FOURS(u[k], u[4 + k], 4);
-#endif
+    for (int i = 0; i < LANES; i += 4) v_transpose4(a + i);
+#pragma GCC unroll 2
+    for (int n = 4; n < LANES; n *= 2) { /* so far 128 bits are numbers; halving and joining moves them */
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            const V *from = a + i / 4 * 8 + i % 4;
+            t[i] = EVEN_FOURS(from[0], from[4]), t[i + LANES / 2] = ODD_FOURS(from[0], from[4]);
+        }
+        memcpy(a, t, sizeof t);
     }
-#endif
-}
-
-/* Sixteen numbers, times `by` and rounded, as int16; their sum is added to `sum`, exactly */
-INLINE W store_rounded(int16_t *p, const float *from, V by, W sum) {
-#if defined(USE_AVX512)
-    const __m512i x = _mm512_cvtps_epi32(v_load(from) * by);
-    _mm256_storeu_si256((void *)p, _mm512_cvtsepi32_epi16(x));
-    return sum + (W)x;
-#elif defined(USE_AVX2)
-    const __m256i x = _mm256_cvtps_epi32(v_load(from) * by), y = _mm256_cvtps_epi32(v_load(from + 8) * by);
-    _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(x, y), 0xd8));
-    return sum + (W)x + (W)y;
-#else
-    for (int i = 0; i < 16; i += LANES) {
-        const V x = v_round(v_load(from + i) * by);
-        v_store_int16(p + i, x);
-        sum += __builtin_convertvector(x, W);
-    }
-    return sum;
-#endif
 }
 
 INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal products */
@@ -238,11 +218,10 @@ typedef struct {
     int count, fields, odd, first, end;
 } Products;
 
-#if LANES > 4
 typedef uint16_t Codes __attribute__((vector_size(4 * LANES)));
-enum { FIELDS = LANES / 4 }; /* whose sums registers hold, of four queries */
+enum { FIELDS = LANES == 16 ? 4 : 2 }; /* whose sums registers hold, of four queries */
 #define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
-#if defined(USE_AVX512)
+#if LANES == 16
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
 #define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
 INLINE V eight_words(const uint8_t *p, const int64_t *at) { /* of every fourth row */
@@ -250,7 +229,7 @@ INLINE V eight_words(const uint8_t *p, const int64_t *at) { /* of every fourth r
     x = _mm512_inserti32x4(x, WORDS(2), 2);
     return (V)_mm512_inserti32x4(x, WORDS(3), 3);
 }
-#else
+#elif LANES == 8
 /* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
 #define DOT(i, z, y)                                        \
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
@@ -259,6 +238,13 @@ INLINE V eight_words(const uint8_t *p, const int64_t *at) { /* of every fourth r
 INLINE V eight_words(const uint8_t *p, const int64_t *at) {
     return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
 }
+#else
+#if defined(__SSE2__)
+#define DOT(i, z, y) a[i] += (W)_mm_madd_epi16((__m128i)(z), (__m128i)(y))
+#else
+#define DOT(i, z, y) a[i] += ((W)(z) & 0xffff) * ((y) << 16 >> 16) + ((W)(z) >> 16) * ((y) >> 16)
+#endif
+INLINE V eight_words(const uint8_t *p, const int64_t *at) { return v_load((const void *)(p + *at)); }
 #endif
 
 /* Two words of each of LANES rows: FIELDS fields of them from `bit` on, times the columns that x has
@@ -344,28 +330,3 @@ static void products(const Products *p) {
     if (p->x[0] == p->x[1] && p->x[2 % p->fields] == p->x[3 % p->fields]) products_of(p, 1);
     else products_of(p, 0);
 }
-#else
-static void products(const Products *p) {
-    int16_t words[MAX_DIM], codes[MAX_DIM];
-    for (int r = p->first; r < p->end; r++) {
-        int32_t sums[16] = {0};
-        for (const Part *part = p->parts; part < p->parts + p->count; part++) {
-            const int halves = part->bits == 2 ? 2 : 1, bits = (int)part->bits;
-            memcpy(words, part->words + r * part->stride, 2 * part->width);
-            for (int i = 0; i < p->fields * halves; i++) {
-                const int f = i / halves, half = i % halves, shift = f * bits + 8 * half;
-                const int up = f % 2 ? p->odd : 0;
-                for (int64_t c = 0; c < part->width; c++)
-                    codes[c] = ((uint16_t)words[c] >> shift & ((1 << bits) - 1)) << up;
-                const int16_t *q = p->x[f] + part->at[half];
-                for (int h = 0; h < TILE; h++, q += OPERANDS)
-                    for (int64_t c = 0; c < part->width; c++) sums[4 * f + h] += codes[c] * q[c];
-            }
-        }
-        for (int f = 0; f < p->fields; f++)
-            for (int h = 0; h < TILE; h++)
-                p->out[h * LINE + f * p->plane + r] =
-                    (float)sums[4 * f + h] * p->times[4 * f + h] + p->add[4 * f + h];
-    }
-}
-#endif
