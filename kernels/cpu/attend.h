@@ -16,14 +16,13 @@ typedef struct {
     float done[TILE][LINE], done_top[TILE]; /* o of what is not turned, as of these tops */
     float low_q[TILE][MAX_RANK], low_v[TILE][MAX_RANK];
     int lo[TILE], hi[TILE], first, end, rows;
-    int64_t segment;
+    const uint8_t *segment; /* what is gathered is in its terms; or NULL */
     Operand k;
 } Tile;
-typedef float Four __attribute__((vector_size(16)));
 typedef float Queries __attribute__((vector_size(4 * TILE)));
 typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
     ALIGNED float s[TILE][LINE], out[TILE][LINE], part[4][LINE]; /* part: or a whole A */
-    ALIGNED float scale[MAX_DIM], zero[MAX_DIM], lowered[MAX_RANK][MAX_TOKENS];
+    ALIGNED float lowered[MAX_RANK][MAX_TOKENS];
     Queries sparse[MAX_DIM];
     ALIGNED float rows[TILE][LINE];
     Operand v;
@@ -218,29 +217,30 @@ static void contract_columns(const Side *bands, int count, const Strip *strip, c
     multiply(&p, bands, op, -1, at, out);
 }
 
-static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room,
-                          float *out) {
+static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room, float *out) {
     const uint8_t *block = strip->blocks[0];
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         Products p;
         p.count = 0;
         add_parts(&p, s, block, strip->next[0], 0, g * s->group, (g + 1) * s->group);
         multiply(&p, s, op, g, 0, room->part[0]);
-        read_halves(room->scale, block + s->scale + 2 * g * s->rows, s->rows);
-        if (s->zero >= 0) read_halves(room->zero, block + s->zero + 2 * g * s->rows, s->rows);
-        for (int h = 0; h < TILE; h++)
-            for (int64_t r = 0; r < s->rows; r += LANES) {
-                V y = v_load(room->part[h] + r), sum = v_set(op->sum[g][h]);
-                if (s->zero >= 0) y = v_fma(v_load(room->zero + r), sum, y);
-                y = y * v_load(room->scale + r);
+        for (int64_t r = 0; r < s->rows; r += LANES) {
+            const int64_t at = 2 * (g * s->rows + r);
+            const V scale = v_half(block + s->scale + at);
+            const V zero = s->zero >= 0 ? v_half(block + s->zero + at) : v_set(0);
+            for (int h = 0; h < TILE; h++) {
+                V y = v_load(room->part[h] + r);
+                if (s->zero >= 0) y = v_fma(zero, v_set(op->sum[g][h]), y);
+                y = y * scale;
                 if (g) y = y + v_load(out + h * LINE + r);
                 v_store(out + h * LINE + r, y);
             }
+        }
     }
 }
 
 /* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
-INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *next, int64_t count,
+INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next, int64_t count,
                                 int64_t columns, const float *x, float times, float *out) {
     enum { AT_ONCE = SUMS / TILE };
     const int64_t size = type == FP32 ? 4 : type == FP8 ? 1 : 2, stride = size * columns;
@@ -272,47 +272,27 @@ INLINE void multiply_numbers_of(int type, const uint8_t *rows, const uint8_t *ne
     else if (type == BF16) F(BF16, __VA_ARGS__);   \
     else if (type == FP32) F(FP32, __VA_ARGS__);   \
     else F(FP8, __VA_ARGS__)
-static void multiply_numbers(int64_t type, const uint8_t *rows, const uint8_t *next, int64_t count,
-                             int64_t columns, const float *x, float times, float *out) {
-    BY_TYPE(type, multiply_numbers_of, rows, next, count, columns, x, times, out);
-}
-
-static void transpose4(Four *a) {
-    Four x = __builtin_shufflevector(a[0], a[1], 0, 4, 1, 5);
-    Four y = __builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
-    Four z = __builtin_shufflevector(a[0], a[1], 2, 6, 3, 7);
-    Four w = __builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
-    a[0] = __builtin_shufflevector(x, y, 0, 1, 4, 5);
-    a[1] = __builtin_shufflevector(x, y, 2, 3, 6, 7);
-    a[2] = __builtin_shufflevector(z, w, 0, 1, 4, 5);
-    a[3] = __builtin_shufflevector(z, w, 2, 3, 6, 7);
-}
 
 /* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
 static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Queries *rows) {
     const uint8_t *index = block + s->index;
     float delta[16 * MAX_SLOTS], *d = delta;
-    for (int64_t c = 0; c < s->columns; c += 4) {
-        Queries by[4];
+    for (int64_t c = 0; c < s->columns; c++) {
+        Queries by;
         if (c % 16 == 0) read_halves(d = delta, block + s->delta + 2 * c * s->slots, 16 * s->slots);
-        for (int h = 0; h < TILE; h++) memcpy((float *)by + 4 * h, x + h * LINE + c, 16);
-        if (TILE == 4) transpose4((Four *)by);
-        for (int j = 0; j < 4; j++)
-            for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by[j] * *d++;
+        for (int h = 0; h < TILE; h++) by[h] = x[h * LINE + c];
+        for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by * *d++;
     }
 }
 
 /* What was gathered, into out [4][LINE] */
 static void add_sparse(const Queries *rows, int64_t count, float *out) {
-    for (int64_t r = 0; r < count; r += 4) {
-        Four a[4], y;
-        memcpy(a, rows + r, 4 * sizeof *rows);
-        if (TILE == 4) transpose4(a);
-        for (int h = 0; h < TILE; h++) {
-            memcpy(&y, out + h * LINE + r, 16);
-            y += a[h];
-            memcpy(out + h * LINE + r, &y, 16);
-        }
+    for (int64_t r = 0; r < count; r += LANES) {
+        V a[4];
+        memcpy(a, rows + r, LANES * sizeof *rows);
+        if (TILE == 4) v_transpose4(a);
+        for (int h = 0; h < TILE; h++)
+            v_store(out + h * LINE + r, v_load(out + h * LINE + r) + (TILE == 4 ? ACROSS(a[h]) : a[h]));
     }
 }
 
@@ -348,10 +328,8 @@ static void turn(const Side *s, const uint8_t *segment, const float *x, float *y
     }
 }
 
-static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
-
-/* x [4][LINE] of a turned V, as it was before: H x / 8 by butterflies, times the signs */
-static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE]) {
+/* x [4][LINE] of a turned V, as y was before: H x / 8 by butterflies, times the signs */
+static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE], float (*y)[LINE]) {
     const uint8_t *signs = segment + f->signs;
     for (int h = 0; h < TILE; h++) {
         for (int64_t half = 1; half < TURN; half *= 2)
@@ -360,67 +338,58 @@ static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE])
                     const float a = x[h][i], b = x[h][i + half];
                     x[h][i] = a + b, x[h][i + half] = a - b;
                 }
-        for (int64_t d = 0; d < f->head_dim; d++) x[h][d] *= signs[d / 8] >> d % 8 & 1 ? -0.125f : 0.125f;
+        for (int64_t d = 0; d < f->head_dim; d++)
+            y[h][d] = x[h][d] * (signs[d / 8] >> d % 8 & 1 ? -0.125f : 0.125f);
     }
 }
 
 /* What queries have to do with a segment, when its first page comes */
 static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
     const Side *k = f->k;
-    const float *x = t->q[0];
+    t->segment = segment;
+    const float *x = k->turn ? t->turned[0] : t->q[0];
     for (int64_t c = 0; f->order >= 0 && c < f->head_dim; c++) {
         int16_t from;
         memcpy(&from, segment + f->order + 2 * c, 2);
         for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from];
     }
-    if (k->turn) {
-        turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
-        x = t->turned[0];
-    }
+    if (k->turn) turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
     if (k->rank) {
-        float basis[16 * MAX_RANK];
+        float basis[MAX_DIM * MAX_RANK];
+        read_halves(basis, segment + k->b, f->head_dim * k->rank);
         memset(t->low_q, 0, sizeof t->low_q);
-        for (int64_t d = 0; d < f->head_dim; d++) {
-            const float *b = basis + d % 16 * k->rank;
-            if (d % 16 == 0) read_halves(basis, segment + k->b + 2 * d * k->rank, 16 * k->rank);
+        for (int64_t d = 0; d < f->head_dim; d++)
             for (int h = 0; h < TILE; h++)
-                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * b[i];
-        }
+                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * basis[d * k->rank + i];
     }
     if (k->shared) fold_columns(k, 1, &(Strip){{segment}, {segment}, 1}, x, room, &t->k);
     if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
 }
 
-/* o, turned back, joins what is not turned */
-static void add_done(Tile *t, float (*back)[LINE], int64_t dim) {
-    float down[16] = {0};
-    for (int h = 0; h < TILE; h++) down[h] = t->done_top[h] - t->top[h];
-    v_store(down, v_exp2(v_load(down)));
-    for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < dim; d++) t->done[h][d] = t->done[h][d] * down[h] + back[h][d];
-    memcpy(t->done_top, t->top, sizeof t->top);
-    clear(t->o, dim);
-}
-
-/* What is gathered in terms of a segment becomes output */
-static void leave_segment(Tile *t, const Format *f, const uint8_t *segment) {
+/* What is gathered in terms of a segment becomes output; last: of a table. Signs are those of all */
+static void leave_segment(Tile *t, const Format *f, int last) {
     const Side *v = &f->v;
-    if (v->turn) {
-        float back[TILE][LINE];
-        turn(v, segment, t->o[0], back[0], f->head_dim, 1);
-        add_done(t, back, f->head_dim);
+    const uint8_t *segment = t->segment;
+    if (v->turn || (last && f->signs >= 0)) { /* o, turned back, joins what is not turned */
+        float back[TILE][LINE], down[16] = {0};
+        if (v->turn) turn(v, segment, t->o[0], back[0], f->head_dim, 1);
+        else turn_back(f, segment, t->o, back);
+        for (int h = 0; h < TILE; h++) down[h] = t->done_top[h] - t->top[h];
+        v_store(down, v_exp2(v_load(down)));
+        for (int h = 0; h < TILE; h++)
+            for (int64_t d = 0; d < f->head_dim; d++) t->done[h][d] = t->done[h][d] * down[h] + back[h][d];
+        memcpy(t->done_top, t->top, sizeof t->top);
+        clear(t->o, f->head_dim);
     }
     if (v->rank) {
-        float basis[16 * MAX_RANK];
-        for (int64_t d = 0; d < f->head_dim; d++) {
-            const float *b = basis + d % 16 * v->rank;
-            if (d % 16 == 0) read_halves(basis, segment + v->b + 2 * d * v->rank, 16 * v->rank);
+        float basis[MAX_DIM * MAX_RANK];
+        read_halves(basis, segment + v->b, f->head_dim * v->rank);
+        for (int64_t d = 0; d < f->head_dim; d++)
             for (int h = 0; h < TILE; h++) {
                 float sum = 0;
-                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * b[i];
+                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * basis[d * v->rank + i];
                 t->o[h][d] += sum;
             }
-        }
         memset(t->low_v, 0, sizeof t->low_v);
     }
 }
@@ -468,9 +437,10 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
     const Side *k = f->k;
     const uint8_t *block = strip->blocks[0];
     const float *x = k->turn || f->order >= 0 ? t->turned[0] : t->q[0];
-    if (k->floating) {
-        multiply_numbers(FP8, block + k->codes, strip->next[0] + k->codes, f->tokens, f->head_dim, x,
-                         float8_scale(k, block), out);
+    if (f->raw != NO_TYPE || k->floating) {
+        const int64_t type = k->floating ? FP8 : f->raw, at = k->floating ? k->codes : f->raw_k;
+        BY_TYPE(type, multiply_numbers, block + at, strip->next[0] + at, f->tokens, f->head_dim, x,
+                k->floating ? float8_scale(k, block) : 1.0f, out);
     } else if (k->by == BY_ROW) {
         contract_rows(k, strip, &t->k, room, out);
     } else {
@@ -540,19 +510,6 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     }
 }
 
-static void attend_codes(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
-    float down[TILE];
-    for (int i = 0; i < strip->count; i++) {
-        Strip one = {{strip->blocks[i]}, {strip->next[i]}, 1};
-        score_page(t, f, &one, room, room->s[0] + i * f->tokens);
-    }
-    soften(t, room->s, first, strip->count * f->tokens, down);
-    sum_values(t, f, strip, down, room);
-    for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < f->head_dim; d += LANES)
-            v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), v_load(room->out[h] + d)));
-}
-
 /* o [D] += p [tokens] times rows [tokens][D] of V, tokens that a query sees: `wide` vectors from
  * column d on */
 INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
@@ -591,20 +548,22 @@ INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows
     for (; d < dim; d += LANES) add_columns(type, t, p, rows, next, stride, first, tokens, d, 1, all);
 }
 
-static void attend_raw(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
-    const int64_t dim = f->head_dim, size = f->raw == FP32 ? 4 : 2, tokens = f->tokens;
+/* What a tile sees of the pages of a strip, whose first token is `first` */
+static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
+    const int64_t tokens = f->tokens, size = f->raw == FP32 ? 4 : 2;
     float down[TILE];
     for (int i = 0; i < strip->count; i++)
-        multiply_numbers(f->raw, strip->blocks[i] + f->raw_k, strip->next[i] + f->raw_k, tokens, dim,
-                         t->q[0], 1.0f, room->s[0] + i * tokens);
-    cap_scores(t, room->s[0], strip->count * tokens);
+        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->next[i]}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
+    if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
-        for (int64_t d = 0; d < dim && down[h] != 1.0f; d += LANES)
-            v_store(t->o[h] + d, v_load(t->o[h] + d) * v_set(down[h]));
-    for (int64_t i = 0, at = 0; i < strip->count; i++, at += tokens)
+        for (int64_t d = 0; d < f->head_dim; d += LANES) {
+            V o = v_load(t->o[h] + d), by = v_set(down[h]);
+            v_store(t->o[h] + d, f->raw == NO_TYPE ? v_fma(o, by, v_load(room->out[h] + d)) : o * by);
+        }
+    for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
         BY_TYPE(f->raw, add_values_of, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                strip->next[i] + f->raw_v, size * dim, first + at, tokens, dim);
+                strip->next[i] + f->raw_v, size * f->head_dim, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
@@ -626,47 +585,58 @@ static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64
     return s;
 }
 
+static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
+
+/* Before tiles see a table: windows of their queries, of which the first one is `query` */
+static void enter_table(const Table *x, const Attention *a, int64_t b, int64_t query, Tile *t) {
+    const Format *f = x->format;
+    t->segment = NULL, t->first = INT32_MAX, t->end = 0;
+    memset(t->low_v, 0, sizeof t->low_v);
+    for (int h = 0; h < TILE; h++) {
+        const int64_t at = b * a->m + (query + h) / a->width;
+        t->lo[h] = h < t->rows ? x->lo[at] : 0;
+        t->hi[h] = h < t->rows ? x->hi[at] : 0;
+        if (t->hi[h] <= t->lo[h]) continue;
+        if (t->lo[h] < t->first) t->first = t->lo[h];
+        if (t->hi[h] > t->end) t->end = t->hi[h];
+    }
+    if (turns_output(f)) {
+        memcpy(t->done, t->o, sizeof t->o);
+        memcpy(t->done_top, t->top, sizeof t->top);
+        clear(t->o, f->head_dim);
+    }
+    if (t->end && f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn) fold_rows(f->k, t->q, &t->k);
+}
+
 /* What the queries of some tiles see of one table; block: of its pages, those of one head */
 static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t block, Room *room) {
     const Format *f = x->format;
-    const int64_t tokens = f->tokens, bytes = f->segment_bytes;
-    int64_t first = INT64_MAX, end = 0;
-    for (int i = 0; i < count; i++) {
-        Tile *t = tiles + i;
-        t->segment = -1;
-        if (t->end <= t->first) continue;
-        if (t->first / tokens < first) first = t->first / tokens;
-        if ((t->end + tokens - 1) / tokens > end) end = (t->end + tokens - 1) / tokens;
-        if (f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn)
-            fold_rows(f->k, t->q, &t->k);
+    const int64_t tokens = f->tokens;
+    int64_t first = INT32_MAX, end = 0;
+    for (const Tile *t = tiles; t < tiles + count; t++) {
+        if (t->first < first) first = t->first;
+        if (t->end > end) end = t->end;
     }
+    first /= tokens, end = (end + tokens - 1) / tokens;
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
-        int64_t id = -1;
+        const uint8_t *segment = NULL;
         strip = strip_of(x, b, block, p, end);
-        if (x->segments) id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
-        for (int i = 0; i < count; i++) {
-            Tile *t = tiles + i;
+        if (x->segments) {
+            const int64_t id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
+            segment = block_of(x, id, x->segment_base, f->segment_bytes, block);
+        }
+        for (Tile *t = tiles; t < tiles + count; t++) {
             if (t->first >= (p + strip.count) * tokens || t->end <= p * tokens) continue;
-            if (t->segment != id) {
-                if (t->segment >= 0)
-                    leave_segment(t, f, block_of(x, t->segment, x->segment_base, bytes, block));
-                enter_segment(t, f, block_of(x, id, x->segment_base, bytes, block), room);
-                t->segment = id;
+            if (t->segment != segment) {
+                if (t->segment) leave_segment(t, f, 0);
+                enter_segment(t, f, segment, room);
             }
-            (f->raw == NO_TYPE ? attend_codes : attend_raw)(t, f, &strip, p * tokens, room);
+            attend_strip(t, f, &strip, p * tokens, room);
         }
     }
-    for (int i = 0; i < count; i++) {
-        Tile *t = tiles + i;
-        if (t->segment >= 0) {
-            const uint8_t *segment = block_of(x, t->segment, x->segment_base, bytes, block);
-            leave_segment(t, f, segment);
-            if (f->signs >= 0) { /* the same in all segments */
-                turn_back(f, segment, t->o);
-                add_done(t, t->o, f->head_dim);
-            }
-        }
+    for (Tile *t = tiles; t < tiles + count; t++) {
+        if (t->segment) leave_segment(t, f, 1);
         if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
@@ -679,8 +649,6 @@ static void attend_unit(const Attention *a, int64_t unit) {
     const int64_t first = unit % chunks * ROWS, head = unit / chunks % a->heads;
     const int64_t b = unit / chunks / a->heads, rows = n - first < ROWS ? n - first : ROWS;
     const int count = (int)(rows + TILE - 1) / TILE;
-#define ROW(i, h) ((b * a->m + (first + (i) * TILE + (h)) / a->width) * a->heads * a->width + \
-                   head * a->width + (first + (i) * TILE + (h)) % a->width)
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
         clear(t->o, dim);
@@ -695,34 +663,19 @@ static void attend_unit(const Attention *a, int64_t unit) {
             for (int64_t d = 0; d < dim; d++) t->q[h][d] = q[d] * (a->scale * 1.44269504f);
         }
     }
-    for (int64_t j = 0; j < a->num_tables; j++) {
-        const Table *x = a->tables + j;
-        for (int i = 0; i < count; i++) {
-            Tile *t = tiles + i;
-            t->first = INT32_MAX, t->end = 0;
-            memset(t->low_v, 0, sizeof t->low_v);
-            if (turns_output(x->format)) {
-                memcpy(t->done, t->o, sizeof t->o);
-                memcpy(t->done_top, t->top, sizeof t->top);
-                clear(t->o, dim);
-            }
-            for (int h = 0; h < TILE; h++) {
-                int64_t at = b * a->m + (first + i * TILE + h) / a->width;
-                t->lo[h] = h < t->rows ? x->lo[at] : 0;
-                t->hi[h] = h < t->rows ? x->hi[at] : 0;
-                if (t->hi[h] <= t->lo[h]) continue;
-                if (t->lo[h] < t->first) t->first = t->lo[h];
-                if (t->hi[h] > t->end) t->end = t->hi[h];
-            }
-        }
+    for (const Table *x = a->tables; x < a->tables + a->num_tables; x++) {
+        for (int i = 0; i < count; i++) enter_table(x, a, b, first + i * TILE, tiles + i);
         attend_table(x, tiles, count, b, a->layer * a->heads + head, &room);
     }
-    for (int i = 0; i < count; i++)
-        for (int h = 0; h < tiles[i].rows; h++) {
-            float total = v_sum(v_load(tiles[i].total[h])), *to = a->o + ROW(i, h) * dim;
-            float by = total > 0 ? 1 / total : 0;
-            for (int64_t d = 0; d < dim; d++) to[d] = tiles[i].o[h][d] * by;
-            if (a->lse) a->lse[ROW(i, h)] = total == 0 ? -__builtin_inff()
-                                          : (tiles[i].top[h] + __builtin_log2f(total)) * 0.693147181f;
-        }
+    for (int64_t i = 0; i < rows; i++) {
+        const Tile *t = tiles + i / TILE;
+        const int h = i % TILE;
+        const int64_t row = b * a->m + (first + i) / a->width, which = (first + i) % a->width;
+        const int64_t at = (row * a->heads + head) * a->width + which;
+        const float total = v_sum(v_load(t->total[h])), by = total > 0 ? 1 / total : 0;
+        for (int64_t d = 0; d < dim; d++) a->o[at * dim + d] = t->o[h][d] * by;
+        if (!a->lse) continue;
+        a->lse[at] = -__builtin_inff();
+        if (total != 0) a->lse[at] = (t->top[h] + __builtin_log2f(total)) * 0.693147181f;
+    }
 }

@@ -40,13 +40,6 @@ static void *serve(void *number) {
     return NULL;
 }
 
-static void start(int threads) { /* as many as there can be, under the lock */
-    for (pthread_t id; pool.threads < threads; pool.threads++) {
-        if (pthread_create(&id, NULL, serve, (void *)(intptr_t)pool.threads)) break;
-        pthread_detach(id);
-    }
-}
-
 static void forget(void) { /* a child has no threads but the one that forked, and nobody to unlock */
     pool.threads = 0;
     pthread_mutex_init(&pool.busy, NULL), pthread_mutex_init(&pool.lock, NULL);
@@ -64,7 +57,10 @@ static void share(Work work, const void *job, int64_t units, int64_t threads) {
         return;
     }
     pthread_mutex_lock(&pool.lock);
-    start((int)threads - 1);
+    for (pthread_t id; pool.threads < threads - 1; pool.threads++) { /* as many as there can be */
+        if (pthread_create(&id, NULL, serve, (void *)(intptr_t)pool.threads)) break;
+        pthread_detach(id);
+    }
     pool.work = work, pool.job = job, pool.units = units;
     atomic_store(&pool.next, 0);
     pool.wanted = pool.running = pool.threads < threads - 1 ? pool.threads : (int)threads - 1;

@@ -2,16 +2,13 @@
  * one rounded operation in the order of the reference: torch's addcmul and Triton's encoder round
  * x * inverse + shift once, so this does. A side is a matrix whose groups run down its columns. */
 
-typedef struct { /* of one group of each column: code = clamp(round(shift + x * inverse)) + after */
-    float low[MAX_DIM], high[MAX_DIM], shift[MAX_DIM], inverse[MAX_DIM];
-} Group;
-
-typedef struct {
-    ALIGNED float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
-    Group group;
-} Desk;
+typedef struct { /* of the numbers in each column of a group */
+    float low[MAX_DIM], high[MAX_DIM];
+} Range;
 #define LARGEST 65504.0f
-INLINE V v_finite(V x) { return v_max(v_min(v_number(x), v_set(LARGEST)), v_set(-LARGEST)); }
+INLINE V v_finite(V x) { /* 0 where it is no number */
+    return v_max(v_min((V)((W)x & (x == x)), v_set(LARGEST)), v_set(-LARGEST));
+}
 
 static void read_page(float *to, const uint8_t *from, int type, int64_t stride, int64_t tokens,
                       int64_t dim) {
@@ -34,75 +31,70 @@ static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
         }
 }
 
-static void clear_group(Group *g, int64_t columns) {
-    for (int64_t c = 0; c < columns; c++) g->low[c] = LARGEST, g->high[c] = -LARGEST;
-}
-
-static void see_rows(Group *g, const float *x, int64_t rows, int64_t columns) {
+/* more: than the range has seen */
+static void see_rows(Range *range, const float *x, int64_t rows, int64_t columns, int more) {
     for (int64_t c = 0; c < columns; c += LANES) {
-        V low = v_load(g->low + c), high = v_load(g->high + c);
+        V low = more ? v_load(range->low + c) : v_set(LARGEST);
+        V high = more ? v_load(range->high + c) : v_set(-LARGEST);
         for (int64_t r = 0; r < rows; r++) {
             V y = v_load(x + r * columns + c);
             low = v_min(low, y);
             high = v_max(high, y);
         }
-        v_store(g->low + c, low);
-        v_store(g->high + c, high);
+        v_store(range->low + c, low);
+        v_store(range->high + c, high);
     }
 }
 
-/* Scales and zeros of a group, as they are stored, and what codes need of them */
-static void choose_scales(Group *g, int64_t columns, int bits, uint8_t *scales, uint8_t *zeros) {
+/* Scales and zeros of a group, whose first ones are `at` bytes behind those of a block */
+static void choose_scales(const Side *s, const Range *range, int64_t columns, uint8_t *block, int64_t at) {
     const V least = v_set(0x1p-24f);
-    for (int64_t c = 0; c < columns; c += LANES) {
-        V low = v_load(g->low + c), high = v_load(g->high + c);
-        V largest = v_max(v_abs(low), v_abs(high)), scale;
-        if (zeros)
-            scale = v_max((high - low) / v_set((float)((1 << bits) - 1)), largest / v_set(1024.0f));
-        else scale = largest / v_set((float)((1 << (bits - 1)) - 1));
-        v_store_half(scales + 2 * c, v_max(scale, least));
-        V step = v_half(scales + 2 * c), shift = v_set(0);
-        if (zeros) {
-            v_store_half(zeros + 2 * c, low / step + v_set(0)); /* -0 becomes 0 */
-            shift = v_set(0) - v_half(zeros + 2 * c);
-        }
-        v_store(g->shift + c, shift);
-        v_store(g->inverse + c, v_set(1.0f) / step);
+    for (int64_t c = 0; c < columns; c += LANES, at += 2 * LANES) {
+        V low = v_load(range->low + c), high = v_load(range->high + c);
+        V scale, largest = v_max(v_abs(low), v_abs(high));
+        if (s->zero < 0) scale = largest / v_set((float)((1 << (s->bits - 1)) - 1));
+        else scale = v_max((high - low) / v_set((float)((1 << s->bits) - 1)), largest / v_set(1024.0f));
+        v_store_half(block + s->scale + at, v_max(scale, least));
+        if (s->zero < 0) continue;
+        const V step = v_half(block + s->scale + at);
+        v_store_half(block + s->zero + at, low / step + v_set(0)); /* -0 becomes 0 */
     }
 }
 
-static void make_codes(const Group *g, float *x, int64_t rows, int64_t columns, int bits,
-                       int symmetric) {
-    const float limit = (float)((1 << (bits - 1)) - 1);
+/* Codes of a group in place: clamp(round(x / scale - zero)) */
+static void make_codes(const Side *s, float *x, int64_t rows, int64_t columns, const uint8_t *block,
+                       int64_t at) {
+    const int symmetric = s->zero < 0;
+    const float limit = (float)((1 << (s->bits - 1)) - 1);
     const V low = v_set(symmetric ? -limit : 0), after = v_set(symmetric ? limit + 1 : 0);
-    const V high = v_set(symmetric ? limit : (float)((1 << bits) - 1));
-    for (int64_t c = 0; c < columns; c += LANES) {
-        V shift = v_load(g->shift + c), inverse = v_load(g->inverse + c);
+    const V high = v_set(symmetric ? limit : (float)((1 << s->bits) - 1));
+    for (int64_t c = 0; c < columns; c += LANES, at += 2 * LANES) {
+        const V inverse = v_set(1.0f) / v_half(block + s->scale + at);
+        const V shift = symmetric ? v_set(0) : v_set(0) - v_half(block + s->zero + at);
         for (int64_t r = 0; r < rows; r++) {
-            float *at = x + r * columns + c;
-            V y = v_round(v_fused(v_load(at), inverse, shift));
-            v_store(at, v_min(v_max(y, low), high) + after);
+            float *from = x + r * columns + c;
+            V y = v_round(v_fused(v_load(from), inverse, shift));
+            v_store(from, v_min(v_max(y, low), high) + after);
         }
     }
 }
 
 /* Codes of a group whose range is clipped, their scales stretched so that <x', x> = <x, x> about the
  * mean: quantize.py has every step */
-static void fit(const Group *g, float *x, int64_t rows, int64_t columns, int bits, uint8_t *scales,
-                uint8_t *zeros) {
-    const V levels = v_set((float)((1 << bits) - 1)), share = v_set(bits == 2 ? 0.66f : 1.0f);
-    const V n = v_set((float)rows), half = v_set(0.5f), least = v_set(0x1p-24f);
-    for (int64_t c = 0; c < columns; c += LANES) {
-        const V low = v_load(g->low + c), high = v_load(g->high + c), width = (high - low) * share;
+static void fit(const Side *s, const Range *range, float *x, int64_t columns, uint8_t *block, int64_t at) {
+    const V levels = v_set((float)((1 << s->bits) - 1)), share = v_set(s->bits == 2 ? 0.66f : 1.0f);
+    const V n = v_set((float)s->group), half = v_set(0.5f), least = v_set(0x1p-24f);
+    for (int64_t c = 0; c < columns; c += LANES, at += 2 * LANES) {
+        const V low = v_load(range->low + c), high = v_load(range->high + c), width = (high - low) * share;
         V step = v_max(width / levels, v_max(v_abs(low), v_abs(high)) / v_set(1024.0f));
         step = v_max(step, least);
         const V start = (low + high) * half - width * half, inverse = v_set(1.0f) / step;
         V sum = v_set(0), codes = sum, squares = sum, along = sum;
-        for (int64_t r = 0; r < rows; r++) {
-            float *at = x + r * columns + c;
-            const V u = (v_load(at) - start) * inverse;
+        for (int64_t r = 0; r < s->group; r++) {
+            float *from = x + r * columns + c;
+            const V u = (v_load(from) - start) * inverse;
             const V code = v_min(v_max(v_round(u), v_set(0)), levels);
-            v_store(at, code);
+            v_store(from, code);
             sum = sum + u, codes = codes + code;
             squares = squares + u * u, along = along + u * code;
         }
@@ -111,8 +103,8 @@ static void fit(const Group *g, float *x, int64_t rows, int64_t columns, int bit
         const V stretch = v_min(v_max(whole / part, half), v_set(2.0f));
         const W stretched = part > v_set(0);
         const V by = (V)(((W)stretch & stretched) | ((W)v_set(1.0f) & ~stretched));
-        v_store_half(scales + 2 * c, v_max(step * by, least));
-        v_store_half(zeros + 2 * c, (start + step * mean) / v_half(scales + 2 * c) - middle);
+        v_store_half(block + s->scale + at, v_max(step * by, least));
+        v_store_half(block + s->zero + at, (start + step * mean) / v_half(block + s->scale + at) - middle);
     }
 }
 
@@ -127,7 +119,7 @@ static void store_means(const float *x, int64_t rows, int64_t columns, uint8_t *
 
 /* Codes [rows][columns] as words */
 static void pack(const Side *s, const float *codes, uint8_t *to) {
-    const int64_t halves = s->bits == 2 ? 2 : 1, words = s->columns / halves;
+    const int64_t halves = halves_of(s), words = s->columns / halves;
     const int planes = s->bits == 8 ? 2 : 4;
     const int64_t plane = s->rows / planes;
     for (int64_t r = 0; r < plane; r++)
@@ -144,24 +136,22 @@ static void pack(const Side *s, const float *codes, uint8_t *to) {
         }
 }
 
-/* The codes of x [rows][columns], where `groups` runs down: in place, scales to their planes */
-static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uint8_t *block, Group *g) {
-    for (int64_t i = 0; i < rows / s->group; i++) {
-        float *part = x + i * s->group * columns;
-        int64_t at = 2 * i * columns;
+/* The codes of x [rows][columns], where groups run down: in place, scales to their planes */
+static void quantise(const Side *s, float *x, int64_t rows, int64_t columns, uint8_t *block) {
+    Range range;
+    for (int64_t i = 0; i < rows / s->group; i++, x += s->group * columns) {
+        const int64_t at = 2 * i * columns;
         if (!s->bits) {
-            store_means(part, s->group, columns, block + s->scale + at);
+            store_means(x, s->group, columns, block + s->scale + at);
             continue;
         }
-        clear_group(g, columns);
-        see_rows(g, part, s->group, columns);
+        see_rows(&range, x, s->group, columns, 0);
         if (s->fitted) {
-            fit(g, part, s->group, columns, (int)s->bits, block + s->scale + at, block + s->zero + at);
-            continue;
+            fit(s, &range, x, columns, block, at);
+        } else {
+            choose_scales(s, &range, columns, block, at);
+            make_codes(s, x, s->group, columns, block, at);
         }
-        choose_scales(g, columns, (int)s->bits, block + s->scale + at,
-                      s->zero < 0 ? NULL : block + s->zero + at);
-        make_codes(g, part, s->group, columns, (int)s->bits, s->zero < 0);
     }
 }
 
@@ -185,45 +175,38 @@ static void encode_float8(const Side *s, float *x, uint8_t *block) {
     }
 }
 
-/* A side of one page: x [tokens][head dim] is overwritten. g: where the segment has its scales */
-static void encode_side(const Side *s, float *x, float *y, int values, uint8_t *block, Group *g,
-                        const Group *shared) {
-    const int64_t tokens = values ? s->columns : s->rows, dim = values ? s->rows : s->columns;
-    float *lying = x;
-    if (values) transpose(x, tokens, dim, y), lying = y;
+/* A side of one page: x [rows][columns] and y are overwritten. shared: the segment that has its scales */
+static void encode_side(const Side *s, float *x, float *y, uint8_t *block, const uint8_t *shared) {
     if (s->floating) {
-        encode_float8(s, lying, block);
+        encode_float8(s, x, block);
         return;
     }
     if (shared) {
-        make_codes(shared, lying, s->rows, s->columns, (int)s->bits, s->zero < 0);
+        make_codes(s, x, s->rows, s->columns, shared, 0);
     } else if (s->by == BY_COLUMN) {
-        quantise(s, lying, s->rows, s->columns, block, g);
-    } else { /* groups of a row: values lie that way as they come, keys do not */
-        float *other = values ? x : y;
-        if (!values) transpose(x, s->rows, s->columns, y);
-        quantise(s, other, s->columns, s->rows, block, g);
-        transpose(other, s->columns, s->rows, lying);
+        quantise(s, x, s->rows, s->columns, block);
+    } else { /* groups of a row */
+        transpose(x, s->rows, s->columns, y);
+        quantise(s, y, s->columns, s->rows, block);
+        transpose(y, s->columns, s->rows, x);
     }
-    pack(s, lying, block + s->codes);
+    if (s->bits) pack(s, x, block + s->codes);
 }
 
 /* K [tokens][head dim] in the order of a segment, band after band: y [tokens][columns] of each */
-static void encode_bands(const Format *f, const float *x, float *y, const uint8_t *segment,
-                         uint8_t *block, Group *g) {
+static void encode_bands(const Format *f, const float *x, float *y, const uint8_t *segment, uint8_t *block) {
     int16_t order[MAX_DIM];
     memcpy(order, segment + f->order, 2 * f->head_dim);
     const int16_t *from = order;
     for (const Side *s = f->k; s < f->k + f->bands; from += s->columns, s++) {
         for (int64_t t = 0; t < f->tokens; t++)
             for (int64_t c = 0; c < s->columns; c++) y[t * s->columns + c] = x[t * f->head_dim + from[c]];
-        quantise(s, y, s->rows, s->columns, block, g);
-        if (s->bits) pack(s, y, block + s->codes);
+        encode_side(s, y, NULL, block, NULL);
     }
 }
 
 /* V, lying [head dim][tokens], turned: H (s * v) / 8 by butterflies */
-static void encode_turned(const Format *f, float *y, const uint8_t *segment, uint8_t *block, Group *g) {
+static void turn_values(const Format *f, float *y, const uint8_t *segment) {
     const int64_t n = f->tokens;
     for (int64_t d = 0; d < f->head_dim; d++)
         for (int64_t t = 0; t < n && segment[f->signs + d / 8] >> d % 8 & 1; t++) y[d * n + t] *= -1.0f;
@@ -236,42 +219,36 @@ static void encode_turned(const Format *f, float *y, const uint8_t *segment, uin
             }
     for (int64_t t = 0; t < f->head_dim * n; t += LANES)
         v_store(y + t, v_finite(v_load(y + t) * v_set(0.125f)));
-    quantise(&f->v, y, f->head_dim, n, block, g);
-    pack(&f->v, y, block + f->v.codes);
 }
 
 /* The pages of one head in one segment; where pages share nothing, one page */
 static void encode_unit(const Encoding *e, int64_t unit) {
     const Format *f = e->format;
     const int64_t span = f->k->shared ? e->segment_tokens : f->tokens, head = unit % e->heads;
-    const int64_t first = unit / e->heads * span, size = e->type == FP32 ? 4 : 2;
+    const int64_t first = unit / e->heads * span, size = e->type == FP32 ? 4 : 2, dim = f->head_dim;
     const int64_t end = first + span < e->tokens ? first + span : e->tokens;
     const uint8_t *k = e->k + size * head * e->k_head, *v = e->v + size * head * e->v_head;
-    Desk desk;
-    Group shared;
+    ALIGNED float x[MAX_TOKENS * MAX_DIM + 16], y[MAX_TOKENS * MAX_DIM + 16];
     uint8_t *segment = e->segments + (first / e->segment_tokens * e->heads + head) * f->segment_bytes;
     if (f->k->shared) {
-        clear_group(&shared, f->head_dim);
+        Range range = {{0}, {0}}; /* gcc does not know that there is a page */
         for (int64_t t = first; t < end; t += f->tokens) {
-            read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
-            see_rows(&shared, desk.x, f->tokens, f->head_dim);
+            read_page(x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, dim);
+            see_rows(&range, x, f->tokens, dim, t > first);
         }
-        choose_scales(&shared, f->head_dim, (int)f->k->bits, segment + f->k->scale,
-                      f->k->zero < 0 ? NULL : segment + f->k->zero);
+        choose_scales(f->k, &range, dim, segment, 0);
     }
     for (int64_t t = first; t < end; t += f->tokens) {
-        int64_t page = t / f->tokens;
-        uint8_t *block = e->blocks + (e->pages ? e->pages[page] : page) * e->unit + e->base +
-                         head * f->block_bytes;
+        const int64_t page = e->pages ? e->pages[t / f->tokens] : t / f->tokens;
+        uint8_t *block = e->blocks + page * e->unit + e->base + head * f->block_bytes;
         memset(block, 0, f->block_bytes); /* planes may leave gaps */
-        read_page(desk.x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, f->head_dim);
-        if (f->order >= 0) encode_bands(f, desk.x, desk.y, segment, block, &desk.group);
-        else encode_side(f->k, desk.x, desk.y, 0, block, &desk.group, f->k->shared ? &shared : NULL);
-        read_page(desk.x, v + size * t * e->v_token, (int)e->type, e->v_token, f->tokens, f->head_dim);
-        if (f->order >= 0) {
-            transpose(desk.x, f->tokens, f->head_dim, desk.y);
-            encode_turned(f, desk.y, segment, block, &desk.group);
-        } else encode_side(&f->v, desk.x, desk.y, 1, block, &desk.group, NULL);
+        read_page(x, k + size * t * e->k_token, (int)e->type, e->k_token, f->tokens, dim);
+        if (f->order >= 0) encode_bands(f, x, y, segment, block);
+        else encode_side(f->k, x, y, block, f->k->shared ? segment : NULL);
+        read_page(y, v + size * t * e->v_token, (int)e->type, e->v_token, f->tokens, dim);
+        transpose(y, f->tokens, dim, x);
+        if (f->signs >= 0) turn_values(f, x, segment);
+        encode_side(&f->v, x, y, block, NULL);
         if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
     }
 }

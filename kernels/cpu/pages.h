@@ -1,7 +1,6 @@
 /* What the C of a CPU knows of pages: the numbers of formats.py, as library.py
  * fills them in. Offsets are bytes from the start of a block; -1 says that a plane is not there. */
-#ifndef DISAGG_PAGES_H
-#define DISAGG_PAGES_H
+#pragma once
 #include <stdint.h>
 #include <string.h>
 
@@ -93,4 +92,3 @@ typedef struct { /* one instruction set */
 extern const Path path_c, path_avx2, path_avx512vnni;
 void one_c(const Attention *, int64_t), one_avx2(const Attention *, int64_t),
     one_avx512vnni(const Attention *, int64_t);
-#endif

@@ -24,24 +24,52 @@ INLINE void v_store(float *p, V x) { memcpy(p, &x, sizeof x); }
 INLINE V v_set(float x) { return x - (V){0}; }
 INLINE V v_abs(V a) { return (V)((W)a & 0x7fffffff); }
 INLINE V v_round(V a) { return (a + 0x1.8p23f) - 0x1.8p23f; } /* below 2**22; ties to even */
-INLINE V v_number(V a) { return (V)((W)a & (a == a)); }       /* 0 where it is none */
-INLINE V v_zero_below(V a, V x, float limit) { return (V)((W)a & ~(x < limit)); }
 
 INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
     const Short h = __builtin_convertvector(x, Short);
     memcpy(p, &h, sizeof h);
 }
 
-#if LANES > 4
+/* Of a and b: LOW_ONES and HIGH_ONES take the first ones and the last ones of every 128 bits, in turn,
+ * LOW_TWOS and HIGH_TWOS two by two, EVEN_FOURS and ODD_FOURS every other 128 bits. ACROSS: the first
+ * ones of all 128 bits, then the second ones, and so on. NARROW: int32 as int16, of whatever is larger
+ * the largest. DOT(i, z, y): products of pairs of int16, added to a[i]. eight_words: of every fourth row */
+#define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
 #if LANES == 16
 #define MM(name) _mm512_##name
 #define NARROW _mm512_cvtsepi32_epi16
+#define EVEN_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0x88)
+#define ODD_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0xdd)
+#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+/* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
+#define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
 typedef __m256i Half;
-#else
+INLINE V eight_words(const uint8_t *p, const int64_t *at) {
+    __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(WORDS(0)), WORDS(1), 1);
+    x = _mm512_inserti32x4(x, WORDS(2), 2);
+    return (V)_mm512_inserti32x4(x, WORDS(3), 3);
+}
+#elif LANES == 8
 #define MM(name) _mm256_##name
 #define NARROW(x) _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1))
+#define EVEN_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x20)
+#define ODD_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x31)
+#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
+/* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
+#define DOT(i, z, y)                                        \
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
+            : "+x"(a[i]), "=&x"(product)                    \
+            : "x"(z), "x"(y))
 typedef __m128i Half;
+INLINE V eight_words(const uint8_t *p, const int64_t *at) {
+    return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
+}
 #endif
+#if LANES > 4
+#define LOW_ONES(a, b) (V) MM(unpacklo_ps)(a, b)
+#define HIGH_ONES(a, b) (V) MM(unpackhi_ps)(a, b)
+#define LOW_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0x44)
+#define HIGH_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0xee)
 INLINE V v_fma(V a, V b, V c) { return MM(fmadd_ps)(a, b, c); }
 INLINE V v_fused(V a, V b, V c) { return v_fma(a, b, c); }
 INLINE V v_max(V a, V b) { return MM(max_ps)(a, b); } /* of equals, and where one is NaN: b */
@@ -61,6 +89,19 @@ INLINE W v_store_rounded(int16_t *p, V a) { /* what it stores */
     return (W)x;
 }
 #else
+#define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define HIGH_ONES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define LOW_TWOS(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
+#define HIGH_TWOS(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
+#define EVEN_FOURS(a, b) a
+#define ODD_FOURS(a, b) b
+#define ACROSS(a) a
+#if defined(__SSE2__)
+#define DOT(i, z, y) a[i] += (W)_mm_madd_epi16((__m128i)(z), (__m128i)(y))
+#else
+#define DOT(i, z, y) a[i] += ((W)(z) & 0xffff) * ((y) << 16 >> 16) + ((W)(z) >> 16) * ((y) >> 16)
+#endif
+INLINE V eight_words(const uint8_t *p, const int64_t *at) { return v_load((const void *)(p + *at)); }
 INLINE V v_fma(V a, V b, V c) { return a * b + c; }
 INLINE V v_fused(V a, V b, V c) { /* rounded once, on any machine */
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -105,34 +146,6 @@ INLINE float v_sum(V a) {
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-/* Of a and b: the first ones and the last ones of every 128 bits, in turn, or two by two; every other
- * 128 bits, from the first or from the second on. Of a: the first ones of all 128 bits, then the
- * second ones, and so on */
-#if LANES > 4
-#define LOW_ONES(a, b) (V) MM(unpacklo_ps)(a, b)
-#define HIGH_ONES(a, b) (V) MM(unpackhi_ps)(a, b)
-#define LOW_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0x44)
-#define HIGH_TWOS(a, b) (V) MM(shuffle_ps)(a, b, 0xee)
-#else
-#define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define HIGH_ONES(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#define LOW_TWOS(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
-#define HIGH_TWOS(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
-#endif
-#if LANES == 16
-#define EVEN_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0x88)
-#define ODD_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0xdd)
-#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
-#elif LANES == 8
-#define EVEN_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x20)
-#define ODD_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x31)
-#define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
-#else
-#define EVEN_FOURS(a, b) a
-#define ODD_FOURS(a, b) b
-#define ACROSS(a) a
-#endif
-
 /* The largest number of each of four vectors, in every 128 bits */
 INLINE V v_mosts(const V *a) {
     const V u = v_max(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]));
@@ -170,7 +183,7 @@ INLINE void v_transpose(V *a) { /* LANES vectors */
 #pragma GCC unroll 4
     for (int i = 0; i < LANES; i += 4) v_transpose4(a + i);
 #pragma GCC unroll 2
-    for (int n = 4; n < LANES; n *= 2) { /* so far 128 bits are numbers; halving and joining moves them */
+    for (int n = 4; n < LANES; n *= 2) { /* all else moves 128 bits */
 #pragma GCC unroll 8
         for (int i = 0; i < LANES / 2; i++) {
             const V *from = a + i / 4 * 8 + i % 4;
@@ -186,7 +199,7 @@ INLINE V v_exp2(V x) { /* of x <= 0; 0 below 2**-90, before it costs subnormal p
     V whole = x + 0x1.8p23f, f = x - (whole - 0x1.8p23f), p = v_set(0x1.4258ep-13f);
 #pragma GCC unroll 6
     for (int i = 0; i < 6; i++) p = v_fma(p, f, v_set(terms[i]));
-    return v_zero_below((V)((W)p + ((W)whole << 23)), x, -90.0f); /* its exponent counts on */
+    return (V)(((W)p + ((W)whole << 23)) & ~(x < -90.0f)); /* its exponent counts on */
 }
 INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from the i-th on */
     if (type == FP16) return v_half(p + 2 * i);
@@ -220,33 +233,6 @@ typedef struct {
 
 typedef uint16_t Codes __attribute__((vector_size(4 * LANES)));
 enum { FIELDS = LANES == 16 ? 4 : 2 }; /* whose sums registers hold, of four queries */
-#define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
-#if LANES == 16
-/* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
-#define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
-INLINE V eight_words(const uint8_t *p, const int64_t *at) { /* of every fourth row */
-    __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(WORDS(0)), WORDS(1), 1);
-    x = _mm512_inserti32x4(x, WORDS(2), 2);
-    return (V)_mm512_inserti32x4(x, WORDS(3), 3);
-}
-#elif LANES == 8
-/* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
-#define DOT(i, z, y)                                        \
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
-            : "+x"(a[i]), "=&x"(product)                    \
-            : "x"(z), "x"(y))
-INLINE V eight_words(const uint8_t *p, const int64_t *at) {
-    return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
-}
-#else
-#if defined(__SSE2__)
-#define DOT(i, z, y) a[i] += (W)_mm_madd_epi16((__m128i)(z), (__m128i)(y))
-#else
-#define DOT(i, z, y) a[i] += ((W)(z) & 0xffff) * ((y) << 16 >> 16) + ((W)(z) >> 16) * ((y) >> 16)
-#endif
-INLINE V eight_words(const uint8_t *p, const int64_t *at) { return v_load((const void *)(p + *at)); }
-#endif
-
 /* Two words of each of LANES rows: FIELDS fields of them from `bit` on, times the columns that x has
  * at `to`. A sum of a row stays in one lane. same: x is, of every two fields */
 INLINE void add_codes(W *a, Codes words, int bits, int bit, const int16_t *const *x, int64_t to, int odd,
