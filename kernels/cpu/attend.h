@@ -58,13 +58,11 @@ typedef struct {
     float middle;
 } Span;
 typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
-    V most[4], bias[TILE], sum[TILE];
+    V most[4], bias[4], sum[4];
 } Found;
 INLINE void nothing_found(Found *found) { /* not memset: rep stos, which waits */
 #pragma GCC unroll 4
-    for (int h = 0; h < 4; h++) found->most[h] = v_set(0);
-#pragma GCC unroll 4
-    for (int h = 0; h < TILE; h++) found->bias[h] = found->sum[h] = v_set(0);
+    for (int h = 0; h < 4; h++) found->most[h] = found->bias[h] = found->sum[h] = v_set(0);
 }
 
 /* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on */
@@ -129,7 +127,6 @@ static void fold_columns(const Side *bands, int count, const Strip *strip, const
                     V by = v_half(scale + 2 * c), z = v_set(0);
                     if (s->zero >= 0 || !s->bits) z = middle;
                     if (s->zero >= 0) z = z + v_half(zero + 2 * c);
-#pragma GCC unroll 4
                     for (int h = 0; h < TILE; h++) {
                         V t = v_load(x + h * LINE + at + c) * by;
                         found.bias[h] = v_fma(t, z, found.bias[h]);
@@ -241,12 +238,11 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
 
 /* Rows of numbers times vectors x [TILE][LINE]: out [TILE][LINE]; `count` is a multiple of 16 */
 INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next, int64_t count,
-                                int64_t columns, const float *x, float times, float *out) {
+                             int64_t columns, const float *x, float times, float *out) {
     enum { AT_ONCE = SUMS / TILE };
     const int64_t size = type == FP32 ? 4 : type == FP8 ? 1 : 2, stride = size * columns;
     for (int64_t r = 0; r < count; r += AT_ONCE) {
         V a[SUMS];
-#pragma GCC unroll 16
         for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
             V y[AT_ONCE];
@@ -273,21 +269,20 @@ INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next,
     else if (type == FP32) F(FP32, __VA_ARGS__);   \
     else F(FP8, __VA_ARGS__)
 
-/* Sparse slots of all columns: delta times the vector x [4][LINE], added at their rows */
-static void gather_sparse(const Side *s, const uint8_t *block, const float *x, Queries *rows) {
-    const uint8_t *index = block + s->index;
-    float delta[16 * MAX_SLOTS], *d = delta;
-    for (int64_t c = 0; c < s->columns; c++) {
-        Queries by;
-        if (c % 16 == 0) read_halves(d = delta, block + s->delta + 2 * c * s->slots, 16 * s->slots);
-        for (int h = 0; h < TILE; h++) by[h] = x[h * LINE + c];
-        for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by * *d++;
+/* Sparse slots of some pages: delta times the vector x [4][LINE], added at their rows to out [4][LINE] */
+static void add_sparse(const Side *s, const Strip *strip, const float *x, Queries *rows, float *out) {
+    memset(rows, 0, sizeof *rows * s->rows);
+    for (int page = 0; page < strip->count; page++, x += s->columns) {
+        const uint8_t *block = strip->blocks[page], *index = block + s->index;
+        float delta[16 * MAX_SLOTS], *d = delta;
+        for (int64_t c = 0; c < s->columns; c++) {
+            Queries by;
+            if (c % 16 == 0) read_halves(d = delta, block + s->delta + 2 * c * s->slots, 16 * s->slots);
+            for (int h = 0; h < TILE; h++) by[h] = x[h * LINE + c];
+            for (int64_t i = 0; i < s->slots; i++) rows[*index++] += by * *d++;
+        }
     }
-}
-
-/* What was gathered, into out [4][LINE] */
-static void add_sparse(const Queries *rows, int64_t count, float *out) {
-    for (int64_t r = 0; r < count; r += LANES) {
+    for (int64_t r = 0; r < s->rows; r += LANES) {
         V a[4];
         memcpy(a, rows + r, LANES * sizeof *rows);
         if (TILE == 4) v_transpose4(a);
@@ -395,9 +390,9 @@ static void leave_segment(Tile *t, const Format *f, int last) {
 }
 
 /* Scores s [4][LINE] of tokens from `first` on become weights; what was gathered is scaled down */
-static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, float *down) {
+static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, float down[16]) {
     V most[4] = {0};
-    float top[LANES], change[16] = {0};
+    float top[LANES];
     for (int h = 0; h < TILE; h++) {
         int64_t lo = t->lo[h] - first, hi = t->hi[h] - first;
         for (int64_t i = 0; i < tokens && i < lo; i++) s[h][i] = -__builtin_inff();
@@ -406,10 +401,10 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
         for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
     }
     v_store(top, v_mosts(most));
-    for (int h = 0; h < TILE; h++) change[h] = t->top[h] - top[h];
-    v_store(change, v_exp2(v_load(change)));
+    for (int h = 0; h < TILE; h++) down[h] = t->top[h] - top[h];
+    v_store(down, v_exp2(v_load(down)));
     for (int h = 0; h < TILE; h++) {
-        V sum = v_load(t->total[h]) * v_set(change[h]), from = v_set(top[h]);
+        V sum = v_load(t->total[h]) * v_set(down[h]), from = v_set(top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) {
             V p = v_exp2(v_load(s[h] + i) - from);
             v_store(s[h] + i, p);
@@ -417,7 +412,6 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
         }
         v_store(t->total[h], sum);
         t->top[h] = top[h];
-        down[h] = change[h];
     }
 }
 
@@ -457,11 +451,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
                 v_store(out + h * LINE + i, y);
             }
     }
-    if (k->slots) {
-        memset(room->sparse, 0, sizeof(Queries) * k->rows);
-        gather_sparse(k, block, t->q[0], room->sparse);
-        add_sparse(room->sparse, k->rows, out);
-    }
+    if (k->slots) add_sparse(k, strip, t->q[0], room->sparse, out);
     cap_scores(t, out, f->tokens);
     for (int64_t i = 0; f->valid >= 0 && i < f->tokens; i++)
         for (int h = 0; h < TILE && !(block[f->valid + i / 8] >> (i % 8) & 1); h++)
@@ -485,12 +475,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         fold_columns(v, 1, strip, room->s[0], room, &room->v);
         contract_columns(v, 1, strip, &room->v, out[0]);
     }
-    if (v->slots) {
-        memset(room->sparse, 0, sizeof(Queries) * v->rows);
-        for (int i = 0; i < strip->count; i++)
-            gather_sparse(v, strip->blocks[i], room->s[0] + i * f->tokens, room->sparse);
-        add_sparse(room->sparse, v->rows, out[0]);
-    }
+    if (v->slots) add_sparse(v, strip, room->s[0], room->sparse, out[0]);
     if (v->rank) {
         V sums[TILE][MAX_RANK];
         for (int i = 0; i < strip->count; i++) {
@@ -516,7 +501,6 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
                         int64_t stride, int64_t first, int64_t tokens, int64_t d, int wide, int all) {
     V o[SUMS];
     const int size = type == FP32 ? 4 : 2;
-#pragma GCC unroll 16
     for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
     for (int64_t i = 0; i < tokens; i++) {
         V y[SUMS];
@@ -533,14 +517,13 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
                 o[h * wide + j] = v_fma(v_set(p[h * LINE + i]), y[j], o[h * wide + j]);
         }
     }
-#pragma GCC unroll 16
     for (int i = 0; i < TILE * wide; i++) v_store(t->o[i / wide] + d + i % wide * LANES, o[i]);
 }
 
-INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
-                          int64_t stride, int64_t first, int64_t tokens, int64_t dim) {
+INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
+                       int64_t first, int64_t tokens, int64_t dim) {
     enum { WIDE = TILE == 1 ? 4 : 2 };
-    int all = 1;
+    int64_t stride = dim * (type == FP32 ? 4 : 2), all = 1;
     for (int h = 0; h < TILE; h++) all &= t->lo[h] <= first && first + tokens <= t->hi[h];
     int64_t d = 0;
     for (; all && d + WIDE * LANES <= dim; d += WIDE * LANES)
@@ -550,8 +533,8 @@ INLINE void add_values_of(int type, Tile *t, const float *p, const uint8_t *rows
 
 /* What a tile sees of the pages of a strip, whose first token is `first` */
 static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
-    const int64_t tokens = f->tokens, size = f->raw == FP32 ? 4 : 2;
-    float down[TILE];
+    const int64_t tokens = f->tokens;
+    float down[16] = {0};
     for (int i = 0; i < strip->count; i++)
         score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->next[i]}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
@@ -562,8 +545,8 @@ static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t f
             v_store(t->o[h] + d, f->raw == NO_TYPE ? v_fma(o, by, v_load(room->out[h] + d)) : o * by);
         }
     for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
-        BY_TYPE(f->raw, add_values_of, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                strip->next[i] + f->raw_v, size * f->head_dim, first + at, tokens, f->head_dim);
+        BY_TYPE(f->raw, add_values, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
+                strip->next[i] + f->raw_v, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {

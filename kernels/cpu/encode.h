@@ -23,10 +23,8 @@ static void transpose(const float *x, int64_t rows, int64_t columns, float *y) {
     for (int64_t r = 0; r < rows; r += LANES)
         for (int64_t c = 0; c < columns; c += LANES) {
             V a[LANES];
-#pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) a[i] = v_load(x + (r + i) * columns + c);
             v_transpose(a);
-#pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) v_store(y + (c + i) * rows + r, a[i]);
         }
 }

@@ -33,7 +33,7 @@ INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
 /* Of a and b: LOW_ONES and HIGH_ONES take the first ones and the last ones of every 128 bits, in turn,
  * LOW_TWOS and HIGH_TWOS two by two, EVEN_FOURS and ODD_FOURS every other 128 bits. ACROSS: the first
  * ones of all 128 bits, then the second ones, and so on. NARROW: int32 as int16, of whatever is larger
- * the largest. DOT(i, z, y): products of pairs of int16, added to a[i]. eight_words: of every fourth row */
+ * the largest. dot: products of pairs of int16, z being none below 0. eight_words: of every fourth row */
 #define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
 #if LANES == 16
 #define MM(name) _mm512_##name
@@ -42,7 +42,7 @@ INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
 #define ODD_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0xdd)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
 /* not _mm512_dpwssd_epi32: gcc 12 moves all sums to other registers and back in every turn of a loop */
-#define DOT(i, z, y) __asm__("vpdpwssd %2, %1, %0" : "+v"(a[i]) : "v"(z), "v"(y))
+INLINE void dot(W *sum, W z, W y) { __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(z), "v"(y)); }
 typedef __m256i Half;
 INLINE V eight_words(const uint8_t *p, const int64_t *at) {
     __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(WORDS(0)), WORDS(1), 1);
@@ -56,10 +56,10 @@ INLINE V eight_words(const uint8_t *p, const int64_t *at) {
 #define ODD_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x31)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
 /* not intrinsics: gcc 12 adds up products of two chunks first, for which registers do not suffice */
-#define DOT(i, z, y)                                        \
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" \
-            : "+x"(a[i]), "=&x"(product)                    \
-            : "x"(z), "x"(y))
+INLINE void dot(W *sum, W z, W y) {
+    W product;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(*sum), "=&x"(product) : "x"(z), "x"(y));
+}
 typedef __m128i Half;
 INLINE V eight_words(const uint8_t *p, const int64_t *at) {
     return (V)_mm256_inserti128_si256(_mm256_castsi128_si256(WORDS(0)), WORDS(1), 1);
@@ -97,9 +97,9 @@ INLINE W v_store_rounded(int16_t *p, V a) { /* what it stores */
 #define ODD_FOURS(a, b) b
 #define ACROSS(a) a
 #if defined(__SSE2__)
-#define DOT(i, z, y) a[i] += (W)_mm_madd_epi16((__m128i)(z), (__m128i)(y))
+INLINE void dot(W *sum, W z, W y) { *sum += (W)_mm_madd_epi16((__m128i)z, (__m128i)y); }
 #else
-#define DOT(i, z, y) a[i] += ((W)(z) & 0xffff) * ((y) << 16 >> 16) + ((W)(z) >> 16) * ((y) >> 16)
+INLINE void dot(W *sum, W z, W y) { *sum += (z & 0xffff) * (y << 16 >> 16) + (z >> 16) * (y >> 16); }
 #endif
 INLINE V eight_words(const uint8_t *p, const int64_t *at) { return v_load((const void *)(p + *at)); }
 INLINE V v_fma(V a, V b, V c) { return a * b + c; }
@@ -158,15 +158,12 @@ INLINE V v_mosts(const V *a) {
 /* LANES vectors -> the sum of each */
 INLINE V v_sums(const V *a) {
     V sums[LANES / 4];
-#pragma GCC unroll 4
     for (int k = 0; k < LANES / 4; k++, a += 4) {
         const V u = LOW_ONES(a[0], a[1]) + HIGH_ONES(a[0], a[1]);
         const V v = LOW_ONES(a[2], a[3]) + HIGH_ONES(a[2], a[3]);
         sums[k] = LOW_TWOS(u, v) + HIGH_TWOS(u, v);
     }
-#pragma GCC unroll 2
     for (int n = LANES / 8; n; n /= 2)
-#pragma GCC unroll 2
         for (int k = 0; k < n; k++)
             sums[k] = EVEN_FOURS(sums[2 * k], sums[2 * k + 1]) + ODD_FOURS(sums[2 * k], sums[2 * k + 1]);
     return sums[0];
@@ -180,11 +177,8 @@ INLINE void v_transpose4(V *a) { /* four vectors, in every 128 bits */
 }
 INLINE void v_transpose(V *a) { /* LANES vectors */
     V t[LANES];
-#pragma GCC unroll 4
     for (int i = 0; i < LANES; i += 4) v_transpose4(a + i);
-#pragma GCC unroll 2
     for (int n = 4; n < LANES; n *= 2) { /* all else moves 128 bits */
-#pragma GCC unroll 8
         for (int i = 0; i < LANES / 2; i++) {
             const V *from = a + i / 4 * 8 + i % 4;
             t[i] = EVEN_FOURS(from[0], from[4]), t[i + LANES / 2] = ODD_FOURS(from[0], from[4]);
@@ -238,18 +232,15 @@ enum { FIELDS = LANES == 16 ? 4 : 2 }; /* whose sums registers hold, of four que
 INLINE void add_codes(W *a, Codes words, int bits, int bit, const int16_t *const *x, int64_t to, int odd,
                       int same) {
     const uint16_t mask = (1 << bits) - 1;
-    W product;
-    (void)product;
     for (int f = 0; f < FIELDS && f * bits < 16; f += 2) {
         const int at = bit + f * bits;
         const Codes y = words >> at & mask, z = words >> (at + bits - odd) & (uint16_t)(mask << odd);
-#pragma GCC unroll 4
         for (int h = 0; h < TILE; h++) {
             int32_t b, c;
             memcpy(&b, x[f] + to + h * OPERANDS, sizeof b);
             memcpy(&c, x[same ? f : f + 1] + to + h * OPERANDS, sizeof c);
-            DOT(4 * f + h, y, (W){0} + b);
-            DOT(4 * f + 4 + h, z, (W){0} + c);
+            dot(a + 4 * f + h, (W)y, (W){0} + b);
+            dot(a + 4 * f + 4 + h, (W)z, (W){0} + c);
         }
     }
 }
@@ -261,19 +252,16 @@ INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, i
     int64_t at[LANES / 4];
     for (int i = 0; i < LANES / 4; i++) at[i] = (4 * i < rows ? 4 * i : 0) * p->stride;
     for (int64_t c = 0; c < p->width; c += 8, from += 16) {
-        V u[4], v[4];
+        V words[4];
 #pragma GCC unroll 4
         for (int i = 0; i < LANES / 4 && field == 0; i++, next += 64) __builtin_prefetch(next);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) u[i] = eight_words(from + i * p->stride, at);
-        v[0] = LOW_ONES(u[0], u[1]), v[1] = HIGH_ONES(u[0], u[1]);
-        v[2] = LOW_ONES(u[2], u[3]), v[3] = HIGH_ONES(u[2], u[3]);
+        for (int i = 0; i < 4; i++) words[i] = eight_words(from + i * p->stride, at);
+        v_transpose4(words);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) { /* words 2 i and 2 i + 1 of all rows */
-            const V low = v[i / 2], high = v[i / 2 + 2];
-            const Codes words = (Codes)(i % 2 ? HIGH_TWOS(low, high) : LOW_TWOS(low, high));
-            add_codes(a, words, bits, field * bits, x, p->at[0] + c + 2 * i, odd, same);
-            if (bits == 2) add_codes(a, words, bits, field * bits + 8, x, p->at[1] + c + 2 * i, odd, same);
+            const Codes two = (Codes)words[i];
+            add_codes(a, two, bits, field * bits, x, p->at[0] + c + 2 * i, odd, same);
+            if (bits == 2) add_codes(a, two, bits, field * bits + 8, x, p->at[1] + c + 2 * i, odd, same);
         }
     }
 }
@@ -285,7 +273,6 @@ INLINE void products_in(const Products *p, int fields, int field, int same) {
         const int64_t lane = row - start, rows = p->plane - start, most = LANES - lane;
         const int64_t left = p->end - row < most ? p->end - row : most;
         W a[4 * FIELDS];
-#pragma GCC unroll 16
         for (int i = 0; i < 4 * FIELDS; i++) a[i] = (W){0};
         for (const Part *part = p->parts; part < p->parts + p->count; part++) {
             if (fields == 2) add_part(a, part, start, rows, 8, field, x, 0, same);
