@@ -270,7 +270,7 @@ INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next,
     else F(FP8, __VA_ARGS__)
 
 /* Sparse slots of some pages: delta times the vector x [4][LINE], added at their rows to out [4][LINE] */
-static void add_sparse(const Side *s, const Strip *strip, const float *x, Queries *rows, float *out) {
+APART void add_sparse(const Side *s, const Strip *strip, const float *x, Queries *rows, float *out) {
     memset(rows, 0, sizeof *rows * s->rows);
     for (int page = 0; page < strip->count; page++, x += s->columns) {
         const uint8_t *block = strip->blocks[page], *index = block + s->index;
@@ -292,7 +292,7 @@ static void add_sparse(const Side *s, const Strip *strip, const float *x, Querie
 }
 
 /* A of a page [tokens][rank], lying: [rank][tokens] */
-static void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
+APART void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
     const uint8_t *from = block + s->a;
     if (s->rank == 4) {
         for (int64_t t = 0; t < tokens; t += LANES, from += 8 * LANES) {
@@ -339,7 +339,7 @@ static void turn_back(const Format *f, const uint8_t *segment, float (*x)[LINE],
 }
 
 /* What queries have to do with a segment, when its first page comes */
-static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
+APART void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
     const Side *k = f->k;
     t->segment = segment;
     const float *x = k->turn ? t->turned[0] : t->q[0];
@@ -362,7 +362,7 @@ static void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room
 }
 
 /* What is gathered in terms of a segment becomes output; last: of a table. Signs are those of all */
-static void leave_segment(Tile *t, const Format *f, int last) {
+APART void leave_segment(Tile *t, const Format *f, int last) {
     const Side *v = &f->v;
     const uint8_t *segment = t->segment;
     if (v->turn || (last && f->signs >= 0)) { /* o, turned back, joins what is not turned */

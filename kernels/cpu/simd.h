@@ -7,6 +7,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64))) /* a load that crosses lines of a cache takes two */
+#define APART static __attribute__((noinline)) /* what few formats need: its frame is not that of all */
 
 enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors of sums that registers hold */
 typedef float V __attribute__((vector_size(4 * LANES)));
