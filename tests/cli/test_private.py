@@ -90,6 +90,8 @@ def home(tmp_path: Path) -> Iterator[Home]:
     finally:
         for process in found.begun:  # of a test that failed: all of it ends with its process
             process.kill()
+            if not process.stderr.closed:
+                print(process.stderr.read())  # shown where the test failed
 
 
 def test_a_cold_submit_answers_and_leaves_nothing(home):

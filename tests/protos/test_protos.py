@@ -15,7 +15,8 @@ def describe(path: Path, out: Path) -> FileDescriptorProto:
     protoc = pytest.importorskip("grpc_tools.protoc")
     target = out / "descriptor"
     flags = ["--include_source_info", f"--descriptor_set_out={target}"]
-    assert protoc.main(["protoc", f"-I{ROOT / 'protos'}", *flags, str(path)]) == 0
+    here = f"-Idisagg/protos={ROOT / 'protos' / 'disagg'}"
+    assert protoc.main(["protoc", here, *flags, f"disagg/protos/v1/{path.name}"]) == 0
     return FileDescriptorSet.FromString(target.read_bytes()).file[0]
 
 
