@@ -43,7 +43,7 @@ MEET_S = 10.0
 TELL_S = 3.0  # between two looks at what workers do that load
 WATCH_S = 1.0  # a front end that is gone watches no longer than this beside the next one
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
-RESTARTS = 3  # of a private Ray, before the service gives up
+RESTARTS = 3  # of a private Ray with no worker that serves between, before the service gives up
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,7 @@ class Cluster:
         self.wanted = {Role(role): number for role, number in config.cluster.roles.items()}
         self._found: list[str] = []  # names of workers that were there before
         self._replaced = self._restarts = 0
+        self._lost = 0  # times since a worker served
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -184,8 +185,7 @@ class Cluster:
         self._guest = not self._private and ray.is_initialized()
         try:
             if not self._guest:
-                quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-                ray.init(**self._where(), **quiet)
+                ray.init(**self._where(), log_to_driver=False, logging_level="ERROR")
             if self._private:
                 (node,) = ray.nodes()
                 self._gpus = int(node["Resources"].get("GPU", 0))
@@ -207,8 +207,7 @@ class Cluster:
         """
         self._actors = [self._load(role, name) for role, name in self._names()]
         loading = {actor.call: actor for actor in self._actors}
-        started: list[Started] = []
-        told = ""
+        started, told = list[Started](), ""
         while loading and not serves([x.role for x in started]):
             ready, _ = ray.wait(list(loading), timeout=TELL_S)
             if ready:
@@ -251,7 +250,7 @@ class Cluster:
     def look(self, on_up: Callable[[Started], None], on_down: Callable[[str], None]) -> None:
         """Wait a moment for a death or a worker that is ready; tell of it, replace the dead.
 
-        PeerLostError once a private Ray was lost more often than it is started anew.
+        PeerLostError once a private Ray was lost again and again, and no worker served between.
         """
         if not all(knock(*door) for door in self._doors):
             self._start_anew(on_down)
@@ -262,6 +261,7 @@ class Cluster:
             try:
                 if actor.started is None:
                     on_up(self._enter(actor))
+                    self._lost = 0
                     continue
                 on_down(actor.name)
                 if not actor.leaves:
@@ -389,8 +389,7 @@ class Cluster:
         for actor in serving:
             actor.handle.stop.remote()
         if ends := [actor.call for actor in serving]:
-            patience_s = self._config.cluster.grace_s + RETRY_S
-            ray.wait(ends, num_returns=len(ends), timeout=patience_s)
+            ray.wait(ends, num_returns=len(ends), timeout=self._config.cluster.grace_s + RETRY_S)
         for actor in self._actors:
             if actor.started or actor.name not in self._found:
                 ray.kill(actor.handle)
@@ -398,12 +397,13 @@ class Cluster:
     def _start_anew(self, on_down: Callable[[str], None]) -> None:
         """Ray is gone, and its workers with it: another one, with all workers."""
         self._restarts += 1
+        self._lost += 1
         for actor in self._actors:
             on_down(actor.name)
         self._actors = []
         ray.shutdown()
-        if self._restarts > RESTARTS:
-            raise PeerLostError(f"the private Ray was lost {self._restarts} times; given up")
+        if self._lost > RESTARTS:
+            raise PeerLostError(f"the private Ray was lost {self._lost} times; given up")
         log.error("the private Ray is gone; starting another one")
         try:
             self.connect()

@@ -346,14 +346,21 @@ def test_a_worker_that_cannot_start_is_an_error_at_the_start():
         FakeCluster(("model", "no such model")).start()
 
 
-def test_a_lost_ray_starts_anew_with_all_workers_and_not_for_ever(cluster):
-    for i in range(1, launch.RESTARTS + 1):
+def test_a_lost_ray_starts_anew_with_all_workers_as_often_as_they_serve_between(cluster):
+    for i in range(1, 2 * launch.RESTARTS):
         cluster.there = False
         ups = [x for _ in range(3) for x in cluster.step()]
         assert cluster.connected == i
         assert [x[0] for x in ups] == ["-", "-", "+", "+"]
         assert sum(x.startswith("+prefill-0.") for x in ups) == 1
         assert sum(x.startswith("+decode-0.") for x in ups) == 1
+
+
+def test_a_ray_that_is_lost_before_anything_serves_is_not_started_for_ever(cluster):
+    cluster.outcomes = [LOADING] * 2 * launch.RESTARTS
+    for _ in range(launch.RESTARTS):
+        cluster.there = False
+        cluster.step()
     cluster.there = False
     with pytest.raises(PeerLostError, match="4 times"):
         cluster.step()
