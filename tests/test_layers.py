@@ -51,7 +51,7 @@ BUDGETS = {
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
-    "files": 2018,  # disagg/*.py
+    "files": 2019,  # disagg/*.py
     "kernels": 6164,
     "model": 1804,
     "report": 162,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21126  # of all these rooms together
+PACKAGE_BUDGET = 21127  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
