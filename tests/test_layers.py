@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 162,
     "server": 1983,
     "transfer": 3368,
-    "workers": 3105,
+    "workers": 3106,
     "tests": 24550,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21127  # of all these rooms together
+PACKAGE_BUDGET = 21128  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -63,7 +63,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Parcel:
-    """One page frame of `size` bytes, in parts: the pages lie where they were.
+    """One page frame of `size` bytes with `items`, in parts: the pages lie where they were.
 
     queued_since: when its first item was offered
     """

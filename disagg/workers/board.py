@@ -9,13 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from disagg.config import EngineConfig
 from disagg.workers.members import Member
 
 if TYPE_CHECKING:
     from disagg.workers.dispatch import Entry
 
 AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
-STEP_TOKENS = 512  # or as many as are computed in one step anyway
+STEP_TOKENS = EngineConfig.max_batch_tokens  # or as many as are computed in one step anyway
 AFFINITY = 4  # sequences that a decode worker may have more if it has all pages of a prompt
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
 

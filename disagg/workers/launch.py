@@ -43,7 +43,7 @@ MEET_S = 10.0
 TELL_S = 3.0  # between two looks at what workers do that load
 WATCH_S = 1.0  # a front end that is gone watches no longer than this beside the next one
 TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
-RESTARTS = 3  # of a private Ray with no worker that serves between, before the service gives up
+RESTARTS = 3  # of a private Ray before a worker serves again; then the service gives up
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +167,7 @@ class Cluster:
         self._actors: list[Actor] = []
         self.wanted = {Role(role): number for role, number in config.cluster.roles.items()}
         self._found: list[str] = []  # names of workers that were there before
-        self._replaced = self._restarts = 0
-        self._lost = 0  # times since a worker served
+        self._replaced = self._restarts = self._lost = 0  # the last one: since a worker served
         self._doors: list[tuple[str, int]] = []  # where a private Ray listens
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -403,7 +402,8 @@ class Cluster:
         self._actors = []
         ray.shutdown()
         if self._lost > RESTARTS:
-            raise PeerLostError(f"the private Ray was lost {self._lost} times; given up")
+            told = f"the private Ray was lost {self._lost} times before a worker served"
+            raise PeerLostError(f"{told}; given up")
         log.error("the private Ray is gone; starting another one")
         try:
             self.connect()

@@ -385,7 +385,7 @@ def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> No
 def test_short_prompts_start_as_many_at_once_as_fill_a_step() -> None:
     dispatch = house("p", "d")
     for number in range(12):
-        dispatch.submit(job(f"{number}", 64), 0.0)
+        dispatch.submit(job(f"{number}", 72), 0.0)  # eight fill the 576 tokens of one
     phases = [entry.phase for entry in dispatch.entries.values()]
     assert phases == [Phase.RESERVE] * 8 + [Phase.QUEUED] * 4
 
