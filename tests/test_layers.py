@@ -46,7 +46,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4201,
+    "bench": 4196,
     "cli": 2002,
     "codecs": 3001,
     "engine": 1912,
@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1804,
     "report": 162,
     "server": 1983,
-    "transfer": 3368,
+    "transfer": 3364,
     "workers": 3106,
     "tests": 24550,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21128  # of all these rooms together
+PACKAGE_BUDGET = 21119  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -104,10 +104,10 @@ class End:
 
 
 class ReceivingEnd(End):
-    """What a benchmark asks of the decode worker; a prompt that is complete is freed at once."""
+    """What a benchmark asks of the decode worker."""
 
     def __init__(self) -> None:
-        self._admitted = 0
+        self._admitted: list[tuple[Reservations, Admission]] = []
         self._tasks: list[asyncio.Task[object]] = []
 
     async def open(self, plans: Mapping[str, Plan], nbytes: int) -> None:
@@ -122,7 +122,7 @@ class ReceivingEnd(End):
         reservations = Reservations(
             self._terms,
             self._pool,
-            lambda admission: self._admit(reservations, admission),
+            lambda admission: self._admitted.append((reservations, admission)),
             lambda rid, attempt, reason: None,
         )
         receiver = Receiver(reservations)
@@ -145,20 +145,15 @@ class ReceivingEnd(End):
         return child.serve_raw(host, nbytes)
 
     async def settle(self) -> int:
-        """How many prompts were admitted since the last time; all are freed by then."""
-        count, self._admitted = self._admitted, 0
-        self._pool.check_integrity()
-        assert not self._pool.referenced_pages
-        return count
-
-    def _admit(self, reservations: Reservations, admission: Admission) -> None:
-        def free() -> None:
+        """How many prompts were admitted since the last time; they are freed."""
+        admitted, self._admitted = self._admitted, []
+        for reservations, admission in admitted:
             for state in admission.groups:
                 self._pool.release(list(state.ids()))
             reservations.finished(admission.job.rid, admission.job.attempt)
-
-        self._admitted += 1
-        asyncio.get_running_loop().call_soon(free)
+        self._pool.check_integrity()
+        assert not self._pool.referenced_pages
+        return len(admitted)
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,9 @@ class Outbox:
         self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queue = deque[Item]()  # to send
-        self._queued_bytes = 0  # of messages with all of it
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
-        self._sent: dict[Item, int] = {}  # digests as they were first packed: the promise
+        self._sent: dict[int, int] = {}  # by place, digests as they were first packed: the promise
         self.there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
 
     def offer(self, items: Iterable[Item], now: float) -> None:
@@ -127,12 +126,13 @@ class Outbox:
     @property
     def cached_bytes(self) -> int:
         """Bytes that need not be sent, because the receiver has them."""
-        return sum(map(self.checklist.nbytes, self.there.keys() - self._sent.keys()))
+        unsent = (item for item in self.there if self.checklist.place(item) not in self._sent)
+        return sum(map(self.checklist.nbytes, unsent))
 
     def manifest(self) -> tuple[int, ...]:
         """The digest of every item, in the order of the checklist; only once drained."""
-        digests = self.there | self._sent
-        return tuple(map(digests.__getitem__, self._order))
+        there = {self.checklist.place(item): seen for item, seen in self.there.items()}
+        return tuple(map((there | self._sent).__getitem__, range(self.checklist.num_items)))
 
     def attached(self, here: Mapping[int, int], credit: int) -> None:
         """Start over with a receiver that has these items, sent before or found by their keys.
@@ -141,11 +141,11 @@ class Outbox:
         """
         if max(here, default=0) >= len(self._order):
             raise CorruptFrameError(f"item {max(here)} of {len(self._order)} is there")
-        told = zip(map(self._order.__getitem__, here), here.values(), strict=True)
-        self.there = {x: seen for x, seen in told if self._sent.get(x, seen) == seen}
+        kept = [place for place, seen in here.items() if self._sent.get(place, seen) == seen]
+        self.there = {self._order[place]: here[place] for place in kept}
         self._flight.clear()
         self._queue.clear()
-        self._ready, self._queued_bytes, self.credit = None, 0, credit
+        self._ready, self.credit = None, credit
         self._enqueue(self._given)
 
     def answered(self, stored: bool = True) -> None:
@@ -158,9 +158,10 @@ class Outbox:
 
     def next_parcel(self, ticket: Ticket) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
-        full = HEADER_BYTES + self._queued_bytes >= self.frame_bytes
-        if self._ready is None and self._queue and (full or self._whole or not self._flight):
-            self._ready = self._pack(ticket)
+        if self._ready is None and self._queue:
+            items, full = self._head()
+            if full or self._whole or not self._flight:
+                self._ready = self._pack(ticket, items)
         if (parcel := self._ready) is None:
             return None
         window = min(self.credit, 2 * max(self.frame_bytes, parcel.size))
@@ -175,34 +176,29 @@ class Outbox:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
-        absent = [item for item in items if item not in self.there]
-        self._queue += absent
-        self._queued_bytes += sum(map(self._message_bytes, absent))
+        self._queue += [item for item in items if item not in self.there]
 
-    def _message_bytes(self, item: Item) -> int:
-        """What an item adds to a message."""
-        return ITEM_HEADER_BYTES + self.checklist.nbytes(item)
-
-    def _pack(self, ticket: Ticket) -> Parcel:
-        """A frame of the items at the head of the queue; one that is larger goes alone."""
+    def _head(self) -> tuple[list[Item], bool]:
+        """The items of the next frame, and whether it is full; one that is larger goes alone."""
         items, size = list[Item](), HEADER_BYTES
-        while self._queue and len(items) < MAX_ITEMS:
-            more = self._message_bytes(self._queue[0])
-            if items and size + more > self.frame_bytes:
-                break
-            items.append(self._queue.popleft())
-            size += more
-        self._queued_bytes -= size - HEADER_BYTES
+        for item in self._queue:
+            size += ITEM_HEADER_BYTES + self.checklist.nbytes(item)
+            if items and (size > self.frame_bytes or len(items) == MAX_ITEMS):
+                return items, True
+            items.append(item)
+        return items, size >= self.frame_bytes
+
+    def _pack(self, ticket: Ticket, items: Sequence[Item]) -> Parcel:
+        """A frame of the first items of the queue."""
+        for _ in items:
+            self._queue.popleft()
         payload = self._source.read(items)
-        for item, data in zip(items, payload, strict=True):
-            if item not in self._sent:
-                self._sent[item] = digest(data)
-        frame = PageFrame(
-            ticket=ticket,
-            places=tuple(map(self.checklist.place, items)),
-            digests=tuple(self._sent[item] for item in items),
-            payload=tuple(payload),
-        )
+        places = tuple(map(self.checklist.place, items))
+        for place, data in zip(places, payload, strict=True):
+            if place not in self._sent:
+                self._sent[place] = digest(data)
+        digests = tuple(map(self._sent.__getitem__, places))
+        frame = PageFrame(ticket, places, digests, tuple(payload))
         parts = pack(frame)
         nbytes = sum(map(len, payload))
         return Parcel(items, parts, sum(map(len, parts)), nbytes, self._given[items[0]])
