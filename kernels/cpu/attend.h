@@ -53,10 +53,7 @@ static float float8_scale(const Side *s, const uint8_t *block) { /* of what v_fl
 
 /* Columns of vectors up to `end` and from the span before it on, and the middle of their codes: these
  * are then taken from there, which halves the error of a rounded vector */
-typedef struct {
-    int64_t end;
-    float middle;
-} Span;
+typedef struct { int64_t end; float middle; } Span;
 typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
     V most[4], bias[4], sum[4];
 } Found;
@@ -291,22 +288,51 @@ APART void add_sparse(const Side *s, const Strip *strip, const float *x, Queries
     }
 }
 
-/* A of a page [tokens][rank], lying: [rank][tokens] */
-APART void lay_factor(const Side *s, const uint8_t *block, int64_t tokens, Room *room) {
-    const uint8_t *from = block + s->a;
-    if (s->rank == 4) {
-        for (int64_t t = 0; t < tokens; t += LANES, from += 8 * LANES) {
-            V a[4];
-            for (int i = 0; i < 4; i++) a[i] = v_half(from + 2 * i * LANES);
-            v_transpose4(a);
-            for (int i = 0; i < 4; i++) v_store(room->lowered[i] + t, ACROSS(a[i]));
-        }
-        return;
+/* Rows of a factor [count][rank], lying: [rank][count], and zeros up to a multiple of 4 ranks; at most
+ * MAX_TOKENS of them: how many */
+APART int64_t lay_factor(const uint8_t *from, const uint8_t *next, int64_t count, int64_t rank, Room *room) {
+    if (count > MAX_TOKENS) count = MAX_TOKENS;
+    for (int64_t t = 0; rank == 4 && t < count; t += LANES, from += 8 * LANES, next += 8 * LANES) {
+        V a[4];
+        __builtin_prefetch(next), __builtin_prefetch(next + 4 * LANES);
+        for (int i = 0; i < 4; i++) a[i] = v_half(from + 2 * i * LANES);
+        v_transpose4(a);
+        for (int i = 0; i < 4; i++) v_store(room->lowered[i] + t, ACROSS(a[i]));
     }
+    if (rank == 4) return count;
     const float *flat = room->part[0];
-    read_halves(room->part[0], from, tokens * s->rank);
-    for (int64_t i = 0; i < s->rank; i++)
-        for (int64_t t = 0; t < tokens; t++) room->lowered[i][t] = flat[t * s->rank + i];
+    read_halves(room->part[0], from, count * rank);
+    for (int64_t i = 0; i < (rank + 3) / 4 * 4; i++)
+        for (int64_t t = 0; t < count; t++) room->lowered[i][t] = i < rank ? flat[t * rank + i] : 0;
+    return count;
+}
+
+/* low += x [4][LINE] times a factor that lies there */
+APART void lower(const float *x, int64_t count, int64_t rank, const Room *room, float (*low)[MAX_RANK]) {
+    for (int64_t r = 0; r < rank; r += 4) {
+        V a[16];
+        float sums[16];
+        for (int i = 0; i < 16; i++) a[i] = v_set(0);
+        for (int64_t i = 0; i < count; i += LANES)
+#pragma GCC unroll 16
+            for (int j = 0; j < 4 * TILE; j++)
+                a[j] = v_fma(v_load(x + j / 4 * LINE + i), v_load(room->lowered[r + j % 4] + i), a[j]);
+        for (int i = 0; i < 4 * TILE; i += LANES) v_store(sums + i, v_sums(a + i));
+        for (int j = 0; j < 4 * TILE; j++) low[j / 4][r + j % 4] += sums[j];
+    }
+}
+
+/* y [4][LINE] += the factor that lies there times low */
+APART void add_lowered(float (*low)[MAX_RANK], int64_t count, int64_t rank, const Room *room, float *y) {
+    for (int64_t r = 0; r < rank; r += 4)
+        for (int64_t i = 0; i < count; i += LANES)
+            for (int h = 0; h < TILE; h++) {
+                V sum = v_load(y + h * LINE + i);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++)
+                    sum = v_fma(v_set(low[h][r + j]), v_load(room->lowered[r + j] + i), sum);
+                v_store(y + h * LINE + i, sum);
+            }
 }
 
 /* x T_S^T, block by block of channels, or back: y [4][LINE] */
@@ -349,20 +375,18 @@ APART void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room 
         for (int h = 0; h < TILE; h++) t->turned[h][c] = t->q[h][from];
     }
     if (k->turn) turn(k, segment, t->q[0], t->turned[0], f->head_dim, 0);
-    if (k->rank) {
-        float basis[MAX_DIM * MAX_RANK];
-        read_halves(basis, segment + k->b, f->head_dim * k->rank);
-        memset(t->low_q, 0, sizeof t->low_q);
-        for (int64_t d = 0; d < f->head_dim; d++)
-            for (int h = 0; h < TILE; h++)
-                for (int64_t i = 0; i < k->rank; i++) t->low_q[h][i] += t->q[h][d] * basis[d * k->rank + i];
+    memset(t->low_q, 0, sizeof t->low_q), memset(t->low_v, 0, sizeof t->low_v);
+    for (int64_t d = 0; k->rank && d < f->head_dim; d += MAX_TOKENS) {
+        const uint8_t *basis = segment + k->b + 2 * d * k->rank;
+        const int64_t count = lay_factor(basis, basis, f->head_dim - d, k->rank, room);
+        lower(t->q[0] + d, count, k->rank, room, t->low_q);
     }
     if (k->shared) fold_columns(k, 1, &(Strip){{segment}, {segment}, 1}, x, room, &t->k);
     if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
 }
 
 /* What is gathered in terms of a segment becomes output; last: of a table. Signs are those of all */
-APART void leave_segment(Tile *t, const Format *f, int last) {
+APART void leave_segment(Tile *t, const Format *f, int last, Room *room) {
     const Side *v = &f->v;
     const uint8_t *segment = t->segment;
     if (v->turn || (last && f->signs >= 0)) { /* o, turned back, joins what is not turned */
@@ -376,16 +400,10 @@ APART void leave_segment(Tile *t, const Format *f, int last) {
         memcpy(t->done_top, t->top, sizeof t->top);
         clear(t->o, f->head_dim);
     }
-    if (v->rank) {
-        float basis[MAX_DIM * MAX_RANK];
-        read_halves(basis, segment + v->b, f->head_dim * v->rank);
-        for (int64_t d = 0; d < f->head_dim; d++)
-            for (int h = 0; h < TILE; h++) {
-                float sum = 0;
-                for (int64_t i = 0; i < v->rank; i++) sum += t->low_v[h][i] * basis[d * v->rank + i];
-                t->o[h][d] += sum;
-            }
-        memset(t->low_v, 0, sizeof t->low_v);
+    for (int64_t d = 0; v->rank && d < f->head_dim; d += MAX_TOKENS) {
+        const uint8_t *basis = segment + v->b + 2 * d * v->rank;
+        const int64_t count = lay_factor(basis, basis, f->head_dim - d, v->rank, room);
+        add_lowered(t->low_v, count, v->rank, room, t->o[0] + d);
     }
 }
 
@@ -442,14 +460,8 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
         contract_columns(k, (int)f->bands, strip, &t->k, out);
     }
     if (k->rank) {
-        lay_factor(k, block, f->tokens, room);
-        for (int h = 0; h < TILE; h++)
-            for (int64_t i = 0; i < f->tokens; i += LANES) {
-                V y = v_load(out + h * LINE + i);
-                for (int64_t r = 0; r < k->rank; r++)
-                    y = v_fma(v_set(t->low_q[h][r]), v_load(room->lowered[r] + i), y);
-                v_store(out + h * LINE + i, y);
-            }
+        lay_factor(block + k->a, strip->next[0] + k->a, f->tokens, k->rank, room);
+        add_lowered(t->low_q, f->tokens, k->rank, room, out);
     }
     if (k->slots) add_sparse(k, strip, t->q[0], room->sparse, out);
     cap_scores(t, out, f->tokens);
@@ -476,22 +488,11 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         contract_columns(v, 1, strip, &room->v, out[0]);
     }
     if (v->slots) add_sparse(v, strip, room->s[0], room->sparse, out[0]);
-    if (v->rank) {
-        V sums[TILE][MAX_RANK];
-        for (int i = 0; i < strip->count; i++) {
-            lay_factor(v, strip->blocks[i], f->tokens, room);
-            for (int h = 0; h < TILE; h++)
-                for (int64_t r = 0; r < v->rank; r++) {
-                    V sum = i ? sums[h][r] : v_set(0);
-                    for (int64_t j = 0; j < f->tokens; j += LANES)
-                        sum = v_fma(v_load(room->s[h] + i * f->tokens + j),
-                                    v_load(room->lowered[r] + j), sum);
-                    sums[h][r] = sum;
-                }
-        }
-        for (int h = 0; h < TILE; h++)
-            for (int64_t r = 0; r < v->rank; r++)
-                t->low_v[h][r] = t->low_v[h][r] * down[h] + v_sum(sums[h][r]);
+    for (int h = 0; h < TILE; h++)
+        for (int64_t r = 0; r < v->rank; r++) t->low_v[h][r] *= down[h];
+    for (int i = 0; i < strip->count && v->rank; i++) {
+        lay_factor(strip->blocks[i] + v->a, strip->next[i] + v->a, f->tokens, v->rank, room);
+        lower(room->s[0] + i * f->tokens, f->tokens, v->rank, room, t->low_v);
     }
 }
 
@@ -574,7 +575,6 @@ static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
 static void enter_table(const Table *x, const Attention *a, int64_t b, int64_t query, Tile *t) {
     const Format *f = x->format;
     t->segment = NULL, t->first = INT32_MAX, t->end = 0;
-    memset(t->low_v, 0, sizeof t->low_v);
     for (int h = 0; h < TILE; h++) {
         const int64_t at = b * a->m + (query + h) / a->width;
         t->lo[h] = h < t->rows ? x->lo[at] : 0;
@@ -612,14 +612,14 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
         for (Tile *t = tiles; t < tiles + count; t++) {
             if (t->first >= (p + strip.count) * tokens || t->end <= p * tokens) continue;
             if (t->segment != segment) {
-                if (t->segment) leave_segment(t, f, 0);
+                if (t->segment) leave_segment(t, f, 0, room);
                 enter_segment(t, f, segment, room);
             }
             attend_strip(t, f, &strip, p * tokens, room);
         }
     }
     for (Tile *t = tiles; t < tiles + count; t++) {
-        if (t->segment) leave_segment(t, f, 1);
+        if (t->segment) leave_segment(t, f, 1, room);
         if (turns_output(f)) memcpy(t->o, t->done, sizeof t->o); /* o is empty */
     }
 }
