@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4196,
+    "bench": 4195,
     "cli": 2002,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
     "files": 2019,  # disagg/*.py
-    "kernels": 6164,
+    "kernels": 6158,
     "model": 1804,
     "report": 162,
     "server": 1983,
     "transfer": 3364,
     "workers": 3106,
-    "tests": 24550,
+    "tests": 24586,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21119  # of all these rooms together
+PACKAGE_BUDGET = 21118  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -66,7 +66,6 @@ SPECS = {
     "gear-2": "gear:bits=2,backbone=kivi",
     "gear-4": "gear:bits=4",
     "gear": "gear",
-    "gear-2-5%": "gear:bits=2,backbone=kivi,sparsity=0.046875",
     "banded-2": "banded:bits=2",
     "banded-3": "banded:bits=3",
     "kcvt-4": "kcvt:bits=4",

@@ -141,7 +141,7 @@ static void fold_columns(const Side *bands, int count, const Strip *strip, const
 
 /* The operand where each row has a scale, for groups of columns */
 static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
-    const V middle = v_set(middle_of(s));
+    const V middle = v_set(s->zero >= 0 ? middle_of(s) : 0); /* 0 times what is no number is none */
     for (int h = 0; h < TILE; h++) memset(op->x[h] + ZEROS, 0, sizeof *op->x - 2 * ZEROS);
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         const Span span = {(g + 1) * s->group, middle_of(s)};
@@ -153,7 +153,7 @@ static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
                 found.most[h] = v_max(v_abs(t), found.most[h]);
                 found.sum[h] = found.sum[h] + t;
             }
-            if (s->zero >= 0) found.bias[h] = found.sum[h] * middle;
+            found.bias[h] = found.sum[h] * middle;
         }
         round_group(x[0], g * s->group, &span, 1, &found, g, g * s->group, op);
     }

@@ -30,6 +30,7 @@ from disagg.kernels.gpu.plan import (
     NVIDIA_COLUMNS,
     LoopFormat,
     Shape,
+    check_slots,
     check_tables,
     check_tile,
     compile_options,
@@ -206,6 +207,8 @@ def loops_of(
         precision = "tf32x3" if chip.nvidia else "ieee"
         stages = pipeline_stages(fmt, chip.nvidia, len(formats) > 1)
         if isinstance(fmt, PageFormat):
+            if chip.codes == PTX:
+                check_slots(fmt)
             floating = fmt.k.floating or fmt.v.floating
             spelling = chip.float8 if floating else chip.codes
             loops.append(Loop(number, fmt, shape, stages, spelling, precision=precision, cap=cap))

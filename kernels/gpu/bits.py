@@ -37,7 +37,12 @@ def field(
     MASK: tl.constexpr = ((1 << BITS) - 1) << (POSITION - SHIFT)
     if SPELLING == "ptx":
         mask = tl.full(words.shape, MASK, tl.int16)
-        if SHIFT == 0:
+        if BITS == 8 and SHIFT == 8:  # the upper byte of each word, and one of 0
+            return tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0, 0x4341;", "=r,r,r", [words, mask], tl.float16,
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        elif SHIFT == 0:
             return tl.inline_asm_elementwise(
                 "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], tl.float16, is_pure=True, pack=2
             )

@@ -24,7 +24,6 @@ from disagg.kernels.gpu.encode_tiles import (
     finite,
     group_scale,
     store_mask,
-    with_group_means,
 )
 from disagg.kernels.gpu.lowrank import encode_low_rank
 from disagg.kernels.reference import quantize
@@ -82,7 +81,6 @@ def encode_side_kernel(
     absent_ptr:   [H, n] u8 - tokens that the mask of their page leaves out; None: all are there
     """
     SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
-    T: tl.constexpr = FMT.tokens
     i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
     o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
@@ -99,17 +97,11 @@ def encode_side_kernel(
         x = turned(x, segment, FMT)
     page = tl.load(pages_ptr + i_page).to(tl.int64) * unit + base
     block = bytes_ptr + tl.multiple_of(page + i_head * FMT.block_bytes, 16)
-    p_absent = absent_ptr
-    if absent_ptr is not None:
-        p_absent += (i_head * tl.num_programs(0) + i_page) * T
-        if IS_V:
-            gone = tl.load(p_absent + o_c, mask=m_c, other=0)
-            x = with_group_means(x, there, gone, o_c, 1, T, FMT.k.scale.group)
-        else:
-            gone = tl.load(p_absent + o_r, mask=m_r, other=0)
-            x = with_group_means(x, there, gone, o_r, 0, T, FMT.k.scale.group)
     if FMT.valid is not None and not IS_V:
-        store_mask(block + FMT.valid, p_absent, T)
+        p_absent = absent_ptr
+        if absent_ptr is not None:
+            p_absent += (i_head * tl.num_programs(0) + i_page) * FMT.tokens
+        store_mask(block + FMT.valid, p_absent, FMT.tokens)
     missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, segment, SIDE)
     if SIDE.low_rank is not None:
         i_out = (i_head * tl.num_programs(0) + i_page) * (SIDE.rows * SIDE.columns)
@@ -141,7 +133,10 @@ def encode(
         _clear_gaps(where, heads, fmt)
         needed = 2 if fmt.k.low_rank is not None else 0
         missing = torch.empty(needed, heads, n, head_dim, dtype=torch.float16, device=k.device)
-        gone = None if absent is None else absent.contiguous().view(torch.uint8)
+        gone = None
+        if absent is not None:
+            gone, group = absent.contiguous().view(torch.uint8), fmt.k.scale.group
+            k, v = (quantize.with_group_means(quantize.finite(x), absent, group) for x in (k, v))
         for i, (x, side) in enumerate(((k, fmt.k), (v, fmt.v))):
             if side.rotation:
                 x = _rotate(x, side.rotation, segments, cut)

@@ -297,26 +297,6 @@ def store_outliers(block, missing, picks, column, m_c, SIDE: tl.constexpr):
 
 
 @triton.jit
-def with_group_means(
-    x, there, absent, o_t, T_AXIS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """x with the mean of the others of its group in the place of absent tokens.
-
-    x:      [R, C] fp32 with tokens along T_AXIS, where it is `there`
-    absent: of the tokens o_t along that axis, in groups of GROUP
-    """
-    gone = tl.expand_dims(absent, 1 - T_AXIS)
-    groups = tl.expand_dims(o_t // GROUP, 1 - T_AXIS)
-    for g in tl.static_range(TOKENS // GROUP):
-        own = there & (groups == g)
-        others = own & (gone == 0)
-        count = tl.maximum(tl.sum(others.to(tl.float32), T_AXIS), 1.0)
-        mean = tl.div_rn(tl.sum(tl.where(others, x, 0.0), T_AXIS), count)
-        x = tl.where(own & (gone != 0), tl.expand_dims(mean, T_AXIS), x)
-    return x
-
-
-@triton.jit
 def store_mask(p_mask, p_absent, TOKENS: tl.constexpr):
     """A bit for each token that is there, low bit first; p_absent: [TOKENS] u8; None: all are."""
     tl.static_assert(TOKENS % 8 == 0, "eight tokens share a byte")

@@ -36,6 +36,7 @@ AMD_COLUMNS = 16
 TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
+MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
 MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
 FLOAT8_CAPABILITY = (8, 9)  # the first NVIDIA chips that convert float8
 
@@ -262,6 +263,16 @@ def _is_turnable(side: Side, head_dim: int) -> bool:
         return True
     within = head_dim // (4 if side.rows == head_dim else side.halves)
     return head_dim & (head_dim - 1) == 0 and within % side.rotation.block == 0
+
+
+def check_slots(fmt: PageFormat) -> None:
+    """Refuse sparse slots whose loop over pages does not fit the registers of an NVIDIA GPU."""
+    slots = max((side.sparse.slots for side in (fmt.k, fmt.v) if side.sparse), default=0)
+    if slots > MAX_SLOTS:
+        raise ValueError(
+            f"{slots} sparse slots for each column of a page; {MAX_SLOTS} fit the registers of a "
+            "GPU: less sparsity has fewer, gear-l none"
+        )
 
 
 def check_tile(fmt: ExactFormat) -> None:

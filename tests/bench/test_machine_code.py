@@ -3,7 +3,14 @@
 import pytest
 
 from disagg.bench import machine_code
-from disagg.bench.machine_code import compile_all, compile_others, read_amdgcn
+from disagg.bench.machine_code import (
+    TARGETS,
+    attention,
+    compile_all,
+    compile_others,
+    read_amdgcn,
+    served_formats,
+)
 
 # instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
 WITH_4_AND_8_HEADS = {
@@ -13,7 +20,7 @@ WITH_4_AND_8_HEADS = {
     "gear-l-4": (1.55, 1.7),
     "gear-2": (2.3, 2.8),
     "gear-4": (2.5, 3.0),
-    "int8": (1.7, 1.7),
+    "int8": (1.45, 1.45),
     "fp8": (1.7, 1.7),
     "raw-fp16": (2.0, 2.0),
 }
@@ -46,6 +53,13 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
         assert row["spill_bytes"] == 0, row
         assert row["load_bits"] == 128, row
         assert row["buffers"] >= 2, row
+
+
+def test_sparse_slots_that_spill_are_refused_on_nvidia_chips():
+    formats = served_formats("gear:bits=2,backbone=kivi,sparsity=0.03125")
+    with pytest.raises(ValueError, match=r"4 sparse slots for each column .* 2 fit"):
+        attention(formats, 4, TARGETS["sm_90"])
+    assert attention(formats, 4, TARGETS["gfx942"]).constants["COUNT"] == len(formats)
 
 
 def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():

@@ -14,9 +14,17 @@ def halves(register: np.ndarray) -> np.ndarray:
     return register.view(np.float16)
 
 
+def permute(a: np.ndarray, b: np.ndarray, order: np.uint32) -> np.ndarray:
+    """The byte of a and b, in this order, that each four bits of `order` name."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << 32
+    chosen = ((both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i for i in range(4))
+    return sum(chosen, np.zeros_like(both)).astype(np.uint32)
+
+
 INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, b: a >> b,
+    "prmt.b32": permute,
     "set.eq.f16x2.f16x2": lambda a, b: (halves(a) == halves(b)).astype(np.float16).view(np.uint32),
 }
 

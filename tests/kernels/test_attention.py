@@ -201,8 +201,11 @@ def test_the_magic_number_form_equals_exact_attention(bits, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes it itself")
 @pytest.mark.parametrize(
     "fmt",
-    [quant_format(2, 64, 64, 64), quant_format(4, 64, 64, 64), make_format(**FORMATS["gear"])],
-    ids=["2", "4", "sparse"],
+    [
+        *(quant_format(bits, 64, 64, 64) for bits in (2, 4)),
+        *(make_format(**FORMATS[name]) for name in ("gear", "int8")),
+    ],
+    ids=["2", "4", "sparse", "8"],
 )
 def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
     q, view = make_case(fmt, [130], 1, 4).on(DEVICE)

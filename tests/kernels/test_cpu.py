@@ -166,6 +166,17 @@ def test_who_sees_a_key_that_is_no_number_has_no_answer(width, path):
         assert x[1].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["kivi", "int8", "pertoken", "gear", "decoquant", "fp8"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_query_that_is_no_number_has_no_answer(name, width, path):
+    case = make_case(make_format(**FORMATS[name]), [130, 70], 2, width)
+    case.q[0, 0, 0, 5] = torch.nan
+    for x in answer(case):
+        assert x[0, 0, 0].isnan().all()
+        assert x[0, 0, 1:].isfinite().all()
+        assert x[1].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "name", ["kivi", "int8", "gear", "gear-l-shared", "decoquant", "fp8", "banded", "raw"]
 )
