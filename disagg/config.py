@@ -110,7 +110,7 @@ class TransferConfig(Bounded):
     """
 
     lease_s: float = at_least(0.001, default=10.0)
-    frame_bytes: int = at_least(1024, default=2 << 20)
+    frame_bytes: int = at_least(1024, most=4 << 20, default=2 << 20)  # as much as is credited
     link_mbps: float | None = at_least(0.001, default=None)
     burst_bytes: int = at_least(1, default=64 << 10)
     overlap: bool = True

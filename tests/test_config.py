@@ -91,6 +91,7 @@ def test_a_flag_can_switch(text, value):
         ("engine.memory_share", ["5"], "is 5.0; at most 1 is wanted"),
         ("engine.arena_bytes", ["300000000000"], "is 3.*; at most 274877906944 is wanted"),
         ("engine.watermark", ["2"], "is 2.0; at most 1 is wanted"),
+        ("transfer.frame_bytes", ["4194305"], "is 4194305; at most 4194304 is wanted"),
         ("engine.torch_threads", ["1000000"], "is 1000000; at most 1024 is wanted"),
         (
             "cluster.ports",  # the first and the last one

@@ -1,16 +1,20 @@
 """What a sender sends, in which order, and how much of it at once. No sockets."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.codecs.planning import KVShape, parse_plan
+from disagg.config import TransferConfig
 from disagg.errors import CorruptFrameError
 from disagg.transfer.messages import Attached
+from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox
-from disagg.wire import Item, PageFrame, Ticket, pack, unpack
+from disagg.wire import MAX_FRAME_BYTES, Item, PageFrame, Ticket, pack, unpack
 from tests.transfer.prompts import Prompt
 
 TICKET = Ticket(3, 7, 1)
@@ -87,6 +91,24 @@ def test_frames_are_cut_at_their_size(prompt):
     for first, second in pairwise(sent):
         both = sum(map(len, first.payload)) + len(second.payload[0])
         assert both > FRAME - 512 - 20 * (len(first.payload) + 1)
+
+
+def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_the_credit():
+    """Else nothing of a prompt would ever leave."""
+    frame_bytes = next(x for x in fields(TransferConfig) if x.name == "frame_bytes")
+    plan = parse_plan("raw", KVShape(2, 8, 128, "float32", (None, None)))
+    checklist = Checklist(plan, 2048)
+
+    class Zeros:
+        def read(self, items: Sequence[Item]) -> list[memoryview]:
+            return [memoryview(bytes(checklist.nbytes(item))) for item in items]
+
+    outbox = Outbox(checklist, Zeros(), frame_bytes.metadata["most"])
+    outbox.attached({}, 2 * checklist.frame_bytes)  # as every receiver gives
+    outbox.offer(checklist.items, 0.0)
+    sizes = [sum(map(len, pack(frame))) for frame in frames(outbox)]
+    assert outbox.drained
+    assert 3 << 20 < max(sizes) <= MAX_FRAME_BYTES
 
 
 def test_an_item_larger_than_a_frame_travels_alone(prompt):
