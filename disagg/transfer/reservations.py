@@ -35,7 +35,7 @@ from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
 from disagg.transfer.records import Arrivals
-from disagg.wire import Commit, PageFrame, Ticket
+from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
 MAX_TOMBSTONES = 1 << 16
@@ -429,6 +429,12 @@ class Reservations:
 
 
 def _hash(commit: Commit) -> int:
-    """The same of the same commit, whichever attachment says it."""
-    said = commit.tokens, commit.plan, commit.digests, commit.first_token
-    return hash((said, repr(commit.extras)))
+    """The same of the same commit, whichever attachment says it.
+
+    CorruptFrameError for extras that nest deeper than any sender can pack.
+    """
+    try:
+        _, said = pack(commit)
+    except ValueError as error:
+        raise CorruptFrameError(f"a commit that nobody could pack: {error}") from error
+    return digest(said)

@@ -226,7 +226,7 @@ def _plain(commit: Commit, name: str, read: Callable[[Any], Made]) -> tuple[Made
     """What a commit carries along under a name; CorruptFrameError for what no worker says."""
     try:
         return tuple(map(read, commit.extras.get(name, ())))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CorruptFrameError(f"{name} of a commit: {error}") from error
 
 

@@ -102,6 +102,16 @@ def test_a_commit_of_another_prompt_is_refused(desk, prompt):
     assert not desk.engine
 
 
+def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(desk, prompt):
+    ticket, deep = desk.begin(prompt), []
+    desk.push(prompt, ticket)
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(CorruptFrameError, match="pack"):
+        desk.at(0.0).commit(replace(prompt.commit(ticket), extras={"deep": deep}))
+    assert isinstance(desk.at(0.0).commit(prompt.commit(ticket)), Ack)
+
+
 def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_last_frame(
     desk, prompt
 ):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from functools import reduce
 
 import pytest
 
@@ -129,7 +130,8 @@ async def test_a_decode_worker_takes_no_prompts_and_a_stale_epoch_no_work(home):
         await decode.reserve(job, decode.epoch + 1)
 
 
-EMITTED = [7, "7", 7], [7, True, 7], [7, 7.5, 7], [7, 1 << 40, 7], 7
+DEEP = reduce(lambda inner, _: [inner], range(1000), [])
+EMITTED = [7, "7", 7], [7, True, 7], [7, 7.5, 7], [7, 1 << 40, 7], [7, DEEP, 7], 7
 SCORES = [math.nan, []], [b"-1", []], [-1.0, [[-7, -1.0]]], [-1.0, [[7, None]]], -1.0
 
 
