@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1804,
     "report": 162,
     "server": 1983,
-    "transfer": 3370,
+    "transfer": 3381,
     "workers": 3106,
-    "tests": 24621,
+    "tests": 24643,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21124  # of all these rooms together
+PACKAGE_BUDGET = 21135  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -219,6 +219,8 @@ class Channel:
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
                 credit = Credit.from_message(parse(kv.PushResponse, data))
+                if credit.error and not credit.gen:  # of the stream, which ends
+                    raise credit.error
                 self._answered()
                 self.meter.arrived(time.monotonic())
                 if sender := self._attached.get(credit.nonce):

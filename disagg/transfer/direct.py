@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing, suppress
 from itertools import islice
 
 from disagg.errors import CorruptFrameError, PeerLostError, VersionError, WireError
+from disagg.transfer.messages import Credit
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.rpc import bind_within
 from disagg.transfer.security import Security, tls_context
@@ -259,7 +260,12 @@ class DirectServer:
                     async with asyncio.timeout(HELLO_S):
                         await self._hello(sock)
                     self._strangers.pop(task, None)
-                    await self._frames(sock)
+                    try:
+                        await self._frames(sock)
+                    except WireError as error:  # gRPC has a status for it; here it is an answer
+                        async with asyncio.timeout(HELLO_S):
+                            await self._answer(sock, Credit(0, 0, error))
+                        raise
             except (OSError, WireError) as error:
                 log.info("a direct connection ended: %s", error)
             except Exception:
@@ -284,7 +290,10 @@ class DirectServer:
                 await sock.read_into(memory[:PRELUDE_BYTES])
                 size = frame_bytes(memory)
                 await sock.read_into(memory[PRELUDE_BYTES:size])
-                answer = self._receiver.take(memory[:size], sock).to_message().SerializeToString()
-                await sock.write([_LENGTH.pack(len(answer)), answer])
+                await self._answer(sock, self._receiver.take(memory[:size], sock))
         finally:
             self._receiver.channel_ended(sock)
+
+    async def _answer(self, sock: AsyncSocket, credit: Credit) -> None:
+        answer = credit.to_message().SerializeToString()
+        await sock.write([_LENGTH.pack(len(answer)), answer])

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.errors import PeerLostError
+from disagg.errors import PeerLostError, VersionError
 from disagg.transfer import direct
 from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectStream, dial
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import PageFrame, Ticket, pack
+from disagg.wire import Buffer, PageFrame, Ticket, pack
 from tests.transfer.desk import bend
 from tests.transfer.house import HOST, House, open_house
 from tests.transfer.peer import QUICK, hand_over, open_peer, until
@@ -168,6 +168,28 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
 
 
 # -- what may come
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
+async def test_a_worker_of_another_version_hears_it_by_name_and_does_not_try_again(
+    prompt, papers, tls, monkeypatch
+):
+    def other(frame: PageFrame) -> list[Buffer]:
+        first, *rest = pack(frame)
+        return [first[:4] + b"\x09" + first[5:], *rest]
+
+    monkeypatch.setattr("disagg.transfer.sender.pack", other)
+    names = "ca", "peer", "peer.key"
+    security = Security("a secret", *map(papers.get, names), mutual=True) if tls else None
+    async with open_house(security) as house:
+        channel = Channel(house.address, security, replace(QUICK, direct=True))
+        sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 20.0)
+        with pytest.raises(VersionError, match="version 9"):
+            await hand_over(sender, prompt)
+        assert sender.ticket.gen == 1
+        await channel.close()
+        house.ledger.abort("r", 0, "over")
+        house.close()
 
 
 async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
