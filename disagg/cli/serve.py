@@ -4,6 +4,7 @@ Also the service that `disagg submit` starts for one prompt, and what is checked
 heavy starts. What needs tokenizers, torch or Ray is imported inside functions.
 """
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -218,17 +218,16 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check(config: Config, body: Mapping[str, Any]) -> None:
-    """What can be known of a request before workers run: sampling, model, length, codec."""
-    from disagg.engine.sequence import SamplingParams
+    """What can be known of a request before workers run: model, codec, length, all its fields."""
     from disagg.model.chat import ChatTemplate
     from disagg.server.limits import check_prompt, check_text
+    from disagg.server.schema import ChatRequest, CompletionRequest
 
-    names = {field.name for field in fields(SamplingParams)}
-    SamplingParams(**{k: v for k, v in body.items() if k in names and v is not None})
     info, tokenizer = check_model(config)
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
+    (ChatRequest if "messages" in body else CompletionRequest).read(json.dumps(body).encode())
     if "messages" in body and ChatTemplate.load(config.model.name) is None:
         raise RequestError(f"{info.path.name!r} has no chat template; without --chat it goes on")
 
