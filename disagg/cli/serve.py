@@ -219,7 +219,7 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
 
 def check(config: Config, body: Mapping[str, Any]) -> None:
     """What can be known of a request before workers run: model, codec, length, all its fields."""
-    from disagg.model.chat import ChatTemplate
+    from disagg.model.chat import read_template
     from disagg.server.limits import check_prompt, check_text
     from disagg.server.schema import ChatRequest, CompletionRequest
 
@@ -228,18 +228,20 @@ def check(config: Config, body: Mapping[str, Any]) -> None:
     check_text(len(text), info.context_length, tokenizer.longest_token, "prompt")
     check_prompt(len(tokenizer.encode(text)), info.context_length)
     (ChatRequest if "messages" in body else CompletionRequest).read(json.dumps(body).encode())
-    if "messages" in body and ChatTemplate.load(config.model.name) is None:
+    if "messages" in body and read_template(config.model.name) is None:
         raise RequestError(f"{info.path.name!r} has no chat template; without --chat it goes on")
 
 
 def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     """What the files of a model tell before workers run: sizes, tokenizer, codecs that fit."""
+    from disagg.model.chat import read_template
     from disagg.model.describe import check_weights
     from disagg.model.tokenizer import Tokenizer
 
     info = check_codecs(config.model.name, config.listed, config.model.dtype)
     if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
         check_weights(info.path)
+    read_template(config.model.name)  # its errors now
     return info, Tokenizer.load(config.model.name)
 
 

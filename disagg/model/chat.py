@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from disagg.errors import RequestError
+from disagg.errors import ModelError, RequestError
 from disagg.model.describe import locate_model, read_object
 
 DEFAULT = "default"  # of several named templates
@@ -24,17 +24,8 @@ class ChatTemplate:
     @classmethod
     def load(cls, ref: str | None = None) -> "ChatTemplate | None":
         """The template of a model, found as `locate_model` does; None if it has none."""
-        folder = locate_model(ref)
-        config = read_object(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            source = {each["name"]: each["template"] for each in source}.get(DEFAULT)
-        if not source:
-            return None
-        named = {k: v for k, v in config.items() if k.endswith("_token")}
-        words = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
-        return cls(source, {k: v for k, v in words.items() if isinstance(v, str)})
+        found = read_template(ref)
+        return None if found is None else cls(*found)
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt of a conversation; RequestError for one that the template refuses.
@@ -48,3 +39,24 @@ class ChatTemplate:
             told = f"the model's chat template refuses this conversation: {error}"
             raise RequestError(told, "messages") from error
         return texts[0]
+
+
+def read_template(ref: str | None = None) -> tuple[str, dict[str, str]] | None:
+    """The source of a model's template and the words that it may name, as ChatTemplate takes them.
+
+    None if it has none, ModelError for one that is no text.
+    """
+    folder = locate_model(ref)
+    config = read_object(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    try:
+        source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file} is no text: {error}") from error
+    if isinstance(source, list):
+        source = {each["name"]: each["template"] for each in source}.get(DEFAULT)
+    if not source:
+        return None
+    named = {k: v for k, v in config.items() if k.endswith("_token")}
+    words = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
+    return source, {k: v for k, v in words.items() if isinstance(v, str)}

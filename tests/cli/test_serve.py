@@ -260,6 +260,16 @@ def test_a_model_that_lacks_a_file_is_refused_before_anything_starts(
     assert ("serving" in said) == (not gone)
 
 
+def test_a_chat_template_that_is_no_text_is_refused_before_anything_starts(
+    state_file, disagg, monkeypatch, tmp_path
+):
+    model = save_tiny("llama", tmp_path / "model")
+    (model / "chat_template.jinja").write_bytes(b"\xff")
+    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
+    said = disagg("serve --state-file", state_file, "--model", model, code=3).err
+    assert "chat_template.jinja is no text" in said
+
+
 @pytest.mark.parametrize("name", ["a\udcff", "a\nb", "x" * 2000])
 def test_a_name_that_no_answer_can_carry_is_refused(name):
     with pytest.raises(ConfigError, match="no client can call"):
