@@ -72,8 +72,9 @@ class LLM:
         config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
-        plans = [self._decode.plan(codec)]  # its errors now
-        check_slabs(self._decode.pool, plans, self._runner.info.context_length)
+        pool, plans = self._decode.pool, [self._decode.plan(codec)]  # its errors now
+        context = self._runner.info.context_length
+        check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._rids, self._turn = count(), Lock()
         terms = Terms(
             model=self._runner.fingerprint,

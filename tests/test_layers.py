@@ -47,22 +47,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4195,
-    "cli": 2003,
+    "cli": 2017,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
-    "files": 2019,  # disagg/*.py
+    "files": 2020,  # disagg/*.py
     "kernels": 6158,
     "model": 1816,
     "report": 162,
     "server": 1983,
     "transfer": 3381,
-    "workers": 3106,
-    "tests": 24656,
+    "workers": 3107,
+    "tests": 24657,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21148  # of all these rooms together
+PACKAGE_BUDGET = 21164  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -242,6 +242,7 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
         check_weights(info.path)
     read_template(config.model.name)  # its errors now
+    check_arena(config, info)
     return info, Tokenizer.load(config.model.name)
 
 
@@ -271,6 +272,19 @@ def check_codec(spec: str, info: "ModelInfo") -> None:
     from disagg.model.capacity import kv_shape
 
     parse_plan(spec, kv_shape(info))
+
+
+def check_arena(config: Config, info: "ModelInfo") -> None:
+    """ConfigError where the codecs of a service want a larger arena than is configured."""
+    if config.engine.arena_bytes is None:
+        return
+    from disagg.codecs.planning import parse_plan
+    from disagg.engine.arena import check_slabs, slab_bytes_for
+    from disagg.model.capacity import kv_shape
+
+    slab_bytes = slab_bytes_for(info.num_layers, info.heads, info.head_dim)
+    plans = [parse_plan(spec, kv_shape(info)) for spec in config.listed]
+    check_slabs(config.engine.arena_bytes, slab_bytes, plans, info.context_length)
 
 
 def _open_to_all(config: Config) -> list[str]:

@@ -124,13 +124,13 @@ def make_pool(nbytes: int, slab_bytes: int, device: torch.device) -> tuple[Pool,
     return Pool(DeviceArena(tensor), slab_bytes), tensor
 
 
-def check_slabs(pool: Pool, plans: Iterable[Plan], context: int) -> None:
+def check_slabs(nbytes: int, slab_bytes: int, plans: Iterable[Plan], context: int) -> None:
     """ConfigError for an arena without a slab for each shape of the records of a plan."""
     for plan in plans:
-        if (shapes := len(plan.records(context))) > pool.num_slabs:
+        if (shapes := len(plan.records(context))) * slab_bytes > nbytes:
             raise ConfigError(
-                f"config key engine.arena_bytes is {pool.arena.nbytes}; {plan.spec} has records of "
-                f"{shapes} shapes, which want at least {shapes * pool.slab_bytes}"
+                f"config key engine.arena_bytes is {nbytes}; {plan.spec} has records of "
+                f"{shapes} shapes, which want at least {shapes * slab_bytes}"
             )
 
 

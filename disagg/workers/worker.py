@@ -90,8 +90,9 @@ class Worker:
         self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.records else ()
         self.engine = Engine(self._runner, config.engine, codecs=compiled, guarded=self._listed)
-        plans = map(self.engine.plan, self._listed)
-        check_slabs(self.engine.pool, plans, self._runner.info.context_length)
+        pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
+        context = self._runner.info.context_length
+        check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._started: Future[Started] = Future()
         self._threads = [
             threading.Thread(target=self._run_io, name=f"{name}-io", daemon=True),

@@ -148,6 +148,7 @@ BAD = {  # arguments, exit code, reason
     "private-max-tokens": ([*ALONE, "--max-tokens", str(1 << 31)], 4, "request"),
     "private-long-stop": ([*ALONE, "--stop", "x" * 257], 4, "request"),
     "private-stop-no-utf-8": ([*ALONE, "--stop", "x\udcff"], 4, "request"),
+    "private-small-arena": ([*ALONE, "--set", "engine.arena_bytes=2000000"], 2, "config"),
     "private-no-codec": ([*ALONE, "--codec", "zip"], 2, "unknown_name"),
     "private-codec-value": ([*ALONE, "--codec", "kivi:bits=3"], 2, "config"),
     "private-no-key": ([*ALONE, "--set", "engine.max=3"], 2, "unknown_name"),
