@@ -90,7 +90,7 @@ def latency(
 
 @app.command()
 def chaos(
-    seed: int = 1,
+    seed: Annotated[int | None, typer.Option(help="Of the strikes; 1.")] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
     codec: str | None = None,
     streams: Annotated[int, typer.Option(min=1)] = 40,
@@ -99,10 +99,12 @@ def chaos(
     as_json: options.Json = False,
 ) -> None:
     """Streams while workers are killed, frozen, drained and cut off."""
+    options.refuse_idle(calm, "with --calm, which strikes nobody", seed=seed is not None)
     check_codecs(None, [] if codec is None else [codec])
     from disagg.bench.crew import ChaosOptions, draw_chaos, measure_chaos
 
-    asked = ChaosOptions(seed, minutes, streams=streams, calm=calm, **_set({"codec": codec}))
+    given = _set({"codec": codec, "seed": seed})
+    asked = ChaosOptions(minutes=minutes, streams=streams, calm=calm, **given)
     _show(measure_chaos(asked), out, as_json, draw_chaos)
 
 

@@ -66,6 +66,7 @@ URL = "--url http://127.0.0.1:1"
     [
         ("bench kernels --target sm_90", "--target"),
         ("bench kernels --machine-code --runs 3", "--runs"),
+        ("bench chaos --calm --seed 0", "--seed"),
         ("bench transfer --plane --threads 2", "--threads"),
         ("bench transfer --plane --no-netns --gbps 2", "--gbps"),
         ("bench serve --result-filename a.json", "--result-filename"),
