@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4195,
-    "cli": 2019,
+    "cli": 2027,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1983,
     "transfer": 3381,
     "workers": 3107,
-    "tests": 24658,
+    "tests": 24670,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21166  # of all these rooms together
+PACKAGE_BUDGET = 21174  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -186,11 +186,12 @@ def compare(
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
     result = measure_compare(CompareOptions(model, **given))
+    _keep(result, out)  # before a picture, which may fail
     if plot is not None:
         from disagg.report import transfer as pictures
 
         pictures.draw_compare(result, plot)
-    _show(result, out, as_json, draw_compare)
+    _show(result, None, as_json, draw_compare)
 
 
 @app.command()
@@ -253,11 +254,12 @@ def _measure_transfer(
     from disagg.bench.transfer import TransferOptions, draw, measure
 
     result = measure(TransferOptions(**given))
+    _keep(result, out)  # before a picture, which may fail
     if plot is not None:
         from disagg.report import transfer as pictures
 
         pictures.draw(result["rows"], plot)
-    _show(result, out, as_json, draw)
+    _show(result, None, as_json, draw)
 
 
 def _set(given: dict[str, Any]) -> dict[str, Any]:
@@ -272,12 +274,18 @@ def _show(
     draw: Callable[[dict[str, Any]], str] | None = None,
 ) -> None:
     """Write a result to a file if asked, and print it: as `draw` has it, else its rows."""
-    from disagg.bench.result import table, write
+    from disagg.bench.result import table
 
-    if out is not None:
-        write(result, out)
+    _keep(result, out)
     if as_json:
         print_json(result)
     else:
         print(draw(result) if draw else table(result["rows"]))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)
+
+
+def _keep(result: dict[str, Any], out: Path | None) -> None:
+    from disagg.bench.result import write
+
+    if out is not None:
+        write(result, out)

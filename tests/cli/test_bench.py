@@ -32,6 +32,18 @@ def test_transfer_prints_writes_and_draws_a_row_for_every_case(disagg, tmp_path)
     }
 
 
+def test_a_picture_that_fails_loses_no_result(disagg, tmp_path, monkeypatch):
+    pictures = pytest.importorskip("disagg.report.transfer")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pictures, "draw", fail)
+    files = ["--plot", tmp_path / "a.png", "--out", tmp_path / "a.json"]
+    assert "No space left" in disagg(SMALL, "--gbps", "2", *files, code=2).err
+    assert json.loads((tmp_path / "a.json").read_text())["rows"]
+
+
 def test_people_get_a_table_and_progress_beside_it(disagg):
     cases = ["--codec", "fp8", "--gbps", "2", "--channel", "direct"]
     said = disagg(SMALL, *cases)
