@@ -46,7 +46,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4195,
+    "bench": 4201,
     "cli": 2027,
     "codecs": 3001,
     "engine": 1912,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1983,
     "transfer": 3381,
     "workers": 3107,
-    "tests": 24670,
+    "tests": 24677,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21174  # of all these rooms together
+PACKAGE_BUDGET = 21180  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

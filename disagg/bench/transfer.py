@@ -19,6 +19,7 @@ is the median of the rounds' ratios, since machines have moods.
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
+from disagg.errors import CapacityError
 from disagg.metrics import HandoffStats
 from disagg.plan import Plan
 from disagg.pool import Arena
@@ -308,6 +310,9 @@ def start_pair(netns: bool, plans: Mapping[str, Plan], nbytes: int) -> Iterator[
     """Both ends, the receiving one with a pool of so many bytes for prompts under these plans."""
     if netns:
         child.check_available()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > memory:
+        raise CapacityError(f"prompts want a pool of {nbytes:,} bytes; this host has {memory:,}")
     with ExitStack() as stack:
         sender = stack.enter_context(Child(SendingEnd, netns))
         receiver = stack.enter_context(Child(ReceivingEnd, netns))
@@ -425,10 +430,11 @@ def measure_plane(options: TransferOptions) -> Row:
     rows: list[Row] = []
     codec, tokens = options.codecs[0], options.tokens[0]
     plan = parse_plan(codec, options.shape)
-    nbytes, slabs = Checklist(plan, tokens).total_bytes, slabs_for(plan, tokens)
+    slabs = slabs_for(plan, tokens)
     for netns in (False, True)[: 1 + options.netns]:
         with start_pair(netns, {codec: plan}, slabs * SLAB_BYTES) as pair:
             pair.sender.ask("fill", codec, plan, tokens)
+            nbytes = Checklist(plan, tokens).total_bytes
             sends = _ways(pair, codec, nbytes)
             for gbps in options.gbps if netns else (0.0,):
                 pair.limit(gbps)

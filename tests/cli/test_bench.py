@@ -87,6 +87,13 @@ def test_what_cannot_be_measured_is_refused_before_it_begins(arguments, word, di
     assert not said.out
 
 
+@pytest.mark.parametrize("plane", [[], ["--plane", "--no-netns"]], ids=["codecs", "plane"])
+def test_prompts_that_no_memory_holds_are_refused_before_it_begins(plane, disagg, monkeypatch):
+    monkeypatch.setattr(transfer, "Child", lambda *_: pytest.fail("started for nothing"))
+    monkeypatch.setattr(transfer.os, "sysconf", lambda _: 1 << 10)
+    assert "this host has 1,048,576" in disagg(SMALL, *plane, code=7).err
+
+
 @pytest.mark.parametrize(
     "name", ["auto", "capacity", "chaos", "compare", "decode", "latency", "transfer"]
 )
