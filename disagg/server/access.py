@@ -57,7 +57,9 @@ def bears(header: bytes, keys: Collection[str]) -> bool:
 
 
 def read_keys(config: ServerConfig) -> frozenset[str]:
-    """The keys of a service; ConfigError for a file that cannot be read or holds none."""
+    """The keys of a service; ConfigError for an empty one and for a file without any."""
+    if config.api_key == "":  # of a variable that is not set; who means it is not open to all
+        raise ConfigError("server.api_key is empty; a key is wanted, or none given")
     keys = {config.api_key} if config.api_key else set()
     if config.api_key_file:
         file = Path(config.api_key_file)

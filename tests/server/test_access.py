@@ -62,6 +62,8 @@ def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):
         read_keys(ServerConfig(api_key_file=str(file)))
     with pytest.raises(ConfigError, match="cannot read"):
         read_keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="api_key is empty"):
+        read_keys(ServerConfig(api_key=""))
 
 
 @pytest.fixture(scope="module")
