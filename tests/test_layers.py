@@ -55,14 +55,14 @@ BUDGETS = {
     "kernels": 6158,
     "model": 1816,
     "report": 162,
-    "server": 1985,
+    "server": 1988,
     "transfer": 3381,
     "workers": 3107,
-    "tests": 24679,
+    "tests": 24681,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21182  # of all these rooms together
+PACKAGE_BUDGET = 21185  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

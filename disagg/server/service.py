@@ -236,7 +236,10 @@ def open_doors(config: Config) -> dict[str, socket.socket]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError where the address is taken or not ours."""
+    """A bound socket; ConfigError where the address is taken or not ours, or is empty: to listen
+    everywhere, which nobody can ask by that name."""
+    if not host:
+        raise ConfigError(f"server.host is {host!r}; an address is wanted, {EVERYWHERE} for all")
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:

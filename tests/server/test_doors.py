@@ -15,7 +15,7 @@ from disagg.config import ClusterConfig, Config, ServerConfig
 from disagg.errors import ConfigError, HandleError, PeerLostError
 from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
-from disagg.server.service import Service, open_doors
+from disagg.server.service import Service, bind, open_doors
 from disagg.transfer.messages import Role
 from disagg.workers.members import Started
 from tests.server.running import Running, running
@@ -130,6 +130,8 @@ def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
         taken = Config(cluster=cluster, server=ServerConfig(pd_ports=min(ports)))
         with pytest.raises(ConfigError, match="cannot listen"):
             open_doors(taken)
+    with pytest.raises(ConfigError, match=r"server\.host is ''"):
+        bind("", 0)
 
 
 def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
