@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4201,
-    "cli": 2027,
+    "cli": 2060,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1988,
     "transfer": 3381,
     "workers": 3107,
-    "tests": 24681,
+    "tests": 24703,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21185  # of all these rooms together
+PACKAGE_BUDGET = 21218  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

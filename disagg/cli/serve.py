@@ -8,7 +8,9 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -56,6 +58,7 @@ OwnName = Annotated[
 ]
 ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last one: a terminal was closed
 STOP_S = 10.0  # beyond the grace of its workers
+STUCK_S = 15.0  # after a signal while it starts
 POLL_S = 0.05
 DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
@@ -134,7 +137,7 @@ def run_service(config: Config, as_json: bool) -> None:
 
     take_signals()
     try:
-        with ExitStack() as stack:
+        with unstuck() as started, ExitStack() as stack:
             with stages() as say:
                 service = Service(config, ending(say), client.left_token(path))
                 tls = config.server.tls_certificate
@@ -144,6 +147,7 @@ def run_service(config: Config, as_json: bool) -> None:
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
             is_ready()
+            started()
             if as_json:
                 print_json({"url": service.url, "pid": os.getpid()})
             told = f"serving {service.name} at {service.url}"
@@ -163,6 +167,34 @@ def take_signals() -> None:
     for number in ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
+
+
+@contextmanager
+def unstuck() -> Iterator[Callable[[], None]]:
+    """Ends the process STUCK_S after a signal of ENDS, unless it has `started`, which it is given.
+
+    Ray's C++ waits without end for a raylet that had the signal too, and Python's handlers wait for
+    it. What is left of a private service then its reaper takes away.
+    """
+    started = threading.Event()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    def wait() -> None:
+        while (told := theirs.recv(1)) and told[0] not in ENDS:
+            pass
+        if told and not started.wait(STUCK_S):
+            os.write(2, b"stopped while Ray started\n")
+            os._exit(128 + told[0])
+
+    before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield started.set
+    finally:
+        started.set()
+        signal.set_wakeup_fd(before)
+        ours.close()
 
 
 def ending(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -211,9 +243,10 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     from disagg.server.service import Service
 
     take_signals()
-    with ExitStack() as stack:
+    with unstuck() as started, ExitStack() as stack:
         with stages() as say:
             service = stack.enter_context(Service(config, ending(say)))
+        started()
         yield service.url
 
 

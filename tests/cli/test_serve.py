@@ -38,6 +38,28 @@ def test_the_state_file_is_for_its_owner_alone(state_file):
     assert read_state(state_file) == service()
 
 
+STUCK = """
+import ctypes
+from disagg.cli import serve
+serve.STUCK_S = 0.1
+serve.take_signals()
+mutex = ctypes.create_string_buffer(64)
+with serve.unstuck():
+    print("starting", flush=True)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STUCK], **pipes) as process:
+        assert process.stdout.readline() == "starting\n"
+        process.terminate()
+        assert process.communicate(timeout=60)[1] == "stopped while Ray started\n"
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.skipif(birth(os.getpid()) is None, reason="nobody says when a process started")
 def test_a_process_with_the_number_of_a_service_that_was_killed_is_not_taken_for_it(state_file):
     """The first process of a container is number 1 at every start of the container."""
