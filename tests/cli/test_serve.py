@@ -39,22 +39,25 @@ def test_the_state_file_is_for_its_owner_alone(state_file):
 
 
 STUCK = """
-import ctypes
+import ctypes, sys, threading
 from disagg.cli import serve
 serve.STUCK_S = 0.1
 serve.take_signals()
-mutex = ctypes.create_string_buffer(64)
+mutex, stuck = ctypes.create_string_buffer(64), threading.Event()
+threading.Thread(target=lambda: stuck.wait() and print("stuck", flush=True), daemon=True).start()
 with serve.unstuck():
-    print("starting", flush=True)
-    for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    sys.setswitchinterval(1000)  # the thread runs when C has let the interpreter go
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    stuck.set()
+    lock(mutex)
 """
 
 
 def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", STUCK], **pipes) as process:
-        assert process.stdout.readline() == "starting\n"
+        assert process.stdout.readline() == "stuck\n"
         process.terminate()
         assert process.communicate(timeout=60)[1] == "stopped while Ray started\n"
     assert process.returncode == 128 + signal.SIGTERM

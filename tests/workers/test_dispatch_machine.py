@@ -138,7 +138,8 @@ class Interleavings(RuleBasedStateMachine):
         error: DisaggError | None = PeerLostError("gone") if worker is None or lost else None
         if worker is not None and not worker.load.slots:
             error = CapacityError("full")
-        if worker is not None and not isinstance(error, CapacityError):
+        kept = not (lost and job.moved)  # of that the worker hears no more: its lease ends
+        if worker is not None and kept and not isinstance(error, CapacityError):
             worker.held[job.rid] = job.attempt  # a lost answer may have been a grant
         if error is None:
             grant = asked.worker, job.rid, job.attempt, Grant(1, 1)
@@ -286,8 +287,11 @@ class Interleavings(RuleBasedStateMachine):
         entry = self.dispatch.entries[rid]
         if entry.phase in (Phase.PREFILL, Phase.DECODE, Phase.MOVE):
             worker = data.draw(st.sampled_from(entry.workers))
-            if worker in self.workers:
+            giver = entry.phase is Phase.MOVE and worker == entry.decode  # see a_sequence_moves
+            if worker in self.workers and not (giver and isinstance(error, CapacityError)):
                 self.asked = [x for x in self.asked if (x.worker, x.job.rid) != (worker, rid)]
+                if entry.decodes:
+                    self.workers[worker].held.pop(rid, None)  # room to move to ends with its lease
                 said = self.dispatch.refused(worker, rid, entry.job.attempt, error, self.now)
                 self.act(said)
 
