@@ -57,12 +57,12 @@ BUDGETS = {
     "report": 162,
     "server": 1988,
     "transfer": 3381,
-    "workers": 3107,
-    "tests": 24710,
+    "workers": 3114,
+    "tests": 24722,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21218  # of all these rooms together
+PACKAGE_BUDGET = 21225  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

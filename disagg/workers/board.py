@@ -90,7 +90,10 @@ class Board:
         return None if busy[first.name] or busy[second.name] else (first, second)
 
     def successor(self, entry: "Entry", nbytes: float) -> "Member | None":
-        """Where a sequence whose worker decodes no longer can go on; None: nowhere now."""
+        """Where a sequence whose worker decodes no longer can go on; None: nowhere now.
+
+        One that runs alone waits for a worker where nobody is, to which nothing else goes then.
+        """
         there = [x for x in self._members if x.name not in self._kept and x.started.role.decodes]
         found = self._fitting(entry, nbytes, there)
         best = min(
@@ -98,8 +101,12 @@ class Board:
             key=lambda x: (x.name in entry.avoid, self._lives[x.name], -x.load.free_bytes),
             default=None,
         )
-        self._lives.update([best.name] if best else [])
-        return best
+        if best is None:
+            return None
+        busy = entry.alone and self._lives[best.name]
+        self._kept |= {best.name} if entry.alone else set()
+        self._lives[best.name] += not busy
+        return None if busy else best
 
     def _starts_soon(self, entry: "Entry", member: Member) -> bool:
         """Whether few enough prompts are to be computed before this one."""

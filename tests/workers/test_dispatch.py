@@ -822,6 +822,18 @@ def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None
     assert [x.job.rid for x in actions if isinstance(x, Reserve)] == ["new"]
 
 
+def test_who_runs_alone_moves_when_another_worker_is_empty() -> None:
+    dispatch = decoding()
+    dispatch.entries["r"].alone = True
+    join(dispatch, "d2", 0.0)
+    dispatch.submit(job("s"), 0.0)
+    room(dispatch, "s")
+    begin(dispatch, "d2", "s")
+    assert leave(dispatch) == []
+    actions = dispatch.finished("d2", "s", 1, 1, "stop", 1.0)
+    assert [(x.worker, x.job.rid) for x in only(Reserve, actions)] == [("d2", "r")]
+
+
 # -- ends
 
 
