@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4201,
-    "cli": 2060,
+    "cli": 2061,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
@@ -62,7 +62,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21225  # of all these rooms together
+PACKAGE_BUDGET = 21226  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

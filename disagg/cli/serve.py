@@ -171,7 +171,7 @@ def take_signals() -> None:
 
 @contextmanager
 def unstuck() -> Iterator[Callable[[], None]]:
-    """Ends the process STUCK_S after a signal of ENDS, unless it has `started`, which it is given.
+    """Ends the process STUCK_S after a signal of ENDS; who is past the start calls what this gives.
 
     Ray's C++ waits without end for a raylet that had the signal too, and Python's handlers wait for
     it. What is left of a private service then its reaper takes away.
@@ -181,8 +181,9 @@ def unstuck() -> Iterator[Callable[[], None]]:
     ours.setblocking(False)
 
     def wait() -> None:
-        while (told := theirs.recv(1)) and told[0] not in ENDS:
-            pass
+        with theirs:
+            while (told := theirs.recv(1)) and told[0] not in ENDS:
+                pass
         if told and not started.wait(STUCK_S):
             os.write(2, b"stopped while Ray started\n")
             os._exit(128 + told[0])
