@@ -43,6 +43,7 @@ from disagg.kernels.gpu.attend import Chip, attend_kernel, loops_of
 from disagg.kernels.gpu.bits import PLAIN, PTX
 from disagg.kernels.gpu.encode import (
     CHANNELS,
+    encode_blocks,
     encode_side_kernel,
     encode_warps,
     segment_scales_kernel,
@@ -232,12 +233,14 @@ def measure_spills(kernel: str, target: str) -> Row:
 def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
     fmt = page_format(SPECS[name])
     assert isinstance(fmt, PageFormat)
+    side = fmt.v if is_v else fmt.k
     constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v, "BAND": 0}
+    constants["BLOCKS"] = encode_blocks(side)
     if fmt.valid is None:
         constants["absent_ptr"] = None
     along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
     constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
-    return CompiledSource(encode_side_kernel, constants, encode_warps(fmt.v if is_v else fmt.k))
+    return CompiledSource(encode_side_kernel, constants, encode_warps(side))
 
 
 def _scales(name: str, chip: GPUTarget) -> CompiledSource:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disagg.kernels.formats import ARENA_UNIT, PageFormat
 from disagg.kernels.gpu.bands import channels_of, side_of, turned
-from disagg.kernels.gpu.encode import encode_warps
+from disagg.kernels.gpu.encode import encode_blocks, encode_warps
 from disagg.kernels.gpu.encode_tiles import at, axis_of, encode_tile, finite
 from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
 from disagg.kernels.gpu.lowrank import WIDTH, fit_page, seed_of
@@ -123,22 +123,24 @@ def seal_codes(
 ):  # fmt: skip
     """One side of a page of codes, of K one band; segment: u8 pointer to the one it joins."""
     SIDE: tl.constexpr = side_of(FMT, BAND) if D_AXIS == 1 else FMT.v
+    BLOCKS: tl.constexpr = encode_blocks(SIDE) if SIDE.low_rank is None else 1
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
-    o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
-    if D_AXIS == 1:
-        channel = channels_of(o_c, segment, BAND, FMT)
-        x, there = load_tail(token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE)
-    else:
-        x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
-        if FMT.turn is not None:
-            x = turned(x, segment, FMT)
-    missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
-    if SIDE.low_rank is not None:
-        missing = tl.where(there, missing, 0.0).to(tl.float16)
+    for i in range(BLOCKS):
+        o_c, m_c = axis_of(SIDE.columns, SIDE.halves, i, BLOCKS)
         if D_AXIS == 1:
-            store_factors(missing, o_r, o_c, m_c, block, seed, SIDE)
+            channel = channels_of(o_c, segment, BAND, FMT)
+            x, there = load_tail(token, p_tail, o_r, m_r, channel, m_c, D_AXIS, RAW, DTYPE)
         else:
-            store_factors(tl.trans(missing), o_c, o_r, m_r, block, seed, SIDE)
+            x, there = load_tail(token, p_tail, o_c, m_c, o_r, m_r, D_AXIS, RAW, DTYPE)
+            if FMT.turn is not None:
+                x = turned(x, segment, FMT)
+        missing = encode_tile(x, there, o_r, o_c, m_r, m_c, block, block, SIDE)
+        if SIDE.low_rank is not None:
+            missing = tl.where(there, missing, 0.0).to(tl.float16)
+            if D_AXIS == 1:
+                store_factors(missing, o_r, o_c, m_c, block, seed, SIDE)
+            else:
+                store_factors(tl.trans(missing), o_c, o_r, m_r, block, seed, SIDE)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from disagg.kernels.gpu.encode_tiles import (
     encode_tile,
     finite,
     group_scale,
+    is_padded,
     store_mask,
 )
 from disagg.kernels.gpu.lowrank import encode_low_rank
@@ -71,8 +72,9 @@ def encode_side_kernel(
     x_ptr, bytes_ptr, pages_ptr, segments_ptr, missing_ptr, absent_ptr,
     stride_head, stride_row, stride_column, stride_page, missing_row, missing_column,
     unit, base, segment_pages, FMT: tl.constexpr, IS_V: tl.constexpr, BAND: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One side of one block, of K one band.
+    """One side of one block, of K one band; of its columns some, if programs share them.
 
     x_ptr:        [H, n, D] of any float dtype; strides in items, a page begins stride_page further
     bytes_ptr, pages_ptr, unit, base: where blocks lie, as `Target` says
@@ -83,7 +85,7 @@ def encode_side_kernel(
     SIDE: tl.constexpr = FMT.v if IS_V else side_of(FMT, BAND)
     i_page, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_r, m_r = axis_of(SIDE.rows, SIDE.fields)
-    o_c, m_c = axis_of(SIDE.columns, SIDE.halves)
+    o_c, m_c = axis_of(SIDE.columns, SIDE.halves, tl.program_id(2), BLOCKS)
     there = m_r[:, None] & m_c[None, :]
     i_segment = i_page // segment_pages
     segment = segments_ptr + (i_segment * tl.num_programs(1) + i_head) * FMT.segment_bytes
@@ -177,17 +179,28 @@ def _encode_side(
         )  # fmt: skip
     strides = (stride_channel, stride_token) if is_v else (stride_token, stride_channel)
     dense = (1, head_dim) if is_v else (head_dim, 1)
-    encode_side_kernel[(n // fmt.tokens, heads)](
+    blocks = encode_blocks(side)
+    encode_side_kernel[(n // fmt.tokens, heads, blocks)](
         x, where.arena, where.pages, segments, missing, absent,
         stride_head, *strides, fmt.tokens * stride_token, *dense,
-        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v, band,
+        where.unit, where.base, max(1, tokens // fmt.tokens), fmt, is_v, band, blocks,
         num_warps=encode_warps(side), enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def encode_warps(side: Side) -> int:
     """Warps of a program: 32 numbers a thread, and what codes miss of them, fit its registers."""
-    return 4 if side.rows * side.columns <= 4 * 32 * 32 else 8
+    return 4 if side.rows * side.columns <= 4 * 32 * 32 and not side.sparse else 8
+
+
+@triton.constexpr_function
+def encode_blocks(side: Side) -> int:
+    """Programs that share the columns of a side, where nothing is of several and none is padded;
+    choosing outliers takes registers too."""
+    if side.scale.by != "column" or is_padded(side.columns // side.halves):
+        return 1
+    fitting = (4 if side.sparse else 8) * 32 * 32
+    return triton.next_power_of_2(triton.cdiv(side.rows * side.columns, fitting))
 
 
 def _rotate(x: Tensor, turn: Rotation, segments: Tensor, cut: Segmentation) -> Tensor:

@@ -18,13 +18,23 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it round
 
 
 @triton.jit
-def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist."""
+def axis_of(SIZE: tl.constexpr, PARTS: tl.constexpr, block=0, BLOCKS: tl.constexpr = 1):
+    """Indices of SIZE items in PARTS equal parts, each padded, and whether they exist; of each part
+    those of one of so many blocks."""
     PART: tl.constexpr = SIZE // PARTS
-    PAD: tl.constexpr = triton.next_power_of_2(PART)
+    PAD: tl.constexpr = triton.next_power_of_2(PART) // BLOCKS
     tl.static_assert(PART * PARTS == SIZE, "fields and halves divide a side")
     o = tl.arange(0, PARTS * PAD)
-    return o // PAD * PART + o % PAD, o % PAD < PART
+    within = o % PAD
+    if BLOCKS > 1:  # or less would be known of where it begins
+        within += block * PAD
+    return o // PAD * PART + within, within < PART
+
+
+@triton.constexpr_function
+def is_padded(part: int) -> bool:
+    """Whether a part of an axis is padded."""
+    return part & (part - 1) != 0
 
 
 @triton.jit
@@ -158,14 +168,13 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
     """
     AXIS: tl.constexpr = 0 if SIDE.scale.by == "column" else 1
     LENGTH: tl.constexpr = SIDE.rows if SIDE.scale.by == "column" else SIDE.columns
-    PADDED: tl.constexpr = x.shape[0] != SIDE.rows or x.shape[1] != SIDE.columns
     if SIDE.scale.shared:
         p_scale = at(segment, SIDE.scale.scale, tl.float16) + column
         scale = tl.load(p_scale, mask=m_c, other=1.0)
         zero = tl.load(at(segment, SIDE.scale.zero, tl.float16) + column, mask=m_c, other=0.0)
         code, seen = codes_with(x, scale, zero, 0, SIDE)
         code = tl.where(there, code, 0)
-    elif PADDED:
+    elif is_padded(SIDE.rows // SIDE.fields) or is_padded(SIDE.columns // SIDE.halves):
         code, seen = tl.zeros(x.shape, tl.int32), tl.zeros(x.shape, tl.float32)
         place, lane, m_lane = row[:, None], column, m_c
         if AXIS == 1:
@@ -179,7 +188,7 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
             seen = tl.where(own, own_seen, seen)
     elif SIDE.scale.fitted:
         COUNT: tl.constexpr = SIDE.rows // SIDE.scale.group
-        groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+        groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
         code, scale, zero = fitted_codes(groups, SIDE)
         o_g = tl.arange(0, COUNT)[:, None]
         store_scales(block, scale, zero, o_g, column[None, :], column[None, :] >= 0, SIDE)
@@ -188,7 +197,7 @@ def quantize_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.cons
         COUNT: tl.constexpr = LENGTH // SIDE.scale.group
         o_g = tl.arange(0, COUNT)
         if AXIS == 0:
-            groups = tl.reshape(x, [COUNT, SIDE.scale.group, SIDE.columns])
+            groups = tl.reshape(x, [COUNT, SIDE.scale.group, x.shape[1]])
             g, lane = o_g[:, None], column[None, :]
         else:
             groups = tl.reshape(x, [SIDE.rows, COUNT, SIDE.scale.group])
@@ -212,18 +221,16 @@ def store_scales(block, scale, zero, g, lane, m_lane, SIDE: tl.constexpr):
 
 @triton.jit
 def store_words(block, codes, row, column, SIDE: tl.constexpr):
-    """Codes [fields * R, halves * U], 0 where nothing is, as words [R, U]."""
+    """Codes [fields * R, halves * U], 0 where nothing is, as words [R, U]; or those of a block."""
     R: tl.constexpr = SIDE.rows // SIDE.fields
     U: tl.constexpr = SIDE.columns // SIDE.halves
-    R_PAD: tl.constexpr = triton.next_power_of_2(R)
-    U_PAD: tl.constexpr = triton.next_power_of_2(U)
-    tl.static_assert(
-        codes.shape[0] == SIDE.fields * R_PAD and codes.shape[1] == SIDE.halves * U_PAD
-    )
+    R_PAD: tl.constexpr = codes.shape[0] // SIDE.fields
+    U_PAD: tl.constexpr = codes.shape[1] // SIDE.halves
     fields = codes << (row // R * SIDE.bits)[:, None] << (column // U * 8)[None, :]
     fields = tl.reshape(fields, [SIDE.fields, R_PAD, SIDE.halves, U_PAD])
     words = tl.sum(tl.sum(fields, 2), 0)
-    w_r, w_u = tl.arange(0, R_PAD)[:, None], tl.arange(0, U_PAD)[None, :]
+    w_r = tl.arange(0, R_PAD)[:, None]
+    w_u = tl.min(tl.reshape(column, [SIDE.halves, U_PAD]), 0)[None, :]
     p_words = at(block, SIDE.codes, tl.int16) + w_r * U + w_u
     tl.store(p_words, words.to(tl.int16), mask=(w_r < R) & (w_u < U))
 

@@ -30,6 +30,7 @@ SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
 OTHERS = (  # one of each kind, the largest
     "encode-gear-2-v",
     "encode-kivi-4-v",
+    "encode-ott-v",
     "append-gear-2",
     "segment-scales-sparse",
     "low-rank",

@@ -29,6 +29,7 @@ DROPPED = ExactFormat("float16", 80, 4 * 64 * 80, 0, 2 * 64 * 80, slots=64, toke
 SEALED = {
     "kivi-4bit": quant_format(4, 64, 32, 64),
     "narrow": make_format(head_dim=48, bits=2, group=16),
+    "D256-in-two-blocks": quant_format(4, 256, 64, 64),
     "dropped": DROPPED,
 }
 SEALED |= {x: make_format(**FORMATS[x]) for x in ("kivi", "pertoken", "pertoken-2bit")}

@@ -31,7 +31,7 @@ def test_bands_are_attended_as_what_they_stand_for(bits, head_dim, width, m):
     check(make_case(banded_format(bits, head_dim), [200, 70, 0], 1, width, m=m, run=2))
 
 
-@pytest.mark.parametrize(("bits", "head_dim", "heads"), [(2, 64, 2), (3, 128, 1)])
+@pytest.mark.parametrize(("bits", "head_dim", "heads"), [(2, 64, 2), (3, 128, 1), (2, 256, 1)])
 def test_bytes_of_bands_are_those_of_the_reference(bits, head_dim, heads):
     fmt = banded_format(bits, head_dim)
     k, v = (x[0].half() for x in random_kv([128], heads, head_dim, 64))
@@ -44,9 +44,9 @@ def test_bytes_of_bands_are_those_of_the_reference(bits, head_dim, heads):
     assert torch.equal(found.cpu(), wanted)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_an_append_seals_a_page_in_the_order_of_its_segment(bits):
-    fmt, raw, heads = banded_format(bits, 64), raw_format("float16", 64), 2
+@pytest.mark.parametrize(("bits", "head_dim"), [(2, 64), (3, 64), (2, 256)])
+def test_an_append_seals_a_page_in_the_order_of_its_segment(bits, head_dim):
+    fmt, raw, heads = banded_format(bits, head_dim), raw_format("float16", head_dim), 2
     assert fmt.is_sealable
     view = make_case(raw, [64], heads, 1).view
     stride = -(-(BASE + heads * max(fmt.block_bytes, fmt.segment_bytes)) // 128)
@@ -54,7 +54,8 @@ def test_an_append_seals_a_page_in_the_order_of_its_segment(bits):
     arena = torch.cat([view.arena, torch.zeros(3 * stride * 128, dtype=torch.uint8)])
     ids = torch.tensor([first, first + stride]).int()
     store_blocks(Target(arena, ids[1:], SEGMENT_BASE), random_segment(fmt, heads, 4)[None])
-    k, v = (torch.randn(1, heads, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    seeds = (torch.Generator().manual_seed(i) for i in (1, 2))
+    k, v = (torch.randn(1, heads, head_dim, generator=seeded) for seeded in seeds)
     rows = SealRows(ids[:1], view.pages, ids[1:], torch.zeros(1).int())
     new = view.pages[:, 3].contiguous(), torch.tensor([15]).int()
     expected, found = arena.clone(), arena.to(DEVICE, copy=True)

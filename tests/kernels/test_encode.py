@@ -41,6 +41,7 @@ GROUPS = {
     "D128-g64": {"head_dim": 128},
     "D80-g64-g40": {"bits": 4, "head_dim": 80, "v_group": 40},
     "D96-g32": {"head_dim": 96, "group": 32},
+    "D256-of-two-programs": {"head_dim": 256},
 }
 
 
@@ -134,19 +135,19 @@ def test_every_float8_is_rounded_as_torch_rounds_it():
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_outliers_are_those_of_the_reference(ends):
-    fmt = make_format(slots=2, head_dim=80, group=80, bits=4)
+@pytest.mark.parametrize(("ends", "head_dim"), [(True, 80), (False, 80), (True, 256)])
+def test_outliers_are_those_of_the_reference(ends, head_dim):
+    fmt = make_format(slots=2, head_dim=head_dim, group=head_dim, bits=4)
     pick = {"sparse": replace(fmt.k.sparse, ends=ends)}
     fmt = replace(fmt, k=replace(fmt.k, **pick))
-    k = whole_numbers((2, 128, 80), torch.float16)
+    k = whole_numbers((2, 128, head_dim), torch.float16)
     found, expected = encode_both(fmt, k, k.flip(1))
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit"])
+@pytest.mark.parametrize("name", ["gear-l", "gear-l-shared", "gear", "gear-4bit", "gear-256"])
 def test_what_low_rank_pieces_add_is_what_the_reference_adds(name):
-    fmt = make_format(**FORMATS[name])
+    fmt = make_format(**(FORMATS | {"gear-256": FORMATS["gear"] | {"head_dim": 256}})[name])
     k, v = (x[0] for x in random_kv([192], 1, fmt.head_dim, T))  # fp32: no outliers are equal
     found, expected = encode_both(fmt, k, v, 4, 128)
     owner = torch.tensor([0, 0, 1])
