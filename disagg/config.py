@@ -204,6 +204,7 @@ class ServerConfig(Bounded):
     api_key:           what clients have to show, each as "Authorization: Bearer KEY"
     api_key_file:      a file with more of them, one in a line; it is read at the start
     tls_certificate, tls_key: PEM files; together: HTTPS
+    allowed_origins:   of pages whose scripts may ask, ["https://chat.example"]; ["*"]: of all
     """
 
     host: str = "127.0.0.1"
@@ -216,6 +217,14 @@ class ServerConfig(Bounded):
     api_key_file: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
+    allowed_origins: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if wrong := [x for x in self.allowed_origins if not isinstance(x, str)]:
+            raise ConfigError(
+                f"config key server.allowed_origins has {wrong[0]!r}; origins are wanted"
+            )
 
 
 @dataclass(frozen=True)

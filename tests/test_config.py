@@ -54,10 +54,22 @@ def test_an_unknown_name_lists_the_known_ones(flags, known):
         ("server: 8000", "keys of its own"),
         ("codec: null", "codec is None; str is wanted"),
         ("codecs: [raw, 5]", "codecs has 5; codec specs are wanted"),
+        ("server: {allowed_origins: [5]}", "allowed_origins has 5; origins are wanted"),
+        ("server: {allowed_origins: all}", "allowed_origins is 'all'; list is wanted"),
         ("- raw", "no map of keys"),
         ("a: [", "not YAML"),
     ],
-    ids=["word", "bool", "number-for-room", "null", "number-for-codec", "list", "broken"],
+    ids=[
+        "word",
+        "bool",
+        "number-for-room",
+        "null",
+        "number-for-codec",
+        "number-for-page",
+        "name",
+        "list",
+        "broken",
+    ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):

@@ -47,22 +47,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4204,
-    "cli": 2061,
+    "cli": 2068,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
-    "files": 2020,  # disagg/*.py
+    "files": 2029,  # disagg/*.py
     "kernels": 6180,
     "model": 1816,
     "report": 162,
-    "server": 1988,
+    "server": 1998,
     "transfer": 3381,
     "workers": 3114,
-    "tests": 24726,
+    "tests": 24771,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21229  # of all these rooms together
+PACKAGE_BUDGET = 21255  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

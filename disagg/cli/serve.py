@@ -49,6 +49,9 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
 Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
 Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
+Origins = Annotated[
+    str | None, typer.Option(help='Whose pages may ask: "https://chat.example"; "*": all.')
+]
 Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
 MinTokens = Annotated[
     int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
@@ -76,6 +79,7 @@ def serve(
     api_key_file: ApiKeyFile = None,
     ssl_certfile: Certificate = None,
     ssl_keyfile: Key = None,
+    allowed_origins: Origins = None,
     colocated: Colocated = None,
     min_disagg_tokens: MinTokens = None,
     name: OwnName = None,
@@ -93,6 +97,9 @@ def serve(
     flags |= {"codecs": codecs and re.split(r",(?![\w-]+=)", codecs)}  # options have = behind them
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
+    flags |= {"server.allowed_origins": allowed_origins}
+    if allowed_origins and not allowed_origins.startswith("["):  # a list, as vLLM takes it
+        flags |= {"server.allowed_origins": allowed_origins.split(",")}
     flags |= {"cluster.colocated": colocated, "transfer.min_disagg_tokens": min_disagg_tokens}
     state = state_file and str(state_file)
     settled = options.read_config(config, sets, flags | {"server.state_file": state})

@@ -4,13 +4,14 @@ POST /v1/completions · /v1/chat/completions · /tokenize · /detokenize · /sto
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
@@ -33,12 +34,14 @@ def create_app(
     on_stop: Callable[[], None] = lambda: None,
     keys: Collection[str] = (),
     staff: Staff | None = None,
+    origins: Sequence[str] = (),
 ) -> ASGIApp:
     """The application.
 
     token: the secret of its owner: POST /stop wants it, or there is no such route
     staff: who has the workers: POST /scale and others want the secret too
     keys:  of clients; the owner's secret is as good as one. None: everybody is served
+    origins: whose pages browsers let read the answers; "*": of all
     """
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
@@ -77,7 +80,11 @@ def create_app(
         on_stop()
         return JSONResponse({"stopping": True})
 
-    return Access(app, [*keys, *([token] if token else [])] if keys else ())
+    guarded = Access(app, [*keys, *([token] if token else [])] if keys else ())
+    if not origins:
+        return guarded
+    every, shown = ["*"], ["x-request-id"]  # outside: browsers ask first, and show no key then
+    return CORSMiddleware(guarded, origins, every, every, expose_headers=shown)
 
 
 async def _unless_left(http: Request, work: Any) -> Any:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from disagg.workers.launch import Cluster
 
 LOCAL = "local"
-EVERYWHERE = "0.0.0.0"
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where that is on this host
 GRACE_S = 2  # for answers on their way when the service stops
 
 
@@ -55,7 +55,8 @@ class Service:
         self._keys = read_keys(server)
         check_tls(server)
         self._socket = bind(server.host, server.port)
-        host = "127.0.0.1" if server.host == EVERYWHERE else server.host
+        host = EVERYWHERE.get(server.host, server.host)
+        host = f"[{host}]" if ":" in host else host
         scheme = "https" if server.tls_certificate else "http"
         self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         self._doors = open_doors(config)
@@ -160,7 +161,8 @@ class Service:
         config = self.config
         self._router = Router(config.router)
         completions = Completions.load(config, self.name, self._router, self._ports)
-        app = create_app(completions, self.secret, self.stopped.set, self._keys, self)
+        origins = config.server.allowed_origins
+        app = create_app(completions, self.secret, self.stopped.set, self._keys, self, origins)
         options = uvicorn.Config(
             app,
             log_level="warning",
@@ -239,8 +241,9 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound socket; ConfigError where the address is taken or not ours, or is empty: to listen
     everywhere, which nobody can ask by that name."""
     if not host:
-        raise ConfigError(f"server.host is {host!r}; an address is wanted, {EVERYWHERE} for all")
+        raise ConfigError(f"server.host is {host!r}; an address is wanted, 0.0.0.0 for all")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

@@ -46,6 +46,27 @@ def test_probes_and_dashboards_need_no_key(path, completions):
     assert send(create_app(completions, keys=KEYS), "GET", path).status_code == 200
 
 
+def test_scripts_of_allowed_pages_may_ask_and_others_may_not(completions):
+    page, other = "https://chat.example", "https://elsewhere.example"
+    app = create_app(completions, keys=KEYS, origins=[page])
+    asking = {"Access-Control-Request-Method": "POST"}
+    asking["Access-Control-Request-Headers"] = "authorization, content-type"
+    for origin, allowed in ((page, page), (other, None)):
+        first = send(app, "OPTIONS", "/v1/completions", headers=asking | {"Origin": origin})
+        assert first.headers.get("access-control-allow-origin") == allowed
+        assert (first.status_code == 200) == (origin == page)
+        headers = {"Origin": origin, "Authorization": "Bearer one"}
+        for fields in ({}, {"stream": True}):
+            answer = send(app, "POST", "/v1/completions", json=ask(**fields), headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers.get("access-control-allow-origin") == allowed
+        keyless = send(app, "GET", "/v1/models", headers={"Origin": origin})
+        assert refused(keyless, 401, "auth")  # whose reason a page may read
+        assert keyless.headers.get("access-control-allow-origin") == allowed
+    told = send(create_app(completions), "GET", "/v1/models", headers={"Origin": page})
+    assert "access-control-allow-origin" not in told.headers
+
+
 def test_an_empty_secret_opens_nothing(completions):
     app, headers = create_app(completions, token=None, keys=KEYS), {"Authorization": "Bearer "}
     assert send(app, "GET", "/status", headers=headers).status_code == 401

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from socket import create_connection
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -132,6 +134,16 @@ def test_a_port_is_opened_for_each_worker_where_that_is_wanted(cluster, names):
             open_doors(taken)
     with pytest.raises(ConfigError, match=r"server\.host is ''"):
         bind("", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "there"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])]
+)
+def test_an_address_of_either_kind_is_listened_on_as_the_url_says(host, there):
+    url = urlsplit(Service(Config(server=ServerConfig(host=host, port=0))).url)
+    assert url.hostname == there[0]
+    for name in there:
+        create_connection((name, url.port), 5).close()
 
 
 def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
