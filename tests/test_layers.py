@@ -47,7 +47,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4204,
-    "cli": 2068,
+    "cli": 2072,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1998,
     "transfer": 3381,
     "workers": 3114,
-    "tests": 24771,
+    "tests": 24780,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21255  # of all these rooms together
+PACKAGE_BUDGET = 21259  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

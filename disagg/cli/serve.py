@@ -282,6 +282,10 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     info = check_codecs(config.model.name, config.listed, config.model.dtype)
     if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
         check_weights(info.path)
+        if config.model.device == "cuda":
+            from disagg.model.device import pick_device
+
+            pick_device("cuda")
     read_template(config.model.name)  # its errors now
     check_arena(config, info)
     return info, Tokenizer.load(config.model.name)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from disagg.cli.client import RunningService, announced, left_token, read_state, write_state
 from disagg.cli.output import stages
@@ -145,6 +146,14 @@ def test_a_service_does_not_take_the_state_file_of_another_one(state_file, disag
     with pytest.raises(ConfigError, match="a service runs"), announced(state_file, first):
         pass
     assert read_state(state_file) == first
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_told_of_before_anything_starts(state_file, disagg, monkeypatch):
+    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
+    for command in ("serve --state-file", "submit hi --state-file"):
+        said = disagg(f"{command} {state_file} --set model.device=cuda", code=2).err
+        assert "torch sees no GPU here; 'auto' takes a CPU" in said
 
 
 class Started:
