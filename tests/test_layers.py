@@ -53,16 +53,16 @@ BUDGETS = {
     "eval": 571,
     "files": 2029,  # disagg/*.py
     "kernels": 6180,
-    "model": 1816,
+    "model": 1871,
     "report": 162,
     "server": 1998,
     "transfer": 3381,
     "workers": 3114,
-    "tests": 24780,
+    "tests": 24836,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21259  # of all these rooms together
+PACKAGE_BUDGET = 21314  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -18,6 +18,7 @@ from disagg.model.cache import PassThrough, Workspace
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
+from disagg.model.linear import pack_linears
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, load_model
@@ -56,6 +57,7 @@ class Runner:
         model = load_model(info, device).eval().requires_grad_(False)
         with torch.inference_mode():
             check_attention(model, info)
+        pack_linears(model)
         return cls(model, info, fingerprint_model(info.path))
 
     @classmethod
@@ -67,7 +69,8 @@ class Runner:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, info.dtype), attn_implementation=IMPLEMENTATION
             )
-        return cls(model.eval().requires_grad_(False), info, "random")
+        pack_linears(model.eval().requires_grad_(False))
+        return cls(model, info, "random")
 
     @property
     def records(self) -> bool:

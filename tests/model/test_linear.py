@@ -1,0 +1,57 @@
+"""Laid weights multiply as they did, and only where oneDNN takes them and memory has room."""
+
+import pytest
+import torch
+from torch import nn
+
+from disagg.model import linear
+from disagg.model.linear import PackedLinear, pack_linears
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Own(nn.Linear):
+    """One of a model's own, which may compute something else."""
+
+
+def layers(dtype=torch.float32):
+    torch.manual_seed(0)
+    plain, other = nn.Linear(48, 80), nn.Linear(80, 33, bias=False)
+    return nn.Sequential(plain, nn.Sequential(nn.SiLU(), other)).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [(1,), (1, 7), (2, 3, 40)])
+def test_laid_weights_multiply_as_they_did(dtype, rows):
+    if dtype == torch.bfloat16 and not BFLOAT16:
+        pytest.skip("oneDNN has no bfloat16 on this host")
+    model = layers(dtype)
+    x = torch.randn(*rows, 48, dtype=dtype)
+    expected = model(x)
+    pack_linears(model)
+    assert isinstance(model[0], PackedLinear)
+    assert isinstance(model[1][1], PackedLinear)
+    scale = expected.abs().max()
+    torch.testing.assert_close(model(x) / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_laid_weights_are_in_memory_once():
+    model = layers()
+    pack_linears(model)
+    assert {x.device.type for name, x in model.named_parameters() if "weight" in name} == {"meta"}
+    assert [tuple(x.shape) for x in model.parameters()] == [(80, 48), (80,), (33, 80)]
+
+
+@pytest.mark.parametrize("model", [Own(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 8).half()])
+def test_other_layers_stay_as_they_are(model):
+    house = nn.Sequential(model)
+    pack_linears(house)
+    assert house[0] is model
+
+
+def test_weights_stay_as_they_are_where_memory_is_small(monkeypatch):
+    monkeypatch.setattr(linear, "MEMORY_PART", 1 << 40)
+    model = layers()
+    pack_linears(model)
+    assert type(model[0]) is nn.Linear
