@@ -46,8 +46,8 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4204,
-    "cli": 2072,
+    "bench": 4236,
+    "cli": 2073,
     "codecs": 3001,
     "engine": 1912,
     "eval": 571,
@@ -58,11 +58,11 @@ BUDGETS = {
     "server": 1998,
     "transfer": 3381,
     "workers": 3114,
-    "tests": 24836,
+    "tests": 24850,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21314  # of all these rooms together
+PACKAGE_BUDGET = 21347  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

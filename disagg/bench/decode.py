@@ -52,6 +52,7 @@ MODELS = {
     for name, sizes in {
         "8b": (4096, 14336, 32, 32, 8, 128, 128256),
         "135m": (576, 1536, 30, 9, 3, 64, 49152),
+        "wide": (1024, 2816, 4, 32, 8, 128, 4096),  # the heads of an 8B in few, small layers
         "small": (512, 1408, 4, 8, 2, 64, 4096),
     }.items()
 }
@@ -72,11 +73,15 @@ FITTED_NOTES = (
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """sizes: "sequences x tokens"; steps: of each codec in a round; dtype "": as devices like"""
+    """sizes: "sequences x tokens"; steps: of each codec in a round; dtype "": as devices like
+
+    threads: of torch on a CPU; 0: as many as it chooses
+    """
 
     device: str = "cpu"
     model: str = "small"
     dtype: str = ""
+    threads: int = 0
     codecs: Sequence[str] = CODECS
     sizes: Sequence[str] = ()
     steps: int = 8
@@ -90,11 +95,18 @@ def run(options: DecodeOptions) -> Row:
     ratio:    how many times faster a step is than on raw pages
     own:      share of a step that is not the model's own modules, on a CPU: planning, appending,
               attending, sampling; by turns with steps whose attention does nothing
+    faster_from: tokens of each sequence from which a step is faster than on raw pages, if any
     """
     _check(options)
     sizes = [_size(text) for text in options.sizes or SIZES[options.device]]
+    if options.threads:
+        torch.set_num_threads(options.threads)
     runner = _random_model(options.model, options.device, options.dtype)
     rows = [row for size in sizes for row in _measure(runner, options, *size)]
+    for row in rows:
+        alike = [x for x in rows if x["codec"] == row["codec"] and _count(x) == _count(row)]
+        if tokens := faster_from([(_size(x["size"])[1], x["ratio"]) for x in alike]):
+            row["faster_from"] = tokens
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     return result_of(rows, NOTES, **gpu)
 
@@ -159,6 +171,26 @@ def _size(text: str) -> tuple[int, int]:
         if count > 0 and tokens > 0:
             return count, tokens
     raise ConfigError(f"size {text!r} is none; sequences x tokens is wanted, such as 4x2048")
+
+
+def _count(row: Row) -> int:
+    return _size(row["size"])[0]
+
+
+def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
+    """The tokens from which a codec is faster, between two measured sizes by a straight line.
+
+    ratios: (tokens, how many times faster) of sizes with as many sequences
+    None:   it is not faster at the largest; where it is at the smallest already, that one
+    """
+    longer, ahead = 0, 0.0
+    for tokens, ratio in sorted(ratios, reverse=True):
+        if ratio <= 1.0:
+            if not longer:
+                return None
+            return round(tokens + (1.0 - ratio) / (ahead - ratio) * (longer - tokens))
+        longer, ahead = tokens, ratio
+    return longer or None
 
 
 class Decoding:

@@ -21,7 +21,7 @@ app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command()(bench_serve.serve)
 
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it runs.")]
-Random = Annotated[Literal["small", "135m", "8b"], typer.Option(help="Of random weights.")]
+Random = Annotated[Literal["small", "wide", "135m", "8b"], typer.Option(help="Of random weights.")]
 Channel = Annotated[Literal["grpc", "direct"] | None, typer.Option(help="How frames go; grpc.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Of the encoder; 1.")]
 Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
@@ -140,6 +140,7 @@ def decode(
     device: Device = "cpu",
     model: Random = "small",
     dtype: Annotated[str | None, typer.Option(help="Of weights: float32, bfloat16.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of torch, on a CPU.")] = None,
     codec: Codecs = None,
     size: Sizes = None,
     out: Out = None,
@@ -148,7 +149,7 @@ def decode(
     """Steps of a whole model of random weights, by codec."""
     from disagg.bench.decode import DecodeOptions, run
 
-    given = _set({"codecs": codec, "sizes": size, "dtype": dtype})
+    given = _set({"codecs": codec, "sizes": size, "dtype": dtype, "threads": threads})
     _show(run(DecodeOptions(device, model, **given)), out, as_json)
 
 

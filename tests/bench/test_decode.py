@@ -46,6 +46,20 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     assert all(row["own"] < 1 for row in (raw, kivi))
 
 
+@pytest.mark.parametrize(
+    ("ratios", "tokens"),
+    [
+        ([(1000, 0.8), (2000, 1.2), (4000, 1.5)], 1500),
+        ([(1000, 1.1), (2000, 1.2)], 1000),
+        ([(1000, 1.1), (2000, 0.9), (4000, 1.1)], 3000),
+        ([(1000, 0.8), (2000, 1.0)], None),
+    ],
+    ids=["between two sizes", "at the smallest already", "for good", "never"],
+)
+def test_a_row_says_from_how_many_tokens_a_codec_is_faster(ratios, tokens):
+    assert decode.faster_from(ratios) == tokens
+
+
 def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
     decoding = Decoding(runner, "kivi", 3, 250, 20)
     held = decoding._arena.clone()
