@@ -34,13 +34,15 @@ KEY = (
 )
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw the rows of one run to a file whose name says the format."""
-    make_figure(rows).savefig(file, dpi=150)
+def draw(result: Row, file: Path) -> None:
+    """Draw a result of either benchmark to a file whose name says the format."""
+    compared = "kv_bytes_per_s" in result
+    figure = compare_figure(result) if compared else transfer_figure(result["rows"])
+    figure.savefig(file, dpi=150)
 
 
-def make_figure(rows: Sequence[Row]) -> Figure:
-    """The picture, with a panel for each prompt length."""
+def transfer_figure(rows: Sequence[Row]) -> Figure:
+    """The picture of `bench transfer`, with a panel for each prompt length."""
     lengths = sorted({row["tokens"] for row in rows})
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     figure = new_figure(1 + 5.5 * len(lengths), 5.5)
@@ -95,8 +97,8 @@ def draw_log_scale(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def draw_compare(result: Row, file: Path) -> None:
-    """Draw a result of `disagg.bench.compare` to a file whose name says the format."""
+def compare_figure(result: Row) -> Figure:
+    """The picture of `bench compare`, with a panel for each measure of a request."""
     figure = new_figure(12, 5.5)
     together, *apart = result["rows"]
     known = "known to prefill" if result["cached"] else "computed"
@@ -118,4 +120,4 @@ def draw_compare(result: Row, file: Path) -> None:
         panel.set_xlabel("link, times the KV that prefill makes a second")
         panel.set_ylabel(label)
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(file, dpi=150)
+    return figure

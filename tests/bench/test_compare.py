@@ -9,7 +9,7 @@ from disagg.bench import compare
 from disagg.bench.result import Row
 from disagg.bench.serving import Visited
 from disagg.errors import ConfigError, PeerLostError
-from disagg.report.transfer import draw_compare
+from disagg.report.transfer import draw
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
 
@@ -30,7 +30,7 @@ def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_
         assert row["longest_pause_s"] > 0
     said = compare.draw_compare(json.loads(json.dumps(result)))
     assert "isaggregation loses" in said.splitlines()[-1]
-    draw_compare(result, tmp_path / "picture.svg")
+    draw(result, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 0
 
 
