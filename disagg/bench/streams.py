@@ -191,7 +191,7 @@ def _range(numbers: Any) -> str:
 
 def _spread(seen: Sequence[Visited]) -> Row:
     began = min(x.start_s for x in seen)
-    took = max(x.start_s + x.latency_s for x in seen) - began
+    took = max(x.start_s + x.e2el_s for x in seen) - began
     gaps = [1e3 * gap for x in seen for gap in x.gaps_s]
     return {
         "served_tokens_per_s": sum(x.tokens for x in seen) / took,
@@ -247,7 +247,7 @@ def _known(
     for visit in questions.make(options.rounds, options.arriving, 2):
         for found in (new, known):
             (seen,) = client.ask("ask", asked, [visit])
-            found.append(1e3 * seen.latency_s)
+            found.append(1e3 * seen.e2el_s)
     row = {"codec": codec, "tokens": options.arriving, "new_ms": median(new)}
     return row | {"known_ms": median(known), "ratio": median(known) / median(new)}
 

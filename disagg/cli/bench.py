@@ -49,7 +49,7 @@ def load(out: Out = None, as_json: options.Json = False) -> None:
 @app.command()
 def streams(
     model: options.Model = None,
-    part: Annotated[list[str] | None, Option(help="May be repeated; all of it.")] = None,
+    part: list[str] | None = Option(None, help="May be repeated; all of it."),
     rounds: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -65,7 +65,7 @@ def streams(
 @app.command()
 def latency(
     codec: str | None = None,
-    tokens: Annotated[int | None, Option(min=1, help="Of the tiny prompt.")] = None,
+    tokens: int | None = Option(None, min=1, help="Of the tiny prompt."),
     rounds: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -80,11 +80,11 @@ def latency(
 
 @app.command()
 def chaos(
-    seed: Annotated[int | None, Option(help="Of the strikes; 1.")] = None,
-    minutes: Annotated[float, Option(min=0.1, help="How long.")] = 10.0,
+    seed: int | None = Option(None, help="Of the strikes; 1."),
+    minutes: float = Option(10.0, min=0.1, help="How long."),
     codec: str | None = None,
-    streams: Annotated[int, Option(min=1)] = 40,
-    calm: Annotated[bool, Option("--calm", help="Strike nobody.")] = False,
+    streams: int = Option(40, min=1),
+    calm: bool = Option(False, "--calm", help="Strike nobody."),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -120,16 +120,18 @@ def kernels(
     options.refuse_idle(not machine_code, "without --machine-code", target=target)
     from disagg.bench import kernels
 
-    given = _set({"runs": runs, "targets": target})
-    asked = kernels.KernelOptions(machine_code, device, **given)
-    _show(kernels.run(asked), out, as_json, kernels.draw)
+    if machine_code:
+        result = kernels.read_machine_code(**_set({"targets": target}))
+    else:
+        result = kernels.run(kernels.KernelOptions(device, **_set({"runs": runs})))
+    _show(result, out, as_json, kernels.draw)
 
 
 @app.command()
 def decode(
     device: Device = "cpu",
     model: Random = "small",
-    dtype: Annotated[str | None, Option(help="Of weights: float32, bfloat16.")] = None,
+    dtype: str | None = Option(None, help="Of weights: float32, bfloat16."),
     codec: Codecs = None,
     size: list[str] | None = Option(None, help="4x2048; may be repeated."),
     out: Out = None,
@@ -146,8 +148,8 @@ def decode(
 def capacity(
     device: Device = "cpu",
     model: Random = "small",
-    memory_mb: Annotated[float, Option(min=1, help="For KV, of what is measured.")] = 16,
-    tokens: Annotated[int, Option(min=1, help="Of each sequence.")] = 2048,
+    memory_mb: float = Option(16, min=1, help="For KV, of what is measured."),
+    tokens: int = Option(2048, min=1, help="Of each sequence."),
     codec: Codecs = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -163,9 +165,9 @@ def capacity(
 def compare(
     model: options.Model = None,
     codec: Codecs = None,
-    cached: Annotated[bool, Option("--cached", help="Prefill knows the prompts.")] = False,
-    prompts: Annotated[int, Option(min=1, help="Of each cell.")] = 3,
-    tokens: Annotated[int, Option(min=1, help="Of a prompt.")] = 512,
+    cached: bool = Option(False, "--cached", help="Prefill knows the prompts."),
+    prompts: int = Option(3, min=1, help="Of each cell."),
+    tokens: int = Option(512, min=1, help="Of a prompt."),
     plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -183,8 +185,8 @@ def compare(
 def auto(
     model: options.Model = None,
     codec: Codecs = None,
-    requests: Annotated[int, Option(min=1, help="Of each phase and codec.")] = 50,
-    tokens: Annotated[int, Option(min=256, max=8192, help="As samples have.")] = 512,
+    requests: int = Option(50, min=1, help="Of each phase and codec."),
+    tokens: int = Option(512, min=256, max=8192, help="As samples have."),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
