@@ -253,7 +253,7 @@ def test_a_client_imports_nothing_heavy(arguments, running):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("eval --text /no/such", "error: no text '/no/such'"),
+        ("eval --text /no/such", "error: no text '/no/such': no such file; 'python'"),
         ("eval --model no/such", "error: no model 'no/such'"),
         ("eval --resume", "error: --resume goes on"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
