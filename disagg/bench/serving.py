@@ -425,27 +425,25 @@ def _sharegpt(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
 
 
 def _azure(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
-    first = None
-    for row in csv.DictReader(_text(options).splitlines()):
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        first = first or at
+    rows = [*csv.DictReader(_text(options).splitlines())]
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+    for row, at in zip(rows, times, strict=True):
         length = int(row["ContextTokens"])
         start = int(prompts.rng.integers(0, prompts.tokenizer.size))
         text = prompts.fit(prompts.walk(start, length), length)
-        yield Visit(*text, int(row["GeneratedTokens"]), (at - first).total_seconds())
+        yield Visit(*text, int(row["GeneratedTokens"]), (at - times[0]).total_seconds())
 
 
 def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
-    first = None
-    for row in map(json.loads, _text(options).splitlines()):
-        first = row["timestamp"] if first is None else first
+    rows = [json.loads(line) for line in _text(options).splitlines()]
+    for row in rows:
         ids: list[int] = []
         for number in row["hash_ids"]:
             rng = np.random.default_rng([options.seed, number])
             ids += prompts.allowed[rng.integers(0, len(prompts.allowed), MOONCAKE_TOKENS)].tolist()
         length = row["input_length"]
         text = prompts.fit(ids[:length], length)
-        yield Visit(*text, row["output_length"], (row["timestamp"] - first) / 1e3)
+        yield Visit(*text, row["output_length"], 1e-3 * (row["timestamp"] - rows[0]["timestamp"]))
 
 
 def _text(options: WorkloadOptions) -> str:
