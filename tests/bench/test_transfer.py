@@ -1,23 +1,26 @@
 """`disagg bench transfer`, at sizes that say nothing of speed: what its rows say."""
 
 import json
-from dataclasses import replace
 from itertools import product
 from multiprocessing import active_children
 from typing import Any
 
 import pytest
 
-from disagg.bench import transfer
 from disagg.bench.inputs import shape_of
-from disagg.bench.transfer import PLANE, RAW, draw_plane, measure_plane
+from disagg.bench.transfer import PLANE, RAW
 from disagg.cli.app import run
 from disagg.codecs.planning import parse_plan
 from disagg.transfer.records import Checklist
-from tests.bench.here import Here
 
 CODECS, TOKENS, GBPS = ("kivi:bits=2,group=64,residual=64", "fp8"), (333, 70), (0.5, 3.0)
 SHAPE = shape_of(3, 2, 64)
+
+
+def transfer(*cases: tuple[str, object], **more: object) -> list[str]:
+    """The command, at SHAPE."""
+    options = [("layers", 3), ("heads", 2), ("head-dim", 64), *cases, *more.items()]
+    return ["transfer", *(f"--{name}={value}" for name, value in options)]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +29,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("matplotlib")
     out, plot = (tmp_path_factory.mktemp("out") / name for name in ("a.json", "a.png"))
     cases = [*product(["codec"], CODECS), *product(["tokens"], TOKENS), *product(["gbps"], GBPS)]
-    cases += [("layers", 3), ("heads", 2), ("head-dim", 64), ("rounds", 1)]
-    cases += [("out", out), ("plot", plot)]
-    assert run(["bench", "transfer", *(f"--{name}={value}" for name, value in cases)]) == 0
+    assert run(["bench", *transfer(*cases, rounds=1), f"--out={out}", f"--plot={plot}"]) == 0
     assert not active_children()
     assert plot.read_bytes().startswith(b"\x89PNG")
     return json.loads(out.read_text())["rows"]
@@ -70,10 +71,11 @@ def test_times_are_compared_with_raw_on_the_same_link(rows):
         assert row["time_ratio"] == wanted
 
 
-def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(monkeypatch):
-    monkeypatch.setattr(transfer, "Child", Here)
-    result = measure_plane(replace(PLANE, tokens=(333,), rounds=2, shape=SHAPE))
-    rows = result["rows"]
+def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(disagg, tmp_path):
+    asked = [*transfer(tokens=333, rounds=2), "--plane", "--no-netns"]
+    table = disagg("bench", *asked, f"--out={tmp_path / 'a.json'}").out
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["loopback"] * 4
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     ways = [(channel, tls) for tls in (False, True) for channel in ("grpc", "direct")]
     assert [(row["channel"], row["tls"]) for row in rows] == ways
     nbytes = Checklist(parse_plan(PLANE.codecs[0], SHAPE), 333).total_bytes
@@ -81,5 +83,3 @@ def test_every_channel_and_the_socket_bring_the_records_of_one_prompt(monkeypatc
         assert (row["link"], row["rounds"], row["nbytes"]) == ("loopback", 2, nbytes)
         assert min(row["plane_gbps"], row["tcp_gbps"], row["ratio"]) > 0
         assert min(*row["plane_cpu"].values(), *row["tcp_cpu"].values()) > 0
-    table = draw_plane(result)
-    assert [line.split()[0] for line in table.splitlines()[1:]] == ["loopback"] * 4

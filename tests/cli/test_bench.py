@@ -7,16 +7,10 @@ import pytest
 from disagg.bench import child, handoff, transfer
 from disagg.engine.guard import LEAST_TOKENS
 from disagg.model.runner import Runner
-from tests.bench.here import Here
 
 SMALL = "bench transfer --layers 2 --heads 1 --head-dim 64 --tokens 70 --rounds 1"
 WITH_CODECS = ("auto", "capacity", "chaos", "compare", "decode", "latency", "transfer")
 RAW = "raw:dtype=fp16"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "Child", Here)
 
 
 def test_people_get_a_table_and_progress_and_a_picture_that_fails_loses_no_result(
@@ -49,12 +43,6 @@ def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
     assert json.loads(disagg("bench", name, "--json").out) == result
 
 
-def test_the_plane_is_measured_beside_a_socket(disagg):
-    result = json.loads(disagg(SMALL, "--plane", "--no-netns", "--json").out)
-    assert {row["link"] for row in result["rows"]} == {"loopback"}
-    assert result["machine"]["cores"] > 0
-
-
 @pytest.mark.parametrize(
     ("command", "word"),
     [
@@ -73,7 +61,7 @@ def test_the_plane_is_measured_beside_a_socket(disagg):
 )
 def test_what_cannot_be_measured_is_refused_before_it_begins(command, word, disagg, monkeypatch):
     pytest.importorskip("matplotlib")
-    for started in ((child.Child, "__init__"), (Here, "__init__"), (Runner, "random")):
+    for started in ((child.Child, "__init__"), (Runner, "random")):
         monkeypatch.setattr(*started, lambda *_: pytest.fail("started for nothing"))
     said = disagg(command, code=2)
     assert word in said.err

@@ -70,13 +70,15 @@ def test_what_is_asked_reaches_the_router(ask, app, router):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_with_the_context_and_says_so(stream, app, router):
+@pytest.mark.parametrize(("ask", "most"), [(post, 2**31 - 1), (chat, 2**31 - 1), (chat, None)])
+def test_an_answer_ends_with_the_context_and_says_so(ask, most, stream, app, router):
     options = {"stream": stream, "stream_options": {"include_usage": True}}
-    response = post(app, max_tokens=2**31 - 1, **options)
+    response = ask(app, max_tokens=most, **options)
     found = events(response.text)[-2:] if stream else [response.json()] * 2
     assert found[0]["choices"][0]["finish_reason"] == "length"
     assert found[1]["usage"]["total_tokens"] == 20
-    assert router.asked[0][1]["max_tokens"] == 17
+    ((prompt, params, _),) = router.asked
+    assert params["max_tokens"] == 20 - len(prompt)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -182,12 +182,6 @@ def test_a_part_of_a_character_is_told_by_its_own_bytes(client, service):
     assert (token.token, token.bytes) == ("\ufffd", ["🎉".encode()[0]])
 
 
-def test_a_chat_without_a_limit_ends_with_the_context(client):
-    answer = client.chat.completions.create(**GREEDY, messages=MESSAGES, extra_body={"stop": "~~~"})
-    assert answer.usage.total_tokens <= 512
-    assert answer.choices[0].finish_reason in ("length", "stop")
-
-
 def test_a_last_message_can_be_continued(client, service):
     said = [*MESSAGES, {"role": "assistant", "content": "I sh"}]
     written = tokenize(service, messages=said, continue_final_message=True)["tokens"]
@@ -211,13 +205,6 @@ def test_what_cannot_be_answered_is_refused_by_its_name(error, fields, client):
     with pytest.raises(error) as refused:
         client.chat.completions.create(**GREEDY | {"messages": MESSAGES} | fields)
     assert refused.value.param == next(iter(fields))
-
-
-def test_paths_that_are_not_there_have_openais_errors(client):
-    for call in (client.embeddings.create, client.moderations.create):
-        with pytest.raises(openai.NotFoundError) as missing:
-            call(model="tiny", input="x")
-        assert missing.value.type == "not_found"
 
 
 def test_a_stream_that_is_left_leaves_nothing(client):
