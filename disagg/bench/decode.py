@@ -229,17 +229,8 @@ def _write_context(
 # -- capacity
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
-
-    name: str
-    memory: float
-    bandwidth: float
-    flops: float
-
-
-GPUS = (Gpu("H100 SXM", 80e9, 3.35e12, 989e12), Gpu("H200", 141e9, 4.8e12, 989e12))
+# from data sheets: bytes, bytes a second, dense bf16 operations a second
+GPUS = {"H100 SXM": (80e9, 3.35e12, 989e12), "H200": (141e9, 4.8e12, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -263,8 +254,8 @@ def measure_capacity(options: CapacityOptions) -> Row:
     """
     _check(options)
     rows = [*_measured(options)]
-    for gpu in GPUS:
-        rows += _modelled(options, gpu)
+    for name in GPUS:
+        rows += _modelled(options, name)
     first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / first[row["machine"]] if row["sequences"] else 0.0
@@ -289,14 +280,14 @@ def _measured(options: CapacityOptions) -> Iterator[Row]:
         yield _row(machine, spec, nbytes, fitting[spec], counts[spec], step_s)
 
 
-def _modelled(options: CapacityOptions, gpu: Gpu) -> Iterator[Row]:
-    shape, weights = shape_of(), 2 * parameters()
+def _modelled(options: CapacityOptions, name: str) -> Iterator[Row]:
+    (memory, bandwidth, flops), shape, weights = GPUS[name], shape_of(), 2 * parameters()
     for spec in options.codecs:
         nbytes = parse_plan(spec, shape).nbytes(options.tokens)
-        count = max(0, int((USABLE * gpu.memory - weights) // nbytes))
-        reading = (weights + count * nbytes) / gpu.bandwidth
-        step_s = max(reading, count * weights / gpu.flops)
-        yield _row(f"modelled, 8B on {gpu.name}", spec, nbytes, count, count, step_s)
+        count = max(0, int((USABLE * memory - weights) // nbytes))
+        reading = (weights + count * nbytes) / bandwidth
+        step_s = max(reading, count * weights / flops)
+        yield _row(f"modelled, 8B on {name}", spec, nbytes, count, count, step_s)
 
 
 def _row(machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float) -> Row:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from disagg.bench.child import Child
-from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.result import Row, p99, result_of, table, tell
 from disagg.bench.serving import Visited
 from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
@@ -199,9 +199,9 @@ def measure_latency(options: LatencyOptions) -> Row:
         "rounds": options.rounds,
         "wire_bytes": sent[0].stats.wire_bytes,
         "running_ms": median(running),
-        "running_p99_ms": _p99(running),
+        "running_p99_ms": p99(running),
         "acknowledged_ms": median(acknowledged),
-        "acknowledged_p99_ms": _p99(acknowledged),
+        "acknowledged_p99_ms": p99(acknowledged),
         "admit_ms": median(x.stats.admit_ms for x in sent),
         "decoding": decoding,
     }
@@ -221,11 +221,7 @@ def _decode(
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}
-    return told | {"p50_ms": median(gaps), "p99_ms": _p99(gaps)}
-
-
-def _p99(values: Sequence[float]) -> float:
-    return float(np.percentile(values, 99))
+    return told | {"p50_ms": median(gaps), "p99_ms": p99(gaps)}
 
 
 def draw_latency(result: Row) -> str:
