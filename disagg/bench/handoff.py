@@ -412,13 +412,12 @@ def waits_by_rule(
         if not there:
             now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
             continue
-        spare, done, chunks = chunk, list[int](), list[tuple[int, int]]()
+        spare, chunks = chunk, list[tuple[int, int]]()
         for x in there:
             share = min(left[x], spare)
-            chunks += [(arrivals[x][1] - left[x], share)] if share else []
+            chunks.append((arrivals[x][1] - left[x], share))
             left[x], spare = left[x] - share, spare - share
-            done += [x] if not left[x] else []
         now += cost(*sizes_of(chunks))
-        for x in done:
-            ends[x] = ends[x] or now
+        for x in there:
+            ends[x] = now  # until its last step
     return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]
