@@ -203,15 +203,21 @@ def test_a_client_that_leaves_in_mid_body_is_no_failure(app):
     assert sent[0]["status"] == 499
 
 
-def test_a_token_is_spelled_once_however_often_it_is_told(app, letters, monkeypatch):
-    seen, decode = [], letters.decode
-    monkeypatch.setattr(letters, "decode", lambda ids, special: (seen.append(ids), decode(ids))[1])
+def test_a_token_is_spelled_once_however_often_it_is_told(app, completions, monkeypatch):
+    seen, decode = [], completions.tokenizer.decode
+
+    def spelled(ids: list[int], special: bool = False) -> str:
+        seen.extend([ids] if special else ())  # else it is of the text of the answer
+        return decode(ids, special)
+
+    monkeypatch.setattr(completions.tokenizer, "decode", spelled)
     answer = chat(app, logprobs=True, top_logprobs=2, n=8).json()
     told = answer["choices"][7]["logprobs"]["content"]
     assert [token["token"] for token in told] == ["a", "b", "c", "d"]
     assert sorted(map(len, seen)) == [1] * 5 + [2] * 5  # those, and one beside each
 
 
-def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(letters):
-    letters.decode = lambda ids, special: "".join(" upon" for _ in ids).lstrip()
-    assert letters.spell(1) == " upon"
+def test_a_token_is_spelled_as_behind_others_where_a_text_loses_its_first_space(completions):
+    tokenizer = completions.tokenizer
+    tokenizer.decode = lambda ids, special: "".join(" upon" for _ in ids).lstrip()
+    assert tokenizer.spell(1) == " upon"
