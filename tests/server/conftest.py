@@ -2,9 +2,7 @@
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +13,9 @@ from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
-from disagg.workers.choice import Choices
-from disagg.workers.router import Output
+from disagg.transfer.messages import Role, WorkerStatus
+from disagg.workers.members import Started
+from disagg.workers.router import Output, Peer, Router
 from tests.model.tiny import byte_tokenizer
 
 KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}
@@ -37,7 +36,7 @@ def completions_of(router: Any, **served: Any) -> Completions:
     return Completions(about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {}))
 
 
-class FakeRouter:
+class FakeRouter(Router):
     """Answers every prompt with the tokens of "a", "b", "c" ...
 
     pause_at: an answer stops before this token and says so: `paused`; it ends with `breaks`
@@ -46,18 +45,18 @@ class FakeRouter:
     Where log-probabilities are wanted, that of token A + i is -i; prompts have -0.5 everywhere.
     """
 
+    running, waiting, ready = 0, 0, True
+
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
-        self.running = self.waiting = 0
-        counted = Counter[tuple[str, str]]()
-        self.dispatch = SimpleNamespace(routed=counted, choices=Choices())
-        self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
         self.breaks: DisaggError | None = None
         self.refuses: Exception | None = None
         self.kv: Mapping[str, Any] = KV
-        self.peers = {name: _peer(role, name) for name, role in (("p", "prefill"), ("d", "decode"))}
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            self.peers[name] = Peer(Started(name, role, f"{name}:1", 1), None)
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
     async def generate(
@@ -88,22 +87,13 @@ class FakeRouter:
     def lacks(self, wanted: Mapping[str, int]) -> str:
         return "decode 0 of 1; for 3 s"
 
-    def summary(self) -> dict[str, int]:
-        return {"requests": self.running, "queued": 0}
-
     async def status(self) -> dict[str, Any]:
         return self.says
 
 
-def _peer(role: str, name: str) -> Any:
-    return SimpleNamespace(
-        started=SimpleNamespace(role=SimpleNamespace(value=role), address=f"{name}:1")
-    )
-
-
-def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> Any:
+def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> WorkerStatus:
     """What a worker says of itself."""
-    return SimpleNamespace(epoch=epoch, gauges=gauges, info=info)
+    return WorkerStatus(epoch, gauges, info)
 
 
 @pytest.fixture
