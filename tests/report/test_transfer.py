@@ -26,7 +26,7 @@ def make_rows() -> list[dict]:
 
 
 def test_every_codec_has_a_line_of_its_colour_in_every_panel():
-    figure = transfer_figure(make_rows())
+    figure = transfer_figure({"rows": make_rows()})
     assert len(figure.axes) == 2
     for panel in figure.axes:
         lines = [line for line in panel.lines if len(line.get_xdata()) > 1]
@@ -38,7 +38,7 @@ def test_every_codec_has_a_line_of_its_colour_in_every_panel():
 
 
 def test_points_where_encode_is_the_bottleneck_are_marked():
-    figure = transfer_figure(make_rows())
+    figure = transfer_figure({"rows": make_rows()})
     for panel in figure.axes:
         marked = [line for line in panel.lines if line.get_marker() == "X"]
         assert len(marked) == len(CODECS)
