@@ -161,7 +161,7 @@ async def _cell(options: CompareOptions, pair: Sequence[Started], speed: Speed, 
     seen = [x for x, _ in found]
     return {
         "first_decode_s": mean(x.decoded_s for x in seen),
-        "request_s": mean(x.latency_s for x in seen),
+        "request_s": mean(x.e2el_s for x in seen),
         "longest_pause_s": max(gap for x in seen for gap in x.gaps_s[1:]),
         "wire_bytes": int(mean(kv["wire_bytes"] for kv in figures_of(found))),
     } | {
@@ -238,7 +238,7 @@ async def _measure_auto(
                     figures_of([(seen, kv)])
                     known.update({x: max(off) for x, off in kv["attention_error"].items()})
                     phases[-1][kv["codec"]] += 1
-                    timely.append(seen.latency_s <= deadline_s)
+                    timely.append(seen.e2el_s <= deadline_s)
                     errors.append(known[kv["codec"]])
         allowed = [error <= options.budget for error in errors]
         both = [a and b for a, b in zip(timely, allowed, strict=True)]

@@ -112,8 +112,6 @@ def run(options: DecodeOptions) -> Row:
 
 
 def _check(options: "DecodeOptions | CapacityOptions") -> None:
-    if options.model not in MODELS:
-        raise ConfigError(f"model {options.model!r} is unknown; known: {', '.join(MODELS)}")
     check_device(options.device, "--device cpu measures without one")
     sizes: list[Any] = [MODELS[options.model][name] for name in SHAPE.split()]
     for spec in options.codecs:
@@ -129,16 +127,12 @@ def _random_model(model: str, device: str, dtype: str = "") -> Runner:
 
 def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) -> list[Row]:
     """Every codec at one size."""
-    size = f"{count}x{tokens}"
-    steps = WARM_UP + options.steps * options.rounds
+    size, steps = f"{count}x{tokens}", options.steps * options.rounds
     codecs = [RAW, *(spec for spec in options.codecs if spec != RAW)]
-    found = []
-    for spec in tell(codecs, lambda spec: f"{size}, contexts of {spec}"):
-        decoding = Decoding(runner, spec, count, tokens, steps)
-        for _ in range(WARM_UP):
-            decoding.step()
-        decoding.times.clear()
-        found.append(decoding)
+    found = [
+        Decoding(runner, spec, count, tokens, WARM_UP + steps)
+        for spec in tell(codecs, lambda spec: f"{size}, contexts of {spec}")
+    ]
     for _ in tell(range(options.rounds), lambda number: f"{size}, steps of round {number + 1}"):
         for decoding in found:
             for _ in range(options.steps):
@@ -147,7 +141,7 @@ def _measure(runner: Runner, options: DecodeOptions, count: int, tokens: int) ->
                     decoding.pass_modules()
     rows: list[Row] = []
     for decoding in found:
-        plan_ms, step_ms = (1e3 * statistics.median(x) for x in zip(*decoding.times, strict=True))
+        plan_ms, step_ms = decoding.median_ms()
         row = {
             "codec": decoding.plan.spec,
             "model": options.model,
@@ -194,7 +188,7 @@ def faster_from(ratios: Sequence[tuple[int, float]]) -> int | None:
 
 
 class Decoding:
-    """Sequences of one codec that decode step by step."""
+    """Sequences of one codec that decode step by step; the first WARM_UP steps are over."""
 
     def __init__(self, runner: Runner, spec: str, count: int, tokens: int, steps: int) -> None:
         self.plan = parse_plan(spec, runner.shape)
@@ -211,6 +205,14 @@ class Decoding:
         self._tokens = list(range(count))
         for states in self._states:
             _write_context(runner, self.plan, states, self._arena, tokens)
+        for _ in range(WARM_UP):
+            self.step()
+        self.times.clear()
+
+    def median_ms(self) -> tuple[float, float]:
+        """Milliseconds of planning a step, and of all of it."""
+        plan, whole = (1e3 * statistics.median(x) for x in zip(*self.times, strict=True))
+        return plan, whole
 
     def step(self) -> None:
         """One more token of every sequence."""
@@ -259,17 +261,8 @@ def _write_context(
 # -- capacity
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
-
-    name: str
-    memory: float
-    bandwidth: float
-    flops: float
-
-
-GPUS = (Gpu("H100 SXM", 80e9, 3.35e12, 989e12), Gpu("H200", 141e9, 4.8e12, 989e12))
+# from data sheets: bytes, bytes a second, dense bf16 operations a second
+GPUS = {"H100 SXM": (80e9, 3.35e12, 989e12), "H200": (141e9, 4.8e12, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -293,8 +286,8 @@ def measure_capacity(options: CapacityOptions) -> Row:
     """
     _check(options)
     rows = [*_measured(options)]
-    for gpu in GPUS:
-        rows += _modelled(options, gpu)
+    for name in GPUS:
+        rows += _modelled(options, name)
     first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / first[row["machine"]] if row["sequences"] else 0.0
@@ -302,33 +295,31 @@ def measure_capacity(options: CapacityOptions) -> Row:
 
 
 def _measured(options: CapacityOptions) -> Iterator[Row]:
-    runner = _random_model(options.model, options.device)
-    found: list[tuple[str, int, int, int, Decoding | None]] = []
-    steps = WARM_UP + options.steps
-    for spec in tell(options.codecs, f"{options.memory_mb:g} MB of {{}}".format):
-        nbytes = parse_plan(spec, runner.shape).nbytes(options.tokens)
-        fitting = int(options.memory_mb * 1e6 // nbytes)
-        count = min(fitting, options.most)
-        decoding = Decoding(runner, spec, count, options.tokens, steps) if count else None
-        found.append((spec, nbytes, fitting, count, decoding))
-    for _ in tell(range(steps), "step {}".format):
-        for *_, decoding in found:
-            if decoding:
-                decoding.step()
+    runner, tokens = _random_model(options.model, options.device), options.tokens
+    sizes = {spec: parse_plan(spec, runner.shape).nbytes(tokens) for spec in options.codecs}
+    fitting = {spec: int(options.memory_mb * 1e6 // nbytes) for spec, nbytes in sizes.items()}
+    counts = {spec: min(number, options.most) for spec, number in fitting.items()}
+    found = {
+        spec: Decoding(runner, spec, counts[spec], tokens, WARM_UP + options.steps)
+        for spec in tell(filter(counts.get, counts), f"{options.memory_mb:g} MB of {{}}".format)
+    }
+    for _ in tell(range(options.steps), "step {}".format):
+        for decoding in found.values():
+            decoding.step()
     machine = f"measured, {options.model} model, {options.memory_mb:g} MB"
-    for spec, nbytes, fitting, count, decoding in found:
-        times = [total for _, total in decoding.times[WARM_UP:]] if decoding else [0.0]
-        yield _row(machine, spec, nbytes, fitting, count, statistics.median(times))
+    for spec, nbytes in sizes.items():
+        step_s = 1e-3 * found[spec].median_ms()[1] if spec in found else 0.0
+        yield _row(machine, spec, nbytes, fitting[spec], counts[spec], step_s)
 
 
-def _modelled(options: CapacityOptions, gpu: Gpu) -> Iterator[Row]:
-    shape, weights = shape_of(), 2 * parameters()
+def _modelled(options: CapacityOptions, name: str) -> Iterator[Row]:
+    (memory, bandwidth, flops), shape, weights = GPUS[name], shape_of(), 2 * parameters()
     for spec in options.codecs:
         nbytes = parse_plan(spec, shape).nbytes(options.tokens)
-        count = max(0, int((USABLE * gpu.memory - weights) // nbytes))
-        reading = (weights + count * nbytes) / gpu.bandwidth
-        step_s = max(reading, count * weights / gpu.flops)
-        yield _row(f"modelled, 8B on {gpu.name}", spec, nbytes, count, count, step_s)
+        count = max(0, int((USABLE * memory - weights) // nbytes))
+        reading = (weights + count * nbytes) / bandwidth
+        step_s = max(reading, count * weights / flops)
+        yield _row(f"modelled, 8B on {name}", spec, nbytes, count, count, step_s)
 
 
 def _row(machine: str, spec: str, nbytes: int, fitting: int, count: int, step_s: float) -> Row:

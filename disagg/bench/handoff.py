@@ -23,22 +23,19 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from disagg.bench.child import Child
-from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.result import Row, p99, result_of, table, tell
 from disagg.bench.serving import Visited
 from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
 from disagg.engine.sequence import urgency
 from disagg.model.attention import Batch
-from disagg.model.device import load_runner
-from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
@@ -58,30 +55,24 @@ LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for ever
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
 
 
-class TimedRunner:
-    """A runner that notes the steps that computed prompts."""
+class NotingWorker(Worker):
+    """A worker that notes what its engine does.
 
-    def __init__(self, runner: Runner):
-        self._runner = runner
+    steps: those that computed prompts · said: tokens, by the name of the request there and when
+    """
+
+    def __init__(self, config: Config, role: Role, name: str):
+        super().__init__(config, role, name)
         self.steps: list[Step] = []
+        self.said: list[tuple[str, float]] = []
+        self._forward = self._runner.forward
+        self._runner.forward = self._timed  # type: ignore[method-assign]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def forward(self, batch: Batch) -> Tensor:
-        began, logits = time.monotonic(), self._runner.forward(batch)
+    def _timed(self, batch: Batch) -> Tensor:
+        began, logits = time.monotonic(), self._forward(batch)
         if chunks := [(chunk.before, chunk.count) for chunk in batch.chunks]:
             self.steps.append((time.monotonic() - began, *sizes_of(chunks)))
         return logits
-
-
-class NotingWorker(Worker):
-    """A worker that notes when its engine said each token: (name of the request there, time)."""
-
-    def __init__(self, config: Config, role: Role, name: str):
-        self.timed = TimedRunner(load_runner(config.model))
-        super().__init__(config, role, name, runner=cast(Runner, self.timed))
-        self.said: list[tuple[str, float]] = []
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         """Called on the engine's thread with what a step brought."""
@@ -124,7 +115,7 @@ class NotingEnd(WorkerEnd):
 
     async def steps(self) -> list[Step]:
         """Its steps with chunks of prompts so far; all are forgotten."""
-        found, self._worker.timed.steps = self._worker.timed.steps, []
+        found, self._worker.steps = self._worker.steps, []
         return found
 
     async def pace(self, bytes_per_s: float) -> None:
@@ -188,14 +179,14 @@ def measure_latency(options: LatencyOptions) -> Row:
         Child(SendingEnd) as source,
     ):
         plan = worker.ask("plan", options.codec)
-        _encode(source, plan, options.codec, options.tokens)
+        source.ask("encode", options.codec, plan, options.tokens)
         sent: list[Sent] = []
         running: list[float] = []
         for _ in tell(range(options.rounds + 1), "hand-off {}".format):
             sent.append(one := source.ask("send", options.codec, Way(started)))
             (at,) = worker.ask("said", one.rid, 1)
             running.append(1e3 * (at - one.began_at))
-        _encode(source, plan, options.codec, options.arriving)
+        source.ask("encode", options.codec, plan, options.arriving)
         beside = {"an answer alone": None, "an answer while prompts arrive": Way(started)}
         beside["an answer while prompts arrive at 1 Gb/s"] = Way(started, bytes_per_s=1e9 / 8)
         ways = tell(beside.items(), lambda case: case[0])
@@ -208,19 +199,13 @@ def measure_latency(options: LatencyOptions) -> Row:
         "rounds": options.rounds,
         "wire_bytes": sent[0].stats.wire_bytes,
         "running_ms": median(running),
-        "running_p99_ms": _p99(running),
+        "running_p99_ms": p99(running),
         "acknowledged_ms": median(acknowledged),
-        "acknowledged_p99_ms": _p99(acknowledged),
+        "acknowledged_p99_ms": p99(acknowledged),
         "admit_ms": median(x.stats.admit_ms for x in sent),
         "decoding": decoding,
     }
     return result_of([row], NOTES)
-
-
-def _encode(source: Child, plan: Plan, codec: str, tokens: int) -> None:
-    group = plan.groups[0]
-    source.ask("generate", group.heads, tokens, group.head_dim)
-    source.ask("encode", codec, plan, tokens)
 
 
 def _decode(
@@ -236,11 +221,7 @@ def _decode(
     times = [at for at in worker.ask("said", rid, options.answer) if began <= at <= ended]
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     told = {"received_gbps": 8e-9 * nbytes / (ended - began), "tokens": len(gaps)}
-    return told | {"p50_ms": median(gaps), "p99_ms": _p99(gaps)}
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, round(0.99 * len(values)))]
+    return told | {"p50_ms": median(gaps), "p99_ms": p99(gaps)}
 
 
 def draw_latency(result: Row) -> str:
@@ -431,13 +412,12 @@ def waits_by_rule(
         if not there:
             now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
             continue
-        spare, done, chunks = chunk, list[int](), list[tuple[int, int]]()
+        spare, chunks = chunk, list[tuple[int, int]]()
         for x in there:
             share = min(left[x], spare)
-            chunks += [(arrivals[x][1] - left[x], share)] if share else []
+            chunks.append((arrivals[x][1] - left[x], share))
             left[x], spare = left[x] - share, spare - share
-            done += [x] if not left[x] else []
         now += cost(*sizes_of(chunks))
-        for x in done:
-            ends[x] = ends[x] or now
+        for x in there:
+            ends[x] = now  # until its last step
     return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]

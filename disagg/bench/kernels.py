@@ -24,7 +24,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from disagg.bench.inputs import (
-    DEVICES,
     LAYER,
     PagedLayer,
     StepShape,
@@ -73,24 +72,23 @@ Timer = Callable[[Sequence[Call], int], list[float]]
 class KernelOptions:
     """What is asked for; runs: medians are of this many; no shapes: those of the device."""
 
-    machine_code: bool = False
     device: str = "cpu"
     runs: int = 15
     specs: Sequence[str] = SPECS
     shapes: Sequence[StepShape] = ()
-    targets: Sequence[str] = tuple(TARGETS)
+
+
+def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
+    """What compilers for chips made of the kernels; UnknownNameError for a target that is none."""
+    if unknown := set(targets) - set(TARGETS):
+        raise UnknownNameError("target", min(unknown), TARGETS)
+    others = compile_others(targets=targets)
+    return result_of(compile_all(targets=targets), NOTES["machine-code"], others=others)
 
 
 def run(options: KernelOptions) -> Row:
-    """The result as a JSON object; ConfigError for a device that is unknown or not there."""
-    if not options.machine_code or options.device not in DEVICES:
-        check_device(options.device, "--machine-code needs none")
-    if options.machine_code:
-        if unknown := set(options.targets) - set(TARGETS):
-            raise UnknownNameError("target", min(unknown), TARGETS)
-        others = compile_others(targets=options.targets)
-        rows = compile_all(targets=options.targets)
-        return result_of(rows, NOTES["machine-code"], others=others)
+    """The result as a JSON object; ConfigError for a device that is not there."""
+    check_device(options.device, "--machine-code needs none")
     device = torch.device(options.device)
     more: Row = {}
     if device.type == "cuda":

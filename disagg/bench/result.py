@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import describe_backend
 
@@ -67,6 +69,11 @@ def describe_machine() -> Row:
     """Where it runs; `load` counts the processes that wanted a core during the last minute."""
     machine = {"system": platform.platform(), "cores": os.cpu_count() or 1}
     return machine | {"load": round(os.getloadavg()[0], 2), "kernels": describe_backend()}
+
+
+def p99(values: Sequence[float]) -> float:
+    """What one value in a hundred is above."""
+    return float(np.percentile(values, 99))
 
 
 def write(result: Row, path: Path) -> None:

@@ -204,13 +204,6 @@ class SendingEnd(End):
         self._prompts: dict[str, PromptRecords] = {}
         self._numbers = itertools.count()
 
-    async def generate(self, heads: int, tokens: int, head_dim: int, threads: int = 1) -> None:
-        """Make up K and V of one layer, fp16; forget the prompts of before."""
-        torch.set_num_threads(threads)
-        made = await asyncio.to_thread(make_prompt, tokens, heads, head_dim)
-        self._layer = made.k, made.v
-        self._prompts.clear()
-
     async def fill(self, spec: str, plan: Plan, tokens: int) -> None:
         """Make a prompt of arbitrary bytes."""
         pool, tensor = make_pool(slabs_for(plan, tokens) * SLAB_BYTES, SLAB_BYTES, CPU)
@@ -218,8 +211,9 @@ class SendingEnd(End):
         states = [allocate_group(group, tokens, pool) for group in plan.groups]
         self._prompts[spec] = PromptRecords(Checklist(plan, tokens), pool.arena, tensor, states)
 
-    async def encode(self, spec: str, plan: Plan, tokens: int) -> None:
-        """Make a prompt of all layers, encoded."""
+    async def encode(self, spec: str, plan: Plan, tokens: int, threads: int = 1) -> None:
+        """Make up a prompt whose layers are alike, and encode them all."""
+        torch.set_num_threads(threads)
         await self.fill(spec, plan, tokens)
         await asyncio.to_thread(self._encode, self._prompts[spec], lambda items: None)
 
@@ -273,11 +267,12 @@ class SendingEnd(End):
         return Job(str(number), 0, prompt, sampling={"max_tokens": 1}, codec=spec)
 
     def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
-        checklist, arena, (k, v) = prompt.checklist, prompt.tensor, self._layer
+        checklist, arena = prompt.checklist, prompt.tensor
         for layer, index in enumerate(checklist.plan.group_of):
             group, state = checklist.plan.groups[index], prompt.states[index]
-            codec = codec_of(group)
-            for x in write_prompt(codec, group, state, layer, arena, k, v, 0, checklist.tokens):
+            made = make_prompt(checklist.tokens, group.heads, group.head_dim)  # once for all
+            layers = codec_of(group), group, state, layer, arena, made.k, made.v
+            for x in write_prompt(*layers, 0, checklist.tokens):
                 ready([Item(x.kind, index, layer, i) for i in x.indices])
 
 
@@ -345,9 +340,8 @@ def measure(options: TransferOptions) -> Row:
         target = pair.receiver.ask("listen", pair.host)
         way = Way(target, direct=options.channel == "direct")
         for tokens in options.tokens:
-            pair.sender.ask("generate", shape.heads, tokens, shape.head_dim, options.threads)
             for spec in tell(plans, f"{tokens} tokens, encode {{}}".format):
-                pair.sender.ask("encode", spec, plans[spec], tokens)
+                pair.sender.ask("encode", spec, plans[spec], tokens, options.threads)
             for gbps in options.gbps:
                 sent = _send_all(options.rounds, pair, way, plans, tokens, gbps)
                 rows += _rows(options, tokens, gbps, sent)

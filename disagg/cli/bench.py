@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from disagg.cli import bench_serve, options
 from disagg.cli.output import print_json
@@ -20,24 +21,13 @@ from disagg.errors import ConfigError
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command()(bench_serve.serve)
 
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it runs.")]
-Random = Annotated[Literal["small", "wide", "135m", "8b"], typer.Option(help="Of random weights.")]
-Channel = Annotated[Literal["grpc", "direct"] | None, typer.Option(help="How frames go; grpc.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Of the encoder; 1.")]
-Runs = Annotated[int, typer.Option(min=1, help="Medians are of this many.")]
-Rounds = Annotated[int | None, typer.Option(min=1, help="Medians are of this many.")]
-Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Codec spec; may be repeated.")]
-Lengths = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="May be repeated.")]
-Rates = Annotated[list[float] | None, typer.Option("--gbps", min=1e-3, help="May be repeated.")]
-Targets = Annotated[list[str] | None, typer.Option("--target", help="Of machine code: sm_90.")]
-Sizes = Annotated[list[str] | None, typer.Option(help="4x2048; may be repeated.")]
-Links = Annotated[
-    bool | None,
-    typer.Option("--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."),
-]
-Plane = Annotated[bool, typer.Option("--plane", help="Every channel beside a TCP socket.")]
-Size = Annotated[int, typer.Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
-Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Also write it here.")]
+Device = Annotated[Literal["cpu", "cuda"], Option(help="Where it runs.")]
+Random = Annotated[Literal["small", "wide", "135m", "8b"], Option(help="Of random weights.")]
+Runs = Annotated[int, Option(min=1, help="Medians are of this many.")]
+Rounds = Annotated[int | None, Option(min=1, help="Medians are of this many.")]
+Codecs = Annotated[list[str] | None, Option("--codec", help="Codec spec; may be repeated.")]
+Size = Annotated[int, Option(min=1, help="Of the KV; the defaults are Llama 3.1 8B.")]
+Out = Annotated[Path | None, Option(callback=options.writable, help="Also write it here.")]
 
 
 @app.command()
@@ -59,7 +49,7 @@ def load(out: Out = None, as_json: options.Json = False) -> None:
 @app.command()
 def streams(
     model: options.Model = None,
-    part: Annotated[list[str] | None, typer.Option(help="May be repeated; all of it.")] = None,
+    part: list[str] | None = Option(None, help="May be repeated; all of it."),
     rounds: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -75,7 +65,7 @@ def streams(
 @app.command()
 def latency(
     codec: str | None = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of the tiny prompt.")] = None,
+    tokens: int | None = Option(None, min=1, help="Of the tiny prompt."),
     rounds: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -90,11 +80,11 @@ def latency(
 
 @app.command()
 def chaos(
-    seed: Annotated[int | None, typer.Option(help="Of the strikes; 1.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
+    seed: int | None = Option(None, help="Of the strikes; 1."),
+    minutes: float = Option(10.0, min=0.1, help="How long."),
     codec: str | None = None,
-    streams: Annotated[int, typer.Option(min=1)] = 40,
-    calm: Annotated[bool, typer.Option("--calm", help="Strike nobody.")] = False,
+    streams: int = Option(40, min=1),
+    calm: bool = Option(False, "--calm", help="Strike nobody."),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -120,7 +110,7 @@ def moves(runs: Runs = 20, out: Out = None, as_json: options.Json = False) -> No
 def kernels(
     machine_code: bool = False,
     device: Device = "cpu",
-    target: Targets = None,
+    target: list[str] | None = Option(None, "--target", help="Of machine code: sm_90."),
     runs: Rounds = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -130,19 +120,21 @@ def kernels(
     options.refuse_idle(not machine_code, "without --machine-code", target=target)
     from disagg.bench import kernels
 
-    given = _set({"runs": runs, "targets": target})
-    asked = kernels.KernelOptions(machine_code, device, **given)
-    _show(kernels.run(asked), out, as_json, kernels.draw)
+    if machine_code:
+        result = kernels.read_machine_code(**_set({"targets": target}))
+    else:
+        result = kernels.run(kernels.KernelOptions(device, **_set({"runs": runs})))
+    _show(result, out, as_json, kernels.draw)
 
 
 @app.command()
 def decode(
     device: Device = "cpu",
     model: Random = "small",
-    dtype: Annotated[str | None, typer.Option(help="Of weights: float32, bfloat16.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of torch, on a CPU.")] = None,
+    dtype: str | None = Option(None, help="Of weights: float32, bfloat16."),
+    threads: int | None = Option(None, min=1, help="Of torch, on a CPU."),
     codec: Codecs = None,
-    size: Sizes = None,
+    size: list[str] | None = Option(None, help="4x2048; may be repeated."),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -157,8 +149,8 @@ def decode(
 def capacity(
     device: Device = "cpu",
     model: Random = "small",
-    memory_mb: Annotated[float, typer.Option(min=1, help="For KV, of what is measured.")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each sequence.")] = 2048,
+    memory_mb: float = Option(16, min=1, help="For KV, of what is measured."),
+    tokens: int = Option(2048, min=1, help="Of each sequence."),
     codec: Codecs = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -174,9 +166,9 @@ def capacity(
 def compare(
     model: options.Model = None,
     codec: Codecs = None,
-    cached: Annotated[bool, typer.Option("--cached", help="Prefill knows the prompts.")] = False,
-    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Of a prompt.")] = 512,
+    cached: bool = Option(False, "--cached", help="Prefill knows the prompts."),
+    prompts: int = Option(3, min=1, help="Of each cell."),
+    tokens: int = Option(512, min=1, help="Of a prompt."),
     plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -187,20 +179,15 @@ def compare(
 
     given = _set({"codecs": codec}) | {"prompts": prompts, "tokens": tokens, "cached": cached}
     result = measure_compare(CompareOptions(model, **given))
-    _keep(result, out)  # before a picture, which may fail
-    if plot is not None:
-        from disagg.report import transfer as pictures
-
-        pictures.draw_compare(result, plot)
-    _show(result, None, as_json, draw_compare)
+    _show(result, out, as_json, draw_compare, plot)
 
 
 @app.command()
 def auto(
     model: options.Model = None,
     codec: Codecs = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of each phase and codec.")] = 50,
-    tokens: Annotated[int, typer.Option(min=256, max=8192, help="As samples have.")] = 512,
+    requests: int = Option(50, min=1, help="Of each phase and codec."),
+    tokens: int = Option(512, min=256, max=8192, help="As samples have."),
     out: Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -215,16 +202,18 @@ def auto(
 @app.command()
 def transfer(
     codec: Codecs = None,
-    tokens: Lengths = None,
-    gbps: Rates = None,
+    tokens: list[int] | None = Option(None, "--tokens", min=1, help="May be repeated."),
+    gbps: list[float] | None = Option(None, "--gbps", min=1e-3, help="May be repeated."),
     rounds: Rounds = None,
-    threads: Threads = None,
+    threads: int | None = Option(None, min=1, help="Of the encoder; 1."),
     layers: Size = 32,
     heads: Size = 8,
     head_dim: Size = 128,
-    channel: Channel = None,
-    netns: Links = None,
-    plane: Plane = False,
+    channel: Literal["grpc", "direct"] | None = Option(None, help="How frames go; grpc."),
+    netns: bool | None = Option(
+        None, "--netns/--no-netns", help="Links of the kernel, as root; --plane where it may."
+    ),
+    plane: bool = Option(False, "--plane", help="Every channel beside a TCP socket."),
     plot: options.Plot = None,
     out: Out = None,
     as_json: options.Json = False,
@@ -236,7 +225,9 @@ def transfer(
     given |= {"channel": channel, "netns": netns, "rounds": rounds}
     given = _set(given | {"codecs": codec, "tokens": tokens, "gbps": gbps})
     if not plane:
-        _measure_transfer(given, plot, out, as_json)
+        from disagg.bench.transfer import TransferOptions, draw, measure
+
+        _show(measure(TransferOptions(**given)), out, as_json, draw, plot)
         return
     if plot or len(codec or ()) > 1 or len(tokens or ()) > 1:
         raise ConfigError("--plane measures one codec and one length, and draws nothing")
@@ -249,20 +240,6 @@ def transfer(
     _show(measure_plane(asked), out, as_json, draw_plane)
 
 
-def _measure_transfer(
-    given: dict[str, Any], plot: Path | None, out: Path | None, as_json: bool
-) -> None:
-    from disagg.bench.transfer import TransferOptions, draw, measure
-
-    result = measure(TransferOptions(**given))
-    _keep(result, out)  # before a picture, which may fail
-    if plot is not None:
-        from disagg.report import transfer as pictures
-
-        pictures.draw(result["rows"], plot)
-    _show(result, None, as_json, draw)
-
-
 def _set(given: dict[str, Any]) -> dict[str, Any]:
     """What was given; the rest has defaults."""
     return {name: value for name, value in given.items() if value is not None}
@@ -273,20 +250,20 @@ def _show(
     out: Path | None,
     as_json: bool,
     draw: Callable[[dict[str, Any]], str] | None = None,
+    plot: Path | None = None,
 ) -> None:
-    """Write a result to a file if asked, and print it: as `draw` has it, else its rows."""
-    from disagg.bench.result import table
+    """Write a result to a file and a picture if asked, and print it: as `draw` has it, else its
+    rows."""
+    from disagg.bench.result import table, write
 
-    _keep(result, out)
+    if out is not None:
+        write(result, out)
+    if plot is not None:  # behind the file: a picture may fail
+        from disagg.report import transfer as pictures
+
+        pictures.draw(result, plot)
     if as_json:
         print_json(result)
     else:
         print(draw(result) if draw else table(result["rows"]))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)
-
-
-def _keep(result: dict[str, Any], out: Path | None) -> None:
-    from disagg.bench.result import write
-
-    if out is not None:
-        write(result, out)

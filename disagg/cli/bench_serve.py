@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json
@@ -13,62 +14,41 @@ from disagg.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from disagg.model.tokenizer import Tokenizer
 
-Backend = Annotated[Literal["openai", "openai-chat"], typer.Option(help="Completions or chat.")]
-BaseUrl = Annotated[str, typer.Option(help="Of the server, without the path.")]
-Endpoint = Annotated[str | None, typer.Option(help="The path, if not that of the backend.")]
-ModelId = Annotated[str | None, typer.Option(help="As the server calls it; its first one.")]
-TokenizerRef = Annotated[str | None, typer.Option(help="Folder or name; what the server says.")]
 Datasets = Literal["random", "sharegpt", "azure", "mooncake"]
-Dataset = Annotated[Datasets, typer.Option(help="Where prompts are from.")]
-DatasetPath = Annotated[Path | None, typer.Option(help="The file of all others but random.")]
-Count = Annotated[int, typer.Option(min=1, help="Requests.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens of each request.")]
-Prefix = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")]
-Ratio = Annotated[float, typer.Option(min=0, max=0.99, help="Lengths differ by up to this share.")]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Requests on the way at once.")]
-Rate = Annotated[float, typer.Option(min=1e-6, help="Requests a second.")]
-Burstiness = Annotated[float, typer.Option(min=1e-6, help="1: Poisson; less: in bursts.")]
-SelfTimed = Annotated[bool, typer.Option(help="Requests leave when the trace says.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of the text.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="Else the server's.")]
-Goodput = Annotated[
-    list[str] | None, typer.Option(help='Limits in ms, "ttft:500 tpot:50"; may be repeated.')
-]
-Metrics = Annotated[str, typer.Option(help="Of ttft, tpot, itl and e2el.")]
-Percentiles = Annotated[str, typer.Option(help="25,50,99.")]
-Save = Annotated[bool, typer.Option("--save-result", help="Write a JSON file.")]
-Detailed = Annotated[bool, typer.Option("--save-detailed", help="With every request in it.")]
-Folder = Annotated[Path, typer.Option(help="Where it is written.")]
-File = Annotated[str | None, typer.Option(help="Its name.")]
+Length = Annotated[int, Option(min=1, help="Tokens of each request.")]
 
 
 def serve(
-    backend: Backend = "openai",
-    base_url: BaseUrl = "http://127.0.0.1:8000",
-    endpoint: Endpoint = None,
-    model: ModelId = None,
-    tokenizer: TokenizerRef = None,
-    dataset_name: Dataset = "random",
-    dataset_path: DatasetPath = None,
-    num_prompts: Count = 1000,
+    backend: Literal["openai", "openai-chat"] = Option("openai", help="Completions or chat."),
+    base_url: str = Option("http://127.0.0.1:8000", help="Of the server, without the path."),
+    endpoint: str | None = Option(None, help="The path, if not that of the backend."),
+    model: str | None = Option(None, help="As the server calls it; its first one."),
+    tokenizer: str | None = Option(None, help="Folder or name; what the server says."),
+    dataset_name: Datasets = Option("random", help="Where prompts are from."),
+    dataset_path: Path | None = Option(None, help="The file of all others but random."),
+    num_prompts: int = Option(1000, min=1, help="Requests."),
     random_input_len: Length = 1024,
     random_output_len: Length = 128,
-    random_range_ratio: Ratio = 0.0,
-    random_prefix_len: Prefix = 0,
-    max_concurrency: Concurrency = None,
-    request_rate: Rate = float("inf"),
-    burstiness: Burstiness = 1.0,
-    self_timed: SelfTimed = False,
-    ignore_eos: IgnoreEos = False,
-    temperature: Temperature = None,
-    goodput: Goodput = None,
-    percentile_metrics: Metrics = "ttft,tpot,itl",
-    metric_percentiles: Percentiles = "99",
+    random_range_ratio: float = Option(
+        0.0, min=0, max=0.99, help="Lengths differ by up to this share."
+    ),
+    random_prefix_len: int = Option(0, min=0, help="Tokens that all prompts begin with."),
+    max_concurrency: int | None = Option(None, min=1, help="Requests on the way at once."),
+    request_rate: float = Option(float("inf"), min=1e-6, help="Requests a second."),
+    burstiness: float = Option(1.0, min=1e-6, help="1: Poisson; less: in bursts."),
+    self_timed: bool = Option(False, help="Requests leave when the trace says."),
+    ignore_eos: bool = Option(False, "--ignore-eos", help="Go on behind the end of the text."),
+    temperature: float | None = Option(None, min=0, help="Else the server's."),
+    goodput: list[str] | None = Option(
+        None, help='Limits in ms, "ttft:500 tpot:50"; may be repeated.'
+    ),
+    percentile_metrics: str = Option("ttft,tpot,itl", help="Of ttft, tpot, itl and e2el."),
+    metric_percentiles: str = Option("99", help="25,50,99."),
     seed: int = 0,
-    save_result: Save = False,
-    save_detailed: Detailed = False,
-    result_dir: Folder = Path(),
-    result_filename: File = None,
+    save_result: bool = Option(False, "--save-result", help="Write a JSON file."),
+    save_detailed: bool = Option(False, "--save-detailed", help="With every request in it."),
+    result_dir: Path = Option(Path(), help="Where it is written."),
+    result_filename: str | None = Option(None, help="Its name."),
     as_json: options.Json = False,
 ) -> None:
     """Load on any OpenAI server: the flags, table and JSON of `vllm bench serve`."""

@@ -4,22 +4,21 @@ Exit status 1 if anything does not.
 """
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
+from typer import Option
 
 from disagg.cli import options
 from disagg.cli.look import HeadDim, Specs
 from disagg.cli.output import print_json, print_table, stages
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 HEADS = 2
 COLUMNS = ["codec", "kernel", "backend", ">error", ">bound", ">first ms", ">ms", ""]
 
 
 def doctor(
     specs: Specs = None,
-    device: Device = "auto",
+    device: str = Option("auto", help="auto, cpu or cuda."),
     head_dim: HeadDim = 128,
     as_json: options.Json = False,
 ) -> None:

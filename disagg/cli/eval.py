@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table, stages
@@ -17,44 +17,27 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # a JSON object
 
-Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Spec or plan; may be repeated.")]
-Texts = Annotated[
-    list[str] | None, typer.Option("--text", help='A file, or "python"; may be repeated.')
-]
-Rows = Annotated[int, typer.Option(min=1, help="Of each text.")]
-Prompt = Annotated[int, typer.Option(min=1, help="Tokens that are compressed.")]
-Score = Annotated[int, typer.Option(min=2, help="Tokens fed behind them.")]
-Free = Annotated[int, typer.Option(min=0, help="Greedy tokens compared with those of exact KV.")]
-Passkeys = Annotated[
-    list[int] | None,
-    typer.Option("--passkey", help="Ask for pass keys in so many tokens; may be repeated."),
-]
-Keys = Annotated[int | None, typer.Option(min=1, help="Of each --passkey and depth; 5.")]
-Streaming = Annotated[bool, typer.Option("--streaming", help="Seal tails meanwhile, as service.")]
-Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
-Out = Annotated[Path | None, typer.Option(callback=options.writable, help="Write rows to it.")]
-SaveCosts = Annotated[
-    bool, typer.Option("--save-costs", help="Put perplexity and KL where `disagg codecs` looks.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows that --out has.")]
-
 
 def evaluate(
     model: options.Model = None,
-    codec: Codecs = None,
-    text: Texts = None,
-    rows: Rows = 4,
-    prompt: Prompt = 1152,
-    score: Score = 384,
-    free: Free = 0,
-    passkey: Passkeys = None,
-    keys: Keys = None,
-    streaming: Streaming = False,
-    threads: Threads = 1,
-    out: Out = None,
+    codec: list[str] | None = Option(None, "--codec", help="Spec or plan; may be repeated."),
+    text: list[str] | None = Option(None, "--text", help='A file, or "python"; may be repeated.'),
+    rows: int = Option(4, min=1, help="Of each text."),
+    prompt: int = Option(1152, min=1, help="Tokens that are compressed."),
+    score: int = Option(384, min=2, help="Tokens fed behind them."),
+    free: int = Option(0, min=0, help="Greedy tokens compared with those of exact KV."),
+    passkey: list[int] | None = Option(
+        None, "--passkey", help="Ask for pass keys in so many tokens; may be repeated."
+    ),
+    keys: int | None = Option(None, min=1, help="Of each --passkey and depth; 5."),
+    streaming: bool = Option(False, "--streaming", help="Seal tails meanwhile, as service."),
+    threads: int = Option(1, min=1, help="Of torch."),
+    out: Path | None = Option(None, callback=options.writable, help="Write rows to it."),
     plot: options.Plot = None,
-    resume: Resume = False,
-    save_costs: SaveCosts = False,
+    resume: bool = Option(False, "--resume", help="Keep the rows that --out has."),
+    save_costs: bool = Option(
+        False, "--save-costs", help="Put perplexity and KL where `disagg codecs` looks."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Perplexity, KL, top-1 and bytes of codecs, paired with exact KV."""

@@ -2,13 +2,13 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from disagg.cli import options
 from disagg.cli.output import print_json, stages
 from disagg.model.describe import FETCHED_NAMES, fetched_folder
 
-Name = Annotated[str, typer.Argument(help=f"Which one: {', '.join(FETCHED_NAMES)}.")]
+Name = Annotated[str, Argument(help=f"Which one: {', '.join(FETCHED_NAMES)}.")]
 
 
 def fetch(name: Name, as_json: options.Json = False) -> None:

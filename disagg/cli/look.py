@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table
@@ -12,18 +12,16 @@ if TYPE_CHECKING:
     from disagg.page import Layout
     from disagg.plan import LayerGroup
 
-Heads = Annotated[int, typer.Option(min=1, help="KV heads.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Dimensions of a head.")]
-Tokens = Annotated[int, typer.Option(min=1, help="Length of the prompt.")]
-Specs = Annotated[list[str] | None, typer.Argument(help="Specs; every codec's default if none.")]
-Spec = Annotated[str, typer.Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
+HeadDim = Annotated[int, Option(min=1, help="Dimensions of a head.")]
+Specs = Annotated[list[str] | None, Argument(help="Specs; every codec's default if none.")]
+Spec = Annotated[str, Argument(help='Codec spec, "kivi:bits=2", or a plan.')]
 
 
 def codecs(
     specs: Specs = None,
-    heads: Heads = 8,
+    heads: int = Option(8, min=1, help="KV heads."),
     head_dim: HeadDim = 128,
-    tokens: Tokens = 2048,
+    tokens: int = Option(2048, min=1, help="Length of the prompt."),
     as_json: options.Json = False,
 ) -> None:
     """List codecs: options, page, and size beside fp16, tail included."""

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from disagg.cli import options
 from disagg.cli.output import print_json, print_table
@@ -17,11 +18,9 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="What models there are to serve.")
 UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
-Ref = Annotated[str | None, typer.Argument(help="As for --model; the packaged one if none.")]
-Memory = Annotated[str | None, typer.Option(help="Of one accelerator: 80GB, 24GiB.")]
-Dtype = Annotated[
-    str, typer.Option(help="What it computes in; that of the checkpoint unless given.")
-]
+Ref = Annotated[str | None, Argument(help="As for --model; the packaged one if none.")]
+Memory = Annotated[str | None, Option(help="Of one accelerator: 80GB, 24GiB.")]
+Dtype = Annotated[str, Option(help="What it computes in; that of the checkpoint unless given.")]
 
 
 @app.command()

@@ -7,30 +7,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from disagg.cli.output import print_json
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, load_config
 from disagg.errors import ConfigError
 
 PICTURES = (".png", ".svg", ".pdf")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     str | None,
-    typer.Option(help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'),
+    Option(help='Folder, Hugging Face name or "smollm2"; the packaged one unless given.'),
 ]
-Codec = Annotated[str | None, typer.Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
+Codec = Annotated[str | None, Option(help=f'Codec spec, "{DEFAULT_CODEC}", or a plan.')]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file; see --show-config for its keys.")
+    Path | None, Option("--config", help="YAML file; see --show-config for its keys.")
 ]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Any config key: engine.max_sequences=8.")
-]
+Set = Annotated[list[str] | None, Option("--set", help="Any config key: engine.max_sequences=8.")]
 ShowConfig = Annotated[
-    bool, typer.Option("--show-config", help="Print the config that would be used, and exit.")
+    bool, Option("--show-config", help="Print the config that would be used, and exit.")
+]
+ApiKey = Annotated[
+    str | None, Option(envvar="DISAGG_API_KEY", help="What --url asks of its clients.")
 ]
 StateFile = Annotated[
-    Path | None, typer.Option("--state-file", help="Where a running service says where it is.")
+    Path | None, Option("--state-file", help="Where a running service says where it is.")
 ]
 
 
@@ -73,7 +74,7 @@ def drawable(path: Path | None) -> Path | None:
 
 
 Plot = Annotated[
-    Path | None, typer.Option(callback=drawable, help="Also draw to this .png, .svg or .pdf file.")
+    Path | None, Option(callback=drawable, help="Also draw to this .png, .svg or .pdf file.")
 ]
 
 

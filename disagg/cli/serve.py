@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Option
 
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
@@ -31,34 +31,6 @@ if TYPE_CHECKING:
     from disagg.model.describe import ModelInfo
     from disagg.model.tokenizer import Tokenizer
 
-Codecs = Annotated[
-    str | None, typer.Option(help='Of --codec auto, and all there are on a GPU: "fp8,kivi:bits=4".')
-]
-Budget = Annotated[
-    float | None, typer.Option(min=0, help="Of --codec auto: relative error of attention outputs.")
-]
-Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
-PdPorts = Annotated[
-    int | None, typer.Option(help="First of one port for each worker, for vLLM's routers; 0: any.")
-]
-Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="DISAGG_API_KEY", help="What clients have to show.")
-]
-ApiKeyFile = Annotated[str | None, typer.Option(help="File with such keys, one in a line.")]
-Certificate = Annotated[str | None, typer.Option(help="PEM file; with --ssl-keyfile: HTTPS.")]
-Key = Annotated[str | None, typer.Option(help="PEM file with the key of the certificate.")]
-Origins = Annotated[
-    str | None, typer.Option(help='Whose pages may ask: "https://chat.example"; "*": all.')
-]
-Colocated = Annotated[bool | None, typer.Option("--colocated", help="Workers do both.")]
-MinTokens = Annotated[
-    int | None, typer.Option(min=0, help="Shorter prompts stay whole where they decode.")
-]
-OwnName = Annotated[
-    str | None, typer.Option("--name", help="Of this service among those on a cluster.")
-]
 ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last one: a terminal was closed
 STOP_S = 10.0  # beyond the grace of its workers
 STUCK_S = 15.0  # after a signal while it starts
@@ -68,21 +40,31 @@ DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
 def serve(
     model: options.Model = None,
-    served_model_name: Name = None,
+    served_model_name: str | None = Option(None, help="What clients call the model."),
     codec: options.Codec = None,
-    codecs: Codecs = None,
-    error_budget: Budget = None,
-    host: Host = None,
-    port: Port = None,
-    pd_ports: PdPorts = None,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    ssl_certfile: Certificate = None,
-    ssl_keyfile: Key = None,
-    allowed_origins: Origins = None,
-    colocated: Colocated = None,
-    min_disagg_tokens: MinTokens = None,
-    name: OwnName = None,
+    codecs: str | None = Option(
+        None, help='Of --codec auto, and all there are on a GPU: "fp8,kivi:bits=4".'
+    ),
+    error_budget: float | None = Option(
+        None, min=0, help="Of --codec auto: relative error of attention outputs."
+    ),
+    host: str | None = Option(None, help="Address to listen on."),
+    port: int | None = Option(None, help="Port to listen on; 0: any free one."),
+    pd_ports: int | None = Option(
+        None, help="First of one port for each worker, for vLLM's routers; 0: any."
+    ),
+    api_key: str | None = Option(None, envvar="DISAGG_API_KEY", help="What clients have to show."),
+    api_key_file: str | None = Option(None, help="File with such keys, one in a line."),
+    ssl_certfile: str | None = Option(None, help="PEM file; with --ssl-keyfile: HTTPS."),
+    ssl_keyfile: str | None = Option(None, help="PEM file with the key of the certificate."),
+    allowed_origins: str | None = Option(
+        None, help='Whose pages may ask: "https://chat.example"; "*": all.'
+    ),
+    colocated: bool | None = Option(None, "--colocated", help="Workers do both."),
+    min_disagg_tokens: int | None = Option(
+        None, min=0, help="Shorter prompts stay whole where they decode."
+    ),
+    name: str | None = Option(None, "--name", help="Of this service among those on a cluster."),
     config: options.ConfigFile = None,
     sets: options.Set = None,
     show_config: options.ShowConfig = False,

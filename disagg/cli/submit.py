@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from typer import Argument, Option
 
 from disagg.cli import options
 from disagg.cli.client import RunningService, persist, read_state
@@ -16,35 +16,21 @@ from disagg.cli.output import print_json, print_savings
 from disagg.cli.serve import private_service, ready
 from disagg.errors import CancelledError, RequestError
 
-Text = Annotated[str, typer.Argument(help='The prompt; "-" reads standard input, "@FILE" a file.')]
-Url = Annotated[str | None, typer.Option(help="A service; else the running one, else a new one.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: the most likely token.")]
-TopP = Annotated[float, typer.Option(help="Choose among the tokens that make up this share.")]
-TopK = Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Say it to a chat model, by its template.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="DISAGG_API_KEY", help="What --url asks of its clients.")
-]
-IgnoreEos = Annotated[bool, typer.Option(help="Go on behind the end of the text.")]
-
 
 def submit(
-    text: Text,
-    url: Url = None,
+    text: str = Argument(..., help='The prompt; "-" reads standard input, "@FILE" a file.'),
+    url: str | None = Option(None, help="A service; else the running one, else a new one."),
     model: options.Model = None,
     codec: options.Codec = None,
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    chat: Chat = False,
-    api_key: ApiKey = None,
+    max_tokens: int = Option(64, min=1, help="Tokens to generate."),
+    temperature: float = Option(0.0, min=0.0, help="0: the most likely token."),
+    top_p: float = Option(1.0, help="Choose among the tokens that make up this share."),
+    top_k: int = Option(0, min=0, help="Choose among so many tokens; 0: all."),
+    seed: int | None = Option(None, min=0, help="Makes sampling repeatable."),
+    stop: list[str] | None = Option(None, help="End before this text; may be repeated."),
+    ignore_eos: bool = Option(False, help="Go on behind the end of the text."),
+    chat: bool = Option(False, "--chat", help="Say it to a chat model, by its template."),
+    api_key: options.ApiKey = None,
     config: options.ConfigFile = None,
     sets: options.Set = None,
     state_file: options.StateFile = None,

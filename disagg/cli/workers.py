@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import typer
+from typer import Argument, Option
 
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
 from disagg.cli.output import print_json, print_table
 from disagg.cli.serve import running
-from disagg.cli.submit import ApiKey
 from disagg.errors import ConfigError
 
-Url = Annotated[str | None, typer.Option(help="A service; else the one of the state file.")]
-Watch = Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")]
-Wanted = Annotated[list[str], typer.Argument(help="prefill=2 decode=3; or one of them.")]
-Name = Annotated[str, typer.Argument(help="A worker, as `disagg status` calls it.")]
+Wanted = Annotated[list[str], Argument(help="prefill=2 decode=3; or one of them.")]
+Name = Annotated[str, Argument(help="A worker, as `disagg status` calls it.")]
 PAUSE_S = 1.0
 CLEAR = "\033[H\033[2J"
 COLUMNS = ["worker", "role", ">running", ">waiting", ">pages %", ">tokens fit"]
@@ -28,9 +25,9 @@ COLUMNS += ["node", "backend"]  # last, so that a narrow terminal breaks nothing
 
 
 def status(
-    url: Url = None,
-    api_key: ApiKey = None,
-    watch: Watch = False,
+    url: str | None = Option(None, help="A service; else the one of the state file."),
+    api_key: options.ApiKey = None,
+    watch: bool = Option(False, "--watch", help="Again every second, until Ctrl-C."),
     state_file: options.StateFile = None,
     as_json: options.Json = False,
 ) -> None:

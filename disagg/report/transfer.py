@@ -34,13 +34,15 @@ KEY = (
 )
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw the rows of one run to a file whose name says the format."""
-    make_figure(rows).savefig(file, dpi=150)
+def draw(result: Row, file: Path) -> None:
+    """Draw a result of either benchmark to a file whose name says the format."""
+    picture = compare_figure if "kv_bytes_per_s" in result else transfer_figure
+    picture(result).savefig(file, dpi=150)
 
 
-def make_figure(rows: Sequence[Row]) -> Figure:
-    """The picture, with a panel for each prompt length."""
+def transfer_figure(result: Row) -> Figure:
+    """The picture of `bench transfer`, with a panel for each prompt length."""
+    rows = sorted(result["rows"], key=lambda row: row["gbps"])
     lengths = sorted({row["tokens"] for row in rows})
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     figure = new_figure(1 + 5.5 * len(lengths), 5.5)
@@ -48,8 +50,8 @@ def make_figure(rows: Sequence[Row]) -> Figure:
     for panel, tokens in zip(panels, lengths, strict=True):
         chosen = [row for row in rows if row["tokens"] == tokens]
         _panel(panel, chosen, codecs)
-        megabytes = 1e-6 * chosen[0]["fp16_bytes"]
-        panel.set_title(f"prompt of {tokens:,} tokens, {megabytes:,.0f} MB in fp16")
+        size = f"{1e-6 * chosen[0]['fp16_bytes']:,.0f} MB in fp16"
+        panel.set_title(f"prompt of {tokens:,} tokens, {size}")
     panels[0].set_ylabel("seconds to the first decode token, without compute")
     lines = [
         Line2D([], [], color=color, label=codec)
@@ -67,15 +69,11 @@ def new_figure(width: float, height: float) -> Figure:
 def _panel(panel: Axes, rows: Sequence[Row], codecs: Sequence[str]) -> None:
     for codec, color in zip(codecs, cycle(COLORS), strict=False):
         for pages, style in (("inline", "-"), ("ready", "--")):
-            line = sorted(
-                (row for row in rows if (row["codec"], row["pages"]) == (codec, pages)),
-                key=lambda row: row["gbps"],
-            )
+            line = [row for row in rows if (row["codec"], row["pages"]) == (codec, pages)]
             x, y = [row["gbps"] for row in line], [row["seconds"] for row in line]
             panel.plot(x, y, style, color=color, linewidth=1.8 if pages == "inline" else 1.0)
             for row in line:
-                marker = "X" if row["bottleneck"] == "encode" else "o"
-                size = 8 if marker == "X" else 3.5
+                marker, size = ("X", 8.0) if row["bottleneck"] == "encode" else ("o", 3.5)
                 panel.plot(row["gbps"], row["seconds"], marker, color=color, markersize=size)
     panel.set_xscale("log")
     draw_log_scale(panel)
@@ -95,8 +93,8 @@ def draw_log_scale(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def draw_compare(result: Row, file: Path) -> None:
-    """Draw a result of `disagg.bench.compare` to a file whose name says the format."""
+def compare_figure(result: Row) -> Figure:
+    """The picture of `bench compare`, with a panel for each measure of a request."""
     figure = new_figure(12, 5.5)
     together, *apart = result["rows"]
     known = "known to prefill" if result["cached"] else "computed"
@@ -118,4 +116,4 @@ def draw_compare(result: Row, file: Path) -> None:
         panel.set_xlabel("link, times the KV that prefill makes a second")
         panel.set_ylabel(label)
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(file, dpi=150)
+    return figure

@@ -27,24 +27,14 @@ from disagg.wire import FRAME_BYTES
 from tests.processes import lives, wait_for
 
 PARENT = """
-import signal
-from disagg.bench.child import Child
-from tests.bench.test_child import Clerk
-child = Child(Clerk)
-child.ask("count")
-print(child.pid, flush=True)
-signal.pause()
-"""
-
-ALONE = """
 import os, signal
 from disagg.bench.child import Child
 from tests.bench.test_child import Clerk
 child = Child(Clerk)
 child.ask("count")
-os.kill(child.pid, signal.SIGINT)
-print(child.ask("count"))
 """
+WAITS = "print(child.pid, flush=True); signal.pause()"
+ASKS = "os.kill(child.pid, signal.SIGINT); print(child.ask('count'))"
 
 
 class Clerk:
@@ -92,12 +82,12 @@ def test_a_process_that_hangs_is_told_of_and_does_not_stay(monkeypatch):
 
 
 def test_ctrl_c_is_for_the_parent_alone():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PARENT + ASKS], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def test_a_child_ends_with_its_killed_parent():
-    command = [sys.executable, "-c", PARENT]
+    command = [sys.executable, "-c", PARENT + WAITS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         assert lives(pid)

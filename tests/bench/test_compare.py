@@ -9,7 +9,7 @@ from disagg.bench import compare
 from disagg.bench.result import Row
 from disagg.bench.serving import Visited
 from disagg.errors import ConfigError, PeerLostError
-from disagg.report.transfer import draw_compare
+from disagg.report.transfer import draw
 
 CODECS = ("raw:dtype=fp16", "kivi:bits=4,residual=64")
 
@@ -30,7 +30,7 @@ def test_every_codec_crosses_every_link_beside_workers_that_do_both(cached, tmp_
         assert row["longest_pause_s"] > 0
     said = compare.draw_compare(json.loads(json.dumps(result)))
     assert "isaggregation loses" in said.splitlines()[-1]
-    draw_compare(result, tmp_path / "picture.svg")
+    draw(result, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 0
 
 
@@ -50,7 +50,7 @@ def test_one_line_says_where_disaggregation_loses():
 @pytest.mark.parametrize("told", [[{}, {"wire_bytes": 7}], [{}, {}]])
 def test_figures_that_do_not_come_are_left_out_or_missed_in_words(told, monkeypatch):
     async def visit(*asked):
-        return Visited(8, ttft_s=1.0, latency_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
+        return Visited(8, ttft_s=1.0, e2el_s=2.0, gaps_s=[0.5, 0.5], tokens=3), told.pop()
 
     monkeypatch.setattr(compare, "visit", visit)
     options = compare.CompareOptions(prompts=2, tokens=8, answer=3)

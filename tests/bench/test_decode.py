@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from disagg.bench import decode
-from disagg.bench.decode import MODELS, DecodeOptions, Decoding, run
+from disagg.bench.decode import MODELS, WARM_UP, DecodeOptions, Decoding, run
 from disagg.codecs import codec_names
-from disagg.errors import ConfigError
 from disagg.model.runner import Runner
 
 RAW_FP16 = "raw:dtype=fp16"
@@ -24,15 +23,15 @@ def runner(tmp_path_factory) -> Runner:
 
 @pytest.mark.parametrize("spec", codec_names())
 def test_sequences_of_every_codec_decode_and_seal_their_pages(runner, spec):
-    decoding = Decoding(runner, spec, 3, 250, 20)
+    decoding = Decoding(runner, spec, 3, 250, WARM_UP + 20)
     for _ in range(20):
         decoding.step()
     assert len(decoding.times) == 20
     assert all(0 < planned < total for planned, total in decoding.times)
-    (group,) = decoding.plan.groups
+    (group,), n = decoding.plan.groups, 250 + WARM_UP + 20
     for (state,) in decoding._states:
-        assert state.num_pages == group.sealed(270) // group.page.tokens
-        assert len(state.tail) == -(-(270 - group.sealed(270)) // 16)
+        assert state.num_pages == group.sealed(n) // group.page.tokens
+        assert len(state.tail) == -(-(n - group.sealed(n)) // 16)
     decoding._pool.check_integrity()
 
 
@@ -68,14 +67,6 @@ def test_attention_does_nothing_where_only_the_modules_are_timed(runner):
     assert torch.equal(decoding._arena, held)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"model": "9b"}, {"device": "tpu"}, {"sizes": ["2y4"]}, {"sizes": ["0x8"]}]
-)
-def test_what_is_unknown_is_refused(changes):
-    with pytest.raises(ConfigError, match=r"9b|tpu|2y4|0x8"):
-        run(DecodeOptions(**changes))
-
-
 def test_fewer_bytes_fit_more_sequences_and_what_is_modelled_says_so():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
     options = decode.CapacityOptions(memory_mb=1.0, tokens=256, codecs=codecs, most=2, steps=1)
@@ -98,8 +89,3 @@ def test_a_memory_that_holds_nothing_is_a_row_without_speed():
     options = decode.CapacityOptions(memory_mb=0.01, tokens=256, codecs=(RAW_FP16,))
     found = decode.measure_capacity(options)
     assert found["rows"][0]["sequences"] == found["rows"][0]["tokens_per_s"] == 0
-
-
-def test_a_capacity_of_an_unknown_model_is_refused():
-    with pytest.raises(ConfigError, match="small"):
-        decode.measure_capacity(decode.CapacityOptions(model="70b"))

@@ -19,13 +19,6 @@ from disagg.bench.handoff import (
     waits_by_rule,
 )
 from disagg.bench.serving import Visited
-from tests.bench.here import Here
-
-
-@pytest.fixture
-def here(monkeypatch):
-    monkeypatch.setattr(handoff, "Child", Here)
-    monkeypatch.setattr(handoff, "settle_memory", lambda: None)
 
 
 def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Answer]:
@@ -34,7 +27,7 @@ def runs(first_ms: float, decoded_ms: float, wire_bytes: int) -> list[Answer]:
     return [(Visited(0, ttft_s=first_ms / 1e3, gaps_s=[gap]), figures) for gap in gaps_s]
 
 
-def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside(here):
+def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside():
     options = LatencyOptions(tokens=37, rounds=3, answer=100, arriving=130, seconds=1.0)
     result = measure_latency(options)
     (row,) = result["rows"]
@@ -50,7 +43,7 @@ def test_every_round_is_a_whole_hand_off_and_an_answer_is_decoded_beside(here):
     assert "running" in draw_latency(result)
 
 
-def test_prompts_go_through_a_router_and_are_decoded_elsewhere(here, monkeypatch):
+def test_prompts_go_through_a_router_and_are_decoded_elsewhere(monkeypatch):
     monkeypatch.setattr(handoff, "CODECS", ("raw", "int8"))
     monkeypatch.setattr(handoff, "PROMPT_TOKENS", 140)
     found = measure_side(True, runs=1)
@@ -92,7 +85,7 @@ def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_o
     assert waits_by_rule([(3.0, 50), (0.0, 50)], by_tokens, 100) == [0.5, 0.5]
 
 
-def test_every_prompt_of_a_load_is_measured_beside_the_rule(here, monkeypatch):
+def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
     monkeypatch.setattr(handoff, "PROMPT_TOKENS", 30)
     result = measure_load(1, 2)
     assert [row["waited_s"] > 0 < row["rule_s"] for row in result["rows"]] == 3 * [True]

@@ -6,7 +6,6 @@ import pytest
 
 from disagg.bench.serving import ServeOptions, Visited
 from disagg.bench.streams import Questions, StreamsOptions, _beside, draw_streams, measure_streams
-from disagg.errors import ConfigError
 
 
 class Told:
@@ -26,11 +25,6 @@ def test_a_gap_is_beside_a_prompt_where_they_overlap() -> None:
     row = _beside(StreamsOptions(), client, asked, Questions(None))  # type: ignore[arg-type]
     assert (row["calm_p50_ms"], row["p50_ms"], row["p99_ms"]) == (1000, 3000, 3000)
     assert (row["streams"], row["arrived"], row["first_ms"]) == (8, 1, 500)
-
-
-def test_a_part_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'speed'; known: batch, mixed"):
-        StreamsOptions(parts=["batch", "speed"])
 
 
 @pytest.mark.slow

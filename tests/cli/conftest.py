@@ -13,11 +13,10 @@ import uvicorn
 from disagg.cli.client import RunningService, get, write_state
 from disagg.errors import PeerLostError, UnknownNameError
 from disagg.server.app import create_app
-from disagg.server.completions import Completions, Served
 from disagg.server.service import bind
 from tests.processes import PATIENCE_S as PATIENCE_S
 from tests.processes import wait_for as wait_for
-from tests.server.conftest import KV, FakeRouter, Letters
+from tests.server.conftest import KV, FakeRouter, completions_of
 
 STATS = KV | {"codec": "kivi:bits=4", "tokens": 300}
 STATS |= {"fp16_bytes": 4000, "fp8_bytes": 2000, "wire_bytes": 1000, "resident_bytes": 800}
@@ -54,8 +53,7 @@ def running() -> Iterator[Running]:
     listening, stopped = bind("127.0.0.1", 0), threading.Event()
     staff, router = FakeStaff(), FakeRouter()
     router.kv = STATS
-    served = Served("tiny", 200, 200, "raw", longest_token=10)
-    completions = Completions(served, Letters(), router)  # type: ignore[arg-type]
+    completions = completions_of(router, context_length=200, longest_token=10)
     app = create_app(completions, "secret", stopped.set, staff=staff)
     config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

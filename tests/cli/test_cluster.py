@@ -4,12 +4,9 @@ Says how long a restart took (`-s`); such a log is benchmarks/results/restart.tx
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from disagg.cli import client
 from disagg.cli.client import RunningService, complete, get, persist
 from tests.cli.conftest import PATIENCE_S, answering, free_port, wait_for
 from tests.cli.test_private import ASKED, PROMPT, Home, idle, workers
+from tests.processes import ray_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -34,22 +32,12 @@ LONG = 600  # tokens of an answer that is to outlive a drain, on a busy host too
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray of one node, as `ray start` makes it."""
-    port = free_port()
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
-    command += [f"--port={port}", "--num-cpus=8", "--include-dashboard=false"]
-    environment = os.environ | {"HOME": str(tmp_path_factory.mktemp("ray"))}
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
-    command += ["--disable-usage-stats", f"--temp-dir={folder}"]
-    ray = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    wait_for(lambda: answers(port))
-    yield f"127.0.0.1:{port}"
-    ray.send_signal(signal.SIGTERM)
-    ray.wait(60)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Of a Ray that workers join."""
+    port, home = free_port(), {"HOME": str(tmp_path_factory.mktemp("ray"))}
+    options = "--num-cpus=8", "--include-dashboard=false", "--disable-usage-stats"
+    with ray_head(port, os.environ | home, *options):
+        wait_for(lambda: answers(port))
+        yield f"127.0.0.1:{port}"
 
 
 def answers(port: int) -> bool:

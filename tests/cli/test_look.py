@@ -26,12 +26,6 @@ def test_codecs_lists_every_codec_with_its_size(disagg):
     assert all(row["spec"] in told for row in rows)
 
 
-def test_codecs_may_be_asked_for_by_spec(disagg):
-    size = ["--head-dim", "128", "--tokens", "8192"]
-    rows = look(disagg, "codecs", "kivi:bits=2,group=64,residual=64", "int8", *size)
-    assert [round(row["fp16_pct"], 1) for row in rows] == [16.3, 50.8]
-
-
 def test_no_cell_is_cut_on_any_terminal(disagg, monkeypatch):
     for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)
@@ -43,7 +37,8 @@ def test_codecs_tell_what_was_measured_of_them(disagg, monkeypatch):
     spec = "kivi:bits=2,group=64,residual=128"
     costs = {"model": "smollm2", "codecs": {spec: {"ppl_pct": 25.3, "kl": 0.2506}}}
     monkeypatch.setattr(describe, "measured_costs", lambda: costs)
-    rows = look(disagg, "codecs", "kivi", "kivi:group=32")
+    rows = look(disagg, "codecs", "kivi", "kivi:group=32", "--tokens", "8192")
+    assert [round(row["fp16_pct"], 1) for row in rows] == [16.9, 20.0]
     assert [(row["ppl_pct"], row["kl"]) for row in rows] == [(25.3, 0.2506), (None, None)]
     told = disagg("codecs kivi").out
     assert "measured on smollm2" in told

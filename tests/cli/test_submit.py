@@ -3,10 +3,10 @@
 import io
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
@@ -17,7 +17,6 @@ from disagg.cli import client, submit
 from disagg.cli.client import Answer, RunningService
 from disagg.cli.output import print_savings
 from disagg.errors import PeerLostError, TransferError
-from disagg.model.describe import DEFAULT_MODEL
 from tests.cli.conftest import STATS, wait_for
 
 KEYS = ["text", "prompt_tokens", "completion_tokens", "finish_reason", "ttft_ms", "tpot_ms", "kv"]
@@ -141,6 +140,7 @@ BAD = {  # arguments, exit code, reason
     "no-utf-8": (["abc\udcff", "--url", "{url}"], 4, "request"),
     "state-is-a-folder": (["abc", "--state-file", "/"], 2, "config"),
     "private-no-model": ([*ALONE, "--model", "/no/such/model"], 3, "model"),
+    "private-no-template": ([*ALONE, "--chat", "--model", "{tiny}"], 4, "request"),
     "private-empty": (["", *ALONE[1:]], 4, "request"),
     "private-too-long": (["words " * 5000, *ALONE[1:]], 4, "prompt_too_long"),
     "private-top-p": ([*ALONE, "--top-p", "2"], 4, "request"),
@@ -158,11 +158,11 @@ BAD = {  # arguments, exit code, reason
 
 @pytest.mark.parametrize(("arguments", "code", "reason"), BAD.values(), ids=BAD)
 def test_bad_input_has_an_exit_code_and_one_line(
-    arguments, code, reason, running, tmp_path, disagg, monkeypatch
+    arguments, code, reason, running, tiny, tmp_path, disagg, monkeypatch
 ):
     """Nothing is started for any of them: what would start a service is not even imported."""
     monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    places = {"url": running.url, "empty": tmp_path / "none.json"}
+    places = {"url": running.url, "empty": tmp_path / "none.json", "tiny": tiny}
     given = ["submit", *(x.format(**places) if x.startswith("{") else x for x in arguments)]
     printed = disagg(*given, code=code)
     assert printed.out == ""
@@ -178,16 +178,6 @@ def test_bad_input_has_an_exit_code_and_one_line(
 def test_who_asks_for_https_where_there_is_none_is_told(running, disagg):
     url = running.url.replace("http", "https")
     assert "does it speak http?" in disagg("submit abc --url", url, code=8).err
-
-
-def test_a_model_without_a_chat_template_is_refused_before_anything_starts(
-    tmp_path, disagg, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "disagg.server.service", None)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        shutil.copy(DEFAULT_MODEL / name, tmp_path)
-    given = ["--state-file", tmp_path / "none.json", "--model", tmp_path]
-    assert "no chat template" in disagg("submit abc --chat", *given, code=4).err
 
 
 @pytest.mark.parametrize("wrong", [["--nope"], ["--max-tokens", "many"], ["and", "more"]])
@@ -253,7 +243,7 @@ def test_a_client_imports_nothing_heavy(arguments, running):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("eval --text /no/such", "error: no text '/no/such'"),
+        ("eval --text /no/such", "error: no text '/no/such': no such file; 'python'"),
         ("eval --model no/such", "error: no model 'no/such'"),
         ("eval --resume", "error: --resume goes on"),
         ("bench compare --model no/such", "error: no model 'no/such'"),
@@ -271,23 +261,31 @@ def test_a_command_says_what_is_wrong_or_what_it_waits_for_before_it_imports_tor
     assert done.stderr.startswith(said)
 
 
-def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkeypatch):
-    """The second time it begins anew, by the same seed; what was shown is not shown again."""
-    tries, seeds, shown = [["ab", "c"], ["a"], [], ["a", "bcd", "e"]], [], []
+def breaking_off(answers: list[list[str]], seeds: list[int]) -> Callable[..., Answer]:
+    """What asks a service that says these pieces, one answer after another; the last is whole."""
 
     def complete(service, body, show):
         seeds.append(body["seed"])
-        for piece in tries.pop(0):
+        pieces = answers.pop(0)
+        for piece in pieces:
             show(piece)
-        if tries:
+        if answers:
             raise PeerLostError("nobody is there")
-        return Answer("abcde")
+        return Answer("".join(pieces))
+
+    return complete
+
+
+def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkeypatch):
+    """The second time it begins anew, by the same seed; what was shown is not shown again."""
+    seeds, shown = [], []
 
     def get(service, path, looks=count()):  # gone at every other look
         if next(looks) % 2 == 0:
             raise PeerLostError("nobody is there")
 
-    monkeypatch.setattr(client, "complete", complete)
+    answers = [["ab", "c"], ["a"], [], ["a", "bcd", "e"]]
+    monkeypatch.setattr(client, "complete", breaking_off(answers, seeds))
     monkeypatch.setattr(client, "get", get)
     monkeypatch.setattr(client, "RETRY_S", 0.0)
     assert client.persist(SERVICE, {"prompt": "x", "seed": None}, shown.append).text == "abcde"
@@ -298,14 +296,7 @@ def test_an_answer_goes_on_where_it_broke_off_when_the_service_comes_back(monkey
 
 
 def test_an_answer_that_comes_out_otherwise_the_second_time_is_an_error(monkeypatch):
-    tries = [["ab"], ["ax"]]
-
-    def complete(service, body, show):
-        for piece in tries.pop(0):
-            show(piece)
-        raise PeerLostError("nobody is there")
-
-    monkeypatch.setattr(client, "complete", complete)
+    monkeypatch.setattr(client, "complete", breaking_off([["ab"], ["ax"], []], []))
     monkeypatch.setattr(client, "_comes_back", lambda service: True)
     with pytest.raises(TransferError, match="otherwise"):
         client.persist(SERVICE, {"prompt": "x", "seed": 7}, lambda piece: None)

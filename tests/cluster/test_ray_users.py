@@ -2,11 +2,8 @@
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +12,8 @@ import pytest
 import yaml
 
 from disagg.cli.client import RunningService, complete, get, read_state
-from tests.cli.conftest import answering, free_port, wait_for
+from tests.cli.conftest import answering, free_port
+from tests.processes import ray_head, wait_for
 
 for module in ("aiohttp_cors", "watchfiles"):  # of ray[default], of ray[serve]
     pytest.importorskip(module, reason="pip install 'disagg[dashboard,serve]'")
@@ -62,26 +60,12 @@ class Head:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[Head]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        port, dashboard = one.getsockname()[1], two.getsockname()[1]
+    port, dashboard = free_port(), free_port()
     head = Head(tmp_path, port, f"http://127.0.0.1:{dashboard}")
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets in it
-    start = "from ray.scripts.scripts import main; main()"
-    command = [sys.executable, "-c", start, "start", "--head", "--block", f"--port={port}"]
-    command += ["--num-cpus=2", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
     environment = {k: v for k, v in head.environment.items() if k != "RAY_ADDRESS"}
-    ray = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    wait_for(lambda: answering(RunningService(head.dashboard, 0, ""), "/api/version"))
-    yield head
-    ray.terminate()
-    ray.wait(60)
-    shutil.rmtree(folder, ignore_errors=True)
+    with ray_head(port, environment, "--num-cpus=2", f"--dashboard-port={dashboard}"):
+        wait_for(lambda: answering(RunningService(head.dashboard, 0, ""), "/api/version"))
+        yield head
 
 
 def test_a_job_serves_with_readable_actors_and_its_runtime_env(head, tmp_path):

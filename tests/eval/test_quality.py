@@ -5,7 +5,6 @@ import math
 import pytest
 
 from disagg.codecs.registry import codec_names
-from disagg.errors import ConfigError, UnknownNameError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
 from disagg.eval.summary import costs, exact_perplexity, paired, summarize
@@ -59,11 +58,6 @@ def test_rows_are_known_by_all_options_of_their_codec(judge, rows):
     assert len(judge.cases(other)) == len(rows)
 
 
-def test_cases_that_are_known_are_not_measured_again(judge, rows):
-    assert judge.cases(rows) == []
-    assert [str(case) for case in judge.cases(rows[1:])] == [f"python, row 1, {EXACT}"]
-
-
 def test_a_summary_is_what_its_tokens_are():
     deltas = [0.5, -0.1, 0.2, 0.4]
     squares = sum(x * x for x in deltas)
@@ -76,17 +70,3 @@ def test_a_summary_is_what_its_tokens_are():
 
 def test_every_codec_is_judged_unless_some_are_named():
     assert {spec.partition(":")[0] for spec in CODECS} == set(codec_names())
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"codecs": ("zip",)}, UnknownNameError, "zip"),
-        ({"prompt": 500}, ConfigError, "context of the model is 512"),
-        ({"texts": ("/no/such.txt",)}, ConfigError, "no such file"),
-    ],
-    ids=["codec", "length", "text"],
-)
-def test_what_cannot_be_judged_is_refused_before_anything_is(changes, error, said, tiny):
-    with pytest.raises(error, match=said):
-        Judge(EvalOptions(str(tiny), **({"codecs": SPECS} | SHAPE | changes)))

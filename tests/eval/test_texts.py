@@ -41,8 +41,3 @@ def test_lines_that_are_no_json_objects_are_named(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(ConfigError, match=r"a\.jsonl: a JSON object in each line is wanted"):
         read_text(str(tmp_path / "a.jsonl"))
-
-
-def test_a_text_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"'/no/such.txt'.*'python'"):
-        read_text("/no/such.txt")

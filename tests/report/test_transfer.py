@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from disagg.report.transfer import COLORS, draw, draw_compare, make_figure
+from disagg.report.transfer import COLORS, draw, transfer_figure
 
 CODECS = ("raw:dtype=fp16", "fp8", "kivi:bits=2,group=64,residual=64")
 
@@ -26,7 +26,7 @@ def make_rows() -> list[dict]:
 
 
 def test_every_codec_has_a_line_of_its_colour_in_every_panel():
-    figure = make_figure(make_rows())
+    figure = transfer_figure({"rows": make_rows()})
     assert len(figure.axes) == 2
     for panel in figure.axes:
         lines = [line for line in panel.lines if len(line.get_xdata()) > 1]
@@ -38,7 +38,7 @@ def test_every_codec_has_a_line_of_its_colour_in_every_panel():
 
 
 def test_points_where_encode_is_the_bottleneck_are_marked():
-    figure = make_figure(make_rows())
+    figure = transfer_figure({"rows": make_rows()})
     for panel in figure.axes:
         marked = [line for line in panel.lines if line.get_marker() == "X"]
         assert len(marked) == len(CODECS)
@@ -47,7 +47,7 @@ def test_points_where_encode_is_the_bottleneck_are_marked():
 
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_the_name_of_the_file_says_its_format(name, start, tmp_path):
-    draw(make_rows(), tmp_path / name)
+    draw({"rows": make_rows()}, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
@@ -55,5 +55,5 @@ def test_more_codecs_than_colours_are_compared_in_the_first_colours_again(tmp_pa
     figures = {"link_times": 1.0, "first_decode_s": 1.0, "request_s": 2.0}
     rows = [{"codec": f"codec-{number}"} | figures for number in range(len(COLORS) + 2)]
     about = {"model": "m", "tokens": 9, "cached": False, "kv_bytes_per_s": 1e6}
-    draw_compare({"rows": rows} | about, tmp_path / "a.svg")
+    draw({"rows": rows} | about, tmp_path / "a.svg")
     assert f"codec-{len(COLORS) + 1}" in (tmp_path / "a.svg").read_text()

@@ -2,85 +2,61 @@
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import pytest
 from starlette.types import ASGIApp
 
-from disagg.errors import DisaggError, RequestError
+from disagg.errors import DisaggError
 from disagg.model.chat import ChatTemplate
 from disagg.model.tokenizer import Tokenizer
 from disagg.server.app import create_app
 from disagg.server.completions import Completions, Served
-from disagg.workers.choice import Choices
-from disagg.workers.router import Output
+from disagg.transfer.messages import Role, WorkerStatus
+from disagg.workers.members import Started
+from disagg.workers.router import Output, Peer, Router
+from tests.model.tiny import byte_tokenizer
 
 KV = {"codec": "raw", "tokens": 3, "fp16_bytes": 40, "fp8_bytes": 20, "wire_bytes": 10}
 KV |= {"resident_bytes": 8, "encode_ms": 1.0, "wire_ms": 2.0, "exposed_ms": 0.5, "admit_ms": 0.1}
 SCORE = [-0.5, [[8, -0.25]]]
+A = 64  # the token of "a"
 
 
-class Letters(Tokenizer):
-    """Token 100 is "a". Encoding counts letters, and remembers on which threads."""
-
-    def __init__(self) -> None:
-        self.threads: list[threading.Thread] = []
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        self.threads.append(threading.current_thread())
-        text.encode()
-        return [ord(letter) % 100 for letter in text]
-
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        return "".join(chr(token if token < 100 else ord("a") + token - 100) for token in ids)
-
-    def detokenizer(self) -> "Letters":
-        return Letters()
-
-    def add(self, ids: Iterable[int]) -> str:
-        return "".join(chr(ord("a") + token - 100) for token in ids)
-
-    def finish(self) -> str:
-        return ""
+# every message is a letter of its role and its content; an answer begins with "a"
+LINES = "{% for x in messages %}{{ x.role[0] }}{{ x.content }}{% endfor %}"
+LINES += "{% if add_generation_prompt %}a{% endif %}"
 
 
-class Lines(ChatTemplate):
-    """Every message is a letter of its role and its content; an answer begins with "a"."""
-
-    def __init__(self) -> None:
-        pass
-
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        if options.get("fail"):
-            raise RequestError("the model's chat template refuses this conversation", "messages")
-        lines = [message["role"][0] + (message["content"] or "") for message in messages]
-        return "".join(lines) + ("a" if options["add_generation_prompt"] else "")
+def completions_of(router: Any, **served: Any) -> Completions:
+    """Of a model whose tokens are bytes, with a context of 20."""
+    limits = {"context_length": 20, "vocab_size": 256, "longest_token": 2}
+    about = Served(**{"name": "tiny", "codec": "raw", "alias": "/models/tiny"} | limits | served)
+    return Completions(about, Tokenizer(byte_tokenizer()), router, ChatTemplate(LINES, {}))
 
 
-class FakeRouter:
-    """Answers every prompt with the tokens 100, 101 ...
+class FakeRouter(Router):
+    """Answers every prompt with the tokens of "a", "b", "c" ...
 
     pause_at: an answer stops before this token and says so: `paused`; it ends with `breaks`
     refuses:  raised instead of the first token
     kv:       what every token and the end carry
-    Where log-probabilities are wanted, that of token 100 + i is -i; prompts have -0.5 everywhere.
+    Where log-probabilities are wanted, that of token A + i is -i; prompts have -0.5 everywhere.
     """
 
+    running, waiting, ready = 0, 0, True
+
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[tuple[tuple[int, ...], dict[str, Any], str]] = []
-        self.running = self.waiting = 0
-        counted = Counter[tuple[str, str]]()
-        self.dispatch = SimpleNamespace(routed=counted, choices=Choices())
-        self.ready = True
         self.pause_at = 10**9
         self.paused, self.go = threading.Event(), asyncio.Event()
         self.breaks: DisaggError | None = None
         self.refuses: Exception | None = None
         self.kv: Mapping[str, Any] = KV
-        self.peers = {name: _peer(role, name) for name, role in (("p", "prefill"), ("d", "decode"))}
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            self.peers[name] = Peer(Started(name, role, f"{name}:1", 1), None)
         self.says: dict[str, Any] = {name: said({"jobs": 0.0}) for name in self.peers}
 
     async def generate(
@@ -100,9 +76,9 @@ class FakeRouter:
                     if self.breaks is not None:
                         raise self.breaks
                 if "logprobs" in params:
-                    likeliest = [[100 + index, -index], [7, -9.0]][: params["logprobs"]]
+                    likeliest = [[A + index, -index], [7, -9.0]][: params["logprobs"]]
                     scores.append([-float(index), likeliest])
-                yield Output(100 + index, None, self.kv, scores, waited_s=0.5)
+                yield Output(A + index, None, self.kv, scores, waited_s=0.5)
                 scores = []
             yield Output(None, "length", self.kv)
         finally:
@@ -111,22 +87,13 @@ class FakeRouter:
     def lacks(self, wanted: Mapping[str, int]) -> str:
         return "decode 0 of 1; for 3 s"
 
-    def summary(self) -> dict[str, int]:
-        return {"requests": self.running, "queued": 0}
-
     async def status(self) -> dict[str, Any]:
         return self.says
 
 
-def _peer(role: str, name: str) -> Any:
-    return SimpleNamespace(
-        started=SimpleNamespace(role=SimpleNamespace(value=role), address=f"{name}:1")
-    )
-
-
-def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> Any:
+def said(gauges: Mapping[str, float], epoch: int = 1, **info: Any) -> WorkerStatus:
     """What a worker says of itself."""
-    return SimpleNamespace(epoch=epoch, gauges=gauges, info=info)
+    return WorkerStatus(epoch, gauges, info)
 
 
 @pytest.fixture
@@ -135,14 +102,8 @@ def router() -> FakeRouter:
 
 
 @pytest.fixture
-def letters() -> Letters:
-    return Letters()
-
-
-@pytest.fixture
-def completions(router: FakeRouter, letters: Letters) -> Completions:
-    served = Served("tiny", 20, 200, "raw", longest_token=2, alias="/models/tiny")
-    return Completions(served, letters, router, Lines())  # type: ignore[arg-type]
+def completions(router: FakeRouter) -> Completions:
+    return completions_of(router)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from socket import create_connection
 from types import SimpleNamespace
@@ -159,10 +158,17 @@ class Yard:
 
     def __init__(self) -> None:
         self.now = 0.0
-        started = [Started("p-0", Role.PREFILL, "", 7), Started("d-0.3", Role.DECODE, "", 7)]
-        self.peers = {x.name: SimpleNamespace(name=x.name, started=x) for x in started}
+        self.peers: dict[str, Any] = {}
+        self.start("p-0", Role.PREFILL, 7)
+        self.start("d-0.3", Role.DECODE, 7)
         router: Any = SimpleNamespace(id="us", peers=self.peers)
         self.doors = Doors(router, {1: "p-0", 2: "d-0"}, 10.0, lambda: self.now)
+
+    def start(self, name: str, role: Role, epoch: int) -> None:
+        self.peers[name] = SimpleNamespace(name=name, started=Started(name, role, "", epoch))
+
+    def park(self) -> dict[str, Any]:
+        return self.doors.park("here", 1, (1, 2))
 
     def bind(self, handle: dict[str, Any]) -> tuple[str, str]:
         body = {"prompt": [1, 2], "kv_transfer_params": handle}
@@ -171,39 +177,30 @@ class Yard:
 
 def test_a_handle_names_both_workers_as_they_are_now():
     yard = Yard()
-    assert yard.bind(yard.doors.park("here", 1, (1, 2))) == ("p-0", "d-0.3")
+    assert yard.bind(yard.park()) == ("p-0", "d-0.3")
 
 
-def test_a_handle_is_expired_after_its_lease():
+@pytest.mark.parametrize(
+    ("happens", "error"),
+    [
+        (lambda yard: setattr(yard, "now", 10.0), HandleError("the handle is expired")),
+        (lambda yard: yard.peers.pop("p-0"), HandleError("the handle is stale")),
+        (lambda yard: yard.start("p-0", Role.PREFILL, 8), HandleError("the handle is stale")),
+        (lambda yard: yard.peers.pop("d-0.3"), PeerLostError("d-0 does not run")),
+    ],
+    ids=["expired", "gone", "anew", "nobody-behind-the-port"],
+)
+def test_a_handle_that_is_not_good_any_more_says_why(happens, error):
     yard = Yard()
-    first = yard.doors.park("here", 1, (1, 2))
-    yard.now = 10.0
-    with pytest.raises(HandleError, match="the handle is expired"):
-        yard.bind(first)
-
-
-@pytest.mark.parametrize("gone", [True, False], ids=["gone", "anew"])
-def test_a_handle_of_a_worker_that_was_started_anew_is_stale(gone):
-    yard = Yard()
-    handle = yard.doors.park("here", 1, (1, 2))
-    peer = yard.peers.pop("p-0")
-    if not gone:
-        yard.peers["p-0"] = SimpleNamespace(name="p-0", started=replace(peer.started, epoch=8))
-    with pytest.raises(HandleError, match="the handle is stale"):
+    handle = yard.park()
+    happens(yard)
+    with pytest.raises(type(error), match=str(error)):
         yard.bind(handle)
 
 
 def test_the_oldest_handles_are_forgotten():
     yard = Yard()
-    first, *_, last = [yard.doors.park("here", 1, (1, 2)) for _ in range(MOST_HANDLES + 1)]
+    first, *_, last = [yard.park() for _ in range(MOST_HANDLES + 1)]
     with pytest.raises(HandleError, match="the handle is unknown"):
         yard.bind(first)
     assert yard.bind(last)
-
-
-def test_a_port_whose_worker_does_not_run_says_so():
-    yard = Yard()
-    handle = yard.doors.park("here", 1, (1, 2))
-    del yard.peers["d-0.3"]
-    with pytest.raises(PeerLostError, match="d-0 does not run"):
-        yard.bind(handle)

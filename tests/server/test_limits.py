@@ -15,10 +15,10 @@ from starlette.types import ASGIApp
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import RequestError
 from disagg.server.app import create_app
-from disagg.server.completions import MAX_UNKNOWN, Completions, Served
+from disagg.server.completions import MAX_UNKNOWN
 from disagg.server.schema import NEUTRAL, ChatRequest, CompletionRequest, TokenizeRequest
 from tests.model.tiny import save_tiny
-from tests.server.conftest import FakeRouter, Letters, Lines
+from tests.server.conftest import FakeRouter, completions_of
 from tests.server.running import running
 from tests.server.visits import ask, assert_counted, chat, post, refused, send
 
@@ -34,12 +34,9 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
-        ({"prompt": {"a": 1}}, "prompt", "a text or a list of token ids"),
-        ({"prompt": [200]}, "prompt", "200 is no token id"),
-        ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 199 are"),
-        ({"prompt": [1, HUGE]}, "prompt", "no token id"),
+        ({"prompt": [256]}, "prompt", "256 is no token id"),
+        ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 255 are"),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
-        ({"prompt": [1, "a"]}, "prompt", "'a' is no token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
@@ -53,26 +50,21 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
         ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-        ({"logit_bias": {"200": 1}}, "logit_bias", "200 is no token id"),
+        ({"logit_bias": {"256": 1}}, "logit_bias", "256 is no token id"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
-        ({"stop_token_ids": [200]}, "stop_token_ids", "200 is no token id"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "256 is no token id"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
         ({"max_tokens": HUGE}, "max_tokens", "less than or equal to"),
-        ({"max_tokens": 10**4000}, "max_tokens", "less than or equal to"),
-        ({"max_tokens": "many"}, "max_tokens", "integer"),
-        ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"top_k": HUGE}, "top_k", "less than or equal to"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"seed": HUGE}, "seed", "less than"),
         ({"seed": -HUGE}, "seed", "greater than"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": 10**400}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"top_p": 1.01}, "top_p", "less than or equal to 1"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": "x" * 257}, "stop", "at most 256"),
-        ({"stop": [5]}, "stop", "string"),
         ({"codec": "x" * 20_000}, "codec", "at most"),
         ({"model": "x" * 2000}, "model", "at most"),
         ({"stream_options": 5}, "stream_options", "stream_options is 5: an object is wanted"),
@@ -158,18 +150,25 @@ def test_what_the_context_cannot_hold_is_too_long_by_its_field(ask, field, given
     assert says in refused(ask(app, **{field: given}), 400, "prompt_too_long", field)
 
 
-def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(app, letters):
+def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
+    app, completions, monkeypatch
+):
+    threads, encode = [], completions.tokenizer.encode
+
+    def encoded(*given: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(*given)
+
+    monkeypatch.setattr(completions.tokenizer, "encode", encoded)
     assert post(app, prompt="x" * 3_000_000).status_code == 400
-    assert letters.threads == []
+    assert threads == []
     assert post(app, prompt="abc").status_code == 200
-    assert len(letters.threads) == 1
-    assert letters.threads[0] is not threading.current_thread()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
-def test_a_body_beyond_the_limit_is_refused_without_being_read(letters):
-    served = Served("tiny", 20, 200, "raw", longest_token=10**9, max_body_bytes=5000)
-    router = FakeRouter()
-    app = create_app(Completions(served, letters, router))  # type: ignore[arg-type]
+def test_a_body_beyond_the_limit_is_refused_without_being_read(router):
+    app = create_app(completions_of(router, longest_token=10**9, max_body_bytes=5000))
     read: list[int] = []
 
     async def chunks() -> Any:
@@ -304,8 +303,7 @@ def strict() -> ASGIApp:
             async for output in super().generate(prompt, params, codec):
                 yield output
 
-    served = Served("tiny", 20, 200, "raw", longest_token=2)
-    return create_app(Completions(served, Letters(), Router(), Lines()))  # type: ignore[arg-type]
+    return create_app(completions_of(Router()))
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
@@ -335,6 +333,7 @@ def test_two_thousand_bodies_leave_workers_as_they_were(tmp_path):
 def test_refusals_are_counted_by_reason_and_not_as_successes(app):
     for fields in ({"n": 0}, {"max_tokens": 0}, {"prompt": "x" * 30}, {"model": "other"}):
         post(app, **fields)
-    line = 'disagg_request_failures_total{{model_name="tiny",reason="{}"}} {}.0'.format
-    text = assert_counted(app, line("request", 2), line("prompt_too_long", 1), line("model", 1))
-    assert "vllm:request_success_total{" not in text
+    failed = "disagg_request_failures_total{{reason={}}}".format
+    wanted = {failed("request"): 2, failed("prompt_too_long"): 1, failed("model"): 1}
+    found = assert_counted(app, wanted)
+    assert not any(name.startswith("vllm:request_success_total") for name in found)

@@ -1,46 +1,30 @@
 """What a client sees: never half a stop string, never what follows one."""
 
-from collections.abc import Iterable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.model.tokenizer import Tokenizer
 from disagg.server.text import TextStream
+from tests.model.tiny import byte_tokenizer
+
+BYTES = Tokenizer(byte_tokenizer())
+WORDS = Tokenizer.load()  # "ab" is a token, and a snowman is several
 
 
-class Letters:
-    """A decoder whose tokens are letters; every third piece waits, as bytes of a character do."""
-
-    def __init__(self) -> None:
-        self.waiting = ""
-        self.count = 0
-
-    def add(self, ids: Iterable[int]) -> str:
-        self.waiting += "".join(map(chr, ids))
-        self.count += 1
-        if self.count % 3 == 0:
-            return ""
-        text, self.waiting = self.waiting, ""
-        return text
-
-    def finish(self) -> str:
-        return self.waiting
-
-
-def shown(text: str, stops: list[str], min_tokens: int = 0) -> str:
-    stream = TextStream(Letters(), stops, min_tokens)
+def shown(text: str, stops: list[str], min_tokens: int = 0, known: Tokenizer = BYTES) -> str:
+    stream = TextStream(known.detokenizer(), stops, min_tokens)
     pieces = []
-    for letter in text:
-        pieces.append(stream.add(ord(letter)))
+    for token in known.encode(text, special=False):
+        pieces.append(stream.add(token))
         if stream.stopped:
             return "".join(pieces)
     return "".join([*pieces, stream.finish()])
 
 
-@given(st.text("ab", max_size=20), st.lists(st.text("ab", max_size=4), max_size=3))
+@given(st.text("ab☃", max_size=20), st.lists(st.text("ab☃", max_size=4), max_size=3))
 def test_the_text_ends_at_the_first_stop_string(text, stops):
     ends = [text.find(stop) for stop in stops if stop and stop in text]
-    seen = shown(text, stops)
+    seen = shown(text, stops, known=WORDS)
     if not ends:
         assert seen == text
     else:
@@ -61,6 +45,7 @@ def test_a_stop_string_ends_an_answer_only_where_it_ends_behind_min_tokens():
 
 
 def test_without_stop_strings_everything_is_shown_at_once():
-    stream = TextStream(Letters())
-    assert [stream.add(ord(x)) for x in "abc"] == ["a", "b", ""]
-    assert stream.finish() == "c"
+    """But for bytes of a character that is not whole."""
+    stream = TextStream(BYTES.detokenizer())
+    assert [stream.add(x) for x in BYTES.encode("aéé")[:-1]] == ["a", "", "é", ""]
+    assert stream.finish() == "\ufffd"

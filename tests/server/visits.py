@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -38,12 +39,21 @@ def send(app: ASGIApp, method: str, path: str, raises: bool = True, **what: Any)
     return asyncio.run(run())
 
 
-def assert_counted(app: ASGIApp, *lines: str) -> str:
-    """What Prometheus reads, all of these lines among it."""
-    text = get(app, "/metrics").text
-    for line in lines:
-        assert line in text
-    return text
+def figures_of(text: str) -> dict[str, float]:
+    """What Prometheus reads, by series and its labels but the model and the role "router"."""
+    found = {}
+    for name, labels, value in re.findall(r"^([\w:]+)(?:{(.*)})? (\S+)$", text, re.M):
+        kept = [x for x in labels.replace('"', "").split(",") if x[:11] != "model_name="]
+        told = ",".join(x for x in kept if x not in ("", "role=router"))
+        found[f"{name}{{{told}}}" if told else name] = float(value)
+    return found
+
+
+def assert_counted(app: ASGIApp, wanted: dict[str, float]) -> dict[str, float]:
+    """All figures, these among them."""
+    found = figures_of(get(app, "/metrics").text)
+    assert {name: found.get(name) for name in wanted} == wanted
+    return found
 
 
 def refused(response: httpx.Response, status: int, reason: str, param: str | None = None) -> str:
