@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where that is on this host
-GRACE_S = 2  # for answers on their way when the service stops
 
 
 class Service:
@@ -153,26 +152,16 @@ class Service:
 
     async def _serve(self) -> None:
         # here, not above: imported while Ray starts, on the other thread
-        import uvicorn
-
         from disagg.server.app import create_app
         from disagg.server.completions import Completions
+        from disagg.server.connections import http_server
 
         config = self.config
         self._router = Router(config.router)
         completions = Completions.load(config, self.name, self._router, self._ports)
         origins = config.server.allowed_origins
         app = create_app(completions, self.secret, self.stopped.set, self._keys, self, origins)
-        options = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ssl_certfile=config.server.tls_certificate,
-            ssl_keyfile=config.server.tls_key,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-        server = uvicorn.Server(options)
+        server = http_server(app, config.server)
         self._serving.set_result((asyncio.get_running_loop(), server))
         await server.serve([self._socket, *self._doors.values()])
         for link in self._links.values():
