@@ -201,6 +201,8 @@ class ServerConfig(Bounded):
     state_file:        where the service says where it is; None: in a folder of the user's own
     served_model_name: what clients call the model; None: its name, or that of its folder
     max_body_bytes:    longer requests are refused while they arrive
+    silence_s:         a connection is closed when nothing came for so long, in a request or after
+                       one; while its client waits for an answer it stays
     api_key:           what clients have to show, each as "Authorization: Bearer KEY"
     api_key_file:      a file with more of them, one in a line; it is read at the start
     tls_certificate, tls_key: PEM files; together: HTTPS
@@ -213,6 +215,7 @@ class ServerConfig(Bounded):
     state_file: str | None = None
     served_model_name: str | None = None
     max_body_bytes: int = at_least(1024, default=8 << 20)
+    silence_s: float = at_least(0.001, default=30.0)
     api_key: str | None = None
     api_key_file: str | None = None
     tls_certificate: str | None = None

@@ -29,6 +29,8 @@ Messages say what was wrong, the value seen, and what would be right.
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+MAX_QUOTED_CHARS = 100  # of what somebody wrote, in an error
+
 
 class DisaggError(Exception):
     """The root. `reason` is the stable word by which peers, logs and metrics name the error.
@@ -59,7 +61,7 @@ class UnknownNameError(ConfigError):
     reason = "unknown_name"
 
     def __init__(self, what: str, name: str, known: Iterable[str]):
-        super().__init__(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+        super().__init__(f"unknown {what} {quoted(name)}; known: {', '.join(sorted(known))}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return error_from, (self.reason, str(self))  # as any peer gets it
@@ -168,6 +170,11 @@ class DeadlineError(TransferError):
     reason = "deadline"
     grpc_status = "DEADLINE_EXCEEDED"
     http_status = 504
+
+
+def quoted(text: str) -> str:
+    """What somebody wrote, as an error repeats it: where it is long, its beginning."""
+    return repr(text) if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]!r}..."
 
 
 def all_errors() -> dict[str, type[DisaggError]]:

@@ -12,10 +12,12 @@ import reprlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from operator import index
 from threading import Lock
 
+from disagg.codecs.doctor import check_plans
 from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
@@ -25,6 +27,7 @@ from disagg.errors import CapacityError, RequestError
 from disagg.metrics import HandoffStats
 from disagg.model.device import load_runner
 from disagg.model.tokenizer import Tokenizer
+from disagg.plan import Plan
 from disagg.transfer.receiver import Receiver
 from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.workers.loopback import Loopback
@@ -72,7 +75,8 @@ class LLM:
         config = replace(config, arena_bytes=given[0], workspace_bytes=given[1])
         self._prefill = Engine(self._runner, config)
         self._decode = Engine(self._runner, config)
-        pool, plans = self._decode.pool, [self._decode.plan(codec)]  # its errors now
+        self._plan = cache(self._sound_plan)
+        pool, plans = self._decode.pool, [self._plan(codec)]  # its errors now
         context = self._runner.info.context_length
         check_slabs(pool.arena.nbytes, pool.slab_bytes, plans, context)
         self._rids, self._turn = count(), Lock()
@@ -99,7 +103,8 @@ class LLM:
         prompts: texts, or sequences of token ids · codec: instead of the one of this object
         n:       of the seed of `params` and those that follow, as over HTTP
         Calls of several threads take turns: one call with all prompts is faster.
-        Raises RequestError for a prompt that cannot be answered; then none is.
+        Raises RequestError for a prompt that cannot be answered, ConfigError for a codec; then
+        none is.
         """
         if not isinstance(params, SamplingParams | None):
             raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
@@ -115,6 +120,7 @@ class LLM:
             raise RequestError(f"prompts are {reprlib.repr(prompts)}; {wanted}") from error
         waiting = deque(work)
         with self._turn:
+            self._plan(codec)  # its errors before anything is admitted
             try:
                 while not all(x.finish_reason for x in work):
                     self._admit(waiting)
@@ -124,6 +130,13 @@ class LLM:
                 self._abandon(work)
                 raise
         return [x.completion(self._tokenizer) for x in work]
+
+    def _sound_plan(self, codec: str) -> Plan:
+        """The plan of a codec; ConfigError unless a GPU, where this is on one, computes with it."""
+        plan = self._decode.plan(codec)
+        if self._runner.records:
+            check_plans([plan], self._runner.device)
+        return plan
 
     def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -11,9 +11,11 @@ from disagg.codecs.planning import parse_plan
 from disagg.config import EngineConfig
 from disagg.errors import ConfigError, PromptTooLongError, RequestError
 from disagg.llm import LLM, SamplingParams
+from disagg.model.runner import Runner
 from disagg.transfer.records import Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.model.reference import ReferenceModel
+from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import CONTEXT, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -123,6 +125,21 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
         llm.generate([good], codec="kivi:bits=3")
     assert_empty(llm)
     assert len(llm.generate([good], SamplingParams(max_tokens=3))[0].tokens) == 3
+
+
+def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(tiny, monkeypatch):
+    runner, wrong = Runner.load(str(tiny)), 0.0
+    runner.record_steps(EagerRecorder())  # as on a GPU
+    monkeypatch.setattr("disagg.llm.load_runner", lambda config: runner)
+    monkeypatch.setattr("disagg.codecs.doctor._error", lambda found, wanted: wrong)
+    small = EngineConfig(arena_bytes=16 << 20)
+    llm, wrong = LLM(str(tiny), KIVI, config=small), 0.5
+    with pytest.raises(ConfigError, match=r"encode of gear.* is not sound"):
+        LLM(str(tiny), "gear", config=small)
+    with pytest.raises(ConfigError, match=r"encode of gear.* is not sound"):
+        llm.generate([random_prompt(40)], codec="gear")
+    assert_empty(llm)
+    assert llm.generate([random_prompt(40)], SamplingParams(max_tokens=2))[0].tokens
 
 
 @pytest.mark.parametrize("codec", [*codec_names(), PLAN])

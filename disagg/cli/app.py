@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
-from disagg.errors import CapacityError, ConfigError, DisaggError
+from disagg.errors import CapacityError, ConfigError, DisaggError, quoted
 
 app = typer.Typer(
     name="disagg",
@@ -69,6 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _status(arguments: Sequence[str], as_json: bool) -> int:
     try:
+        check_text(arguments)
         status = app(args=list(arguments), prog_name="disagg", standalone_mode=not as_json)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
@@ -79,6 +80,15 @@ def _status(arguments: Sequence[str], as_json: bool) -> int:
     except MemoryError as error:
         return report(CapacityError(str(error)), as_json)
     return status if isinstance(status, int) else 0
+
+
+def check_text(arguments: Sequence[str]) -> None:
+    """ConfigError for what is no text: Ray reads the command line too, and breaks at it."""
+    for each in arguments:
+        try:
+            each.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"argument {quoted(each)} is not UTF-8 text") from error
 
 
 def report(error: DisaggError, as_json: bool) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from disagg.codecs.base import Codec
 from disagg.codecs.registry import get_codec
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, quoted
 from disagg.plan import LayerGroup, Plan
 
 
@@ -71,29 +71,31 @@ def _codec_of_layer(spec: str, num_layers: int, head_dim: int) -> list[Codec]:
     for part in filter(None, (x.strip() for x in spec.split(";"))):
         layers, _, codec_spec = part.partition(":")
         if not codec_spec.strip():
-            raise ConfigError(f"{part!r} in {spec!r} names no codec; write 0-3:kivi:bits=4")
+            raise ConfigError(f"{quoted(part)} in {quoted(spec)} names no codec; write 0-3:raw")
         codec = get_codec(codec_spec, head_dim)
         for layer in _layers(layers, num_layers, spec):
             if layer in found:
-                raise ConfigError(f"layer {layer} has two codecs in {spec!r}")
+                raise ConfigError(f"layer {layer} has two codecs in {quoted(spec)}")
             found[layer] = codec
     missing = [layer for layer in range(num_layers) if layer not in found]
     if missing:
-        raise ConfigError(f"layers {missing} have no codec in {spec!r}; the model has {num_layers}")
+        told = f"layers {missing} have no codec in {quoted(spec)}; the model has {num_layers}"
+        raise ConfigError(told)
     return [found[layer] for layer in range(num_layers)]
 
 
 def _layers(text: str, num_layers: int, spec: str) -> list[int]:
     found: list[int] = []
     for item in text.split(","):
-        parts = re.fullmatch("([0-9]+)(-?)([0-9]*)", item.strip())
+        parts = re.fullmatch("([0-9]{1,9})(-?)([0-9]{0,9})", item.strip())
         if parts is None:
-            raise ConfigError(f"{item!r} in {spec!r} is no layer or range; write 0, 0-3 or 4-")
+            told = f"{quoted(item)} in {quoted(spec)} is no layer or range; write 0, 0-3 or 4-"
+            raise ConfigError(told)
         first, dash, last = parts.groups()
         end = int(last or num_layers - 1) if dash else int(first)
         if not int(first) <= end < num_layers:
             raise ConfigError(
-                f"{item!r} in {spec!r} is outside the model's layers 0-{num_layers - 1}"
+                f"{item!r} in {quoted(spec)} is outside the model's layers 0-{num_layers - 1}"
             )
         found.extend(range(int(first), end + 1))
     return found

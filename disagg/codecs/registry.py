@@ -16,10 +16,11 @@ from disagg.codecs.kivi import Kivi
 from disagg.codecs.ott import Ott
 from disagg.codecs.pertoken import PerToken
 from disagg.codecs.raw import Raw
-from disagg.errors import ConfigError, UnknownNameError
+from disagg.errors import ConfigError, UnknownNameError, quoted
 
 KNOWN = (AlignedKV, Banded, DecoQuant, Fp8, Gear, GearL, H2O, Int8, Kcvt, Kivi, Ott, PerToken, Raw)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in KNOWN}
+MAX_OPTION_CHARS = 64  # with its value, which codecs repeat in their errors
 GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
 
 
@@ -42,6 +43,8 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     types = {field.name: field.type for field in fields(codec)}
     options: dict[str, int | float | str] = {}
     for part in filter(None, tail.split(",")):
+        if len(part) > MAX_OPTION_CHARS:
+            raise ConfigError(f"codec {name} has no option as long as {quoted(part)}")
         key, equals, value = part.partition("=")
         key = key.strip()
         if key == "sink" and codec.no_sink:
@@ -51,7 +54,7 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
         if not equals:
             raise ConfigError(f"option {key!r} of codec {name} has no value; write {key}=...")
         if key in options:
-            raise ConfigError(f"option {key!r} of codec {name} is given twice in {spec!r}")
+            raise ConfigError(f"option {key!r} of codec {name} is given twice in {quoted(spec)}")
         options[key] = _value(name, key, value.strip(), types[key])
     if head_dim is not None and "group" in types and "group" not in options:
         for group in GROUPS:

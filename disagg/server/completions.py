@@ -190,7 +190,11 @@ class Completions:
                 self.counts.failed(failure)
 
     async def text_of(self, tokens: list[Any]) -> str:
-        """The text of token ids; RequestError where there is another thing among them."""
+        """The text of token ids; RequestError where there is another thing among them.
+
+        PromptTooLongError for too many: decoding holds Python's lock, on whatever thread it runs.
+        """
+        limits.check_length(len(tokens), self.served.context_length, "tokens")
         limits.check_ids(tokens, self.served.vocab_size, "tokens")
         return await asyncio.to_thread(self.tokenizer.decode, tokens, True)
 

@@ -68,6 +68,13 @@ def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> Non
         )
 
 
+def check_length(tokens: int, context_length: int, field: str) -> None:
+    """PromptTooLongError for a list of more token ids than any text of the model has."""
+    if tokens > context_length:
+        told = f"{field} has {tokens:,} ids; the model's context holds at most {context_length:,}"
+        raise PromptTooLongError(told, field)
+
+
 def check_ids(ids: Iterable[Any], vocab_size: int, field: str) -> None:
     """RequestError for a field that holds anything but token ids of the model."""
     for each in ids:

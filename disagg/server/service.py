@@ -23,7 +23,7 @@ from disagg.model.describe import DEFAULT_MODEL
 from disagg.server.access import check_tls, read_keys
 from disagg.server.limits import MAX_NAME_CHARS, shown
 from disagg.transfer.control import WorkerClient
-from disagg.transfer.rpc import Link, connect
+from disagg.transfer.rpc import Link, bind_within, connect
 from disagg.workers.members import Started
 from disagg.workers.router import Peer, Router
 from disagg.workers.session import SILENT, Session
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where that is on this host
-GRACE_S = 2  # for answers on their way when the service stops
 
 
 class Service:
@@ -54,6 +53,7 @@ class Service:
         server = config.server
         self._keys = read_keys(server)
         check_tls(server)
+        check_ports(config)
         self._socket = bind(server.host, server.port)
         host = EVERYWHERE.get(server.host, server.host)
         host = f"[{host}]" if ":" in host else host
@@ -153,26 +153,16 @@ class Service:
 
     async def _serve(self) -> None:
         # here, not above: imported while Ray starts, on the other thread
-        import uvicorn
-
         from disagg.server.app import create_app
         from disagg.server.completions import Completions
+        from disagg.server.connections import http_server
 
         config = self.config
         self._router = Router(config.router)
         completions = Completions.load(config, self.name, self._router, self._ports)
         origins = config.server.allowed_origins
         app = create_app(completions, self.secret, self.stopped.set, self._keys, self, origins)
-        options = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ssl_certfile=config.server.tls_certificate,
-            ssl_keyfile=config.server.tls_key,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-        server = uvicorn.Server(options)
+        server = http_server(app, config.server)
         self._serving.set_result((asyncio.get_running_loop(), server))
         await server.serve([self._socket, *self._doors.values()])
         for link in self._links.values():
@@ -235,6 +225,20 @@ def open_doors(config: Config) -> dict[str, socket.socket]:
     names = [f"{role}-{i}" for role, number in roles.items() for i in range(number)]
     ports = [] if first is None else [first and first + i for i in range(len(names))]
     return {name: bind(config.server.host, port) for name, port in zip(names, ports, strict=False)}
+
+
+def check_ports(config: Config) -> None:
+    """ConfigError where the workers of a private Ray, on this host, would not each find a port."""
+    if (ports := config.cluster.ports) is None or config.cluster.address != LOCAL:
+        return
+    each = 2 if config.transfer.channel == "direct" else 1
+    with ExitStack() as held:
+
+        def hold(port: int) -> int:
+            return held.enter_context(socket.create_server(("127.0.0.1", port))).fileno()
+
+        for _ in range(each * sum(config.cluster.roles.values())):
+            bind_within(ports, hold)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -399,7 +399,7 @@ class Dispatch:
 
     def _requeue(self, entry: Entry, now: float) -> list[Action]:
         """Back to the queue; whoever lives forgets the attempt."""
-        self.retries += 1
+        self.retries += entry.phase is not Phase.RESERVE  # until then nobody computes anything
         actions = self._forget(entry, now)
         entry.phase, entry.prefill, entry.decode, entry.target = Phase.QUEUED, None, None, None
         return actions

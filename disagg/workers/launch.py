@@ -264,7 +264,7 @@ class Cluster:
                     continue
                 on_down(actor.name)
                 if not actor.leaves:
-                    log.warning("%s ended unasked; another one starts", actor.name)
+                    log.warning("%s ended; another one starts", actor.name)
             except DisaggError as error:
                 if not actor.leaves:
                     log.error("%s did not start: %s; trying again", actor.name, error)

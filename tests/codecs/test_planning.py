@@ -81,6 +81,19 @@ def test_a_plan_that_cannot_be_says_why(spec, message):
         parse_plan(spec, SHAPE)
 
 
+LONG = 3000 * "9"
+TOO_LONG = [LONG, "x" + LONG, "raw:" + LONG, "kivi:bits=" + LONG, "raw:dtype=" + LONG]
+TOO_LONG += [LONG + ":raw", f"0-{LONG}:raw", f"{LONG}:", 999 * "0:raw;", 999 * "bits=2,"]
+TOO_LONG += ["kivi:" + 999 * "bits=2,"]
+
+
+@pytest.mark.parametrize("spec", TOO_LONG, ids=lambda spec: spec[:12])
+def test_what_is_said_of_a_spec_is_short_however_long_it_is(spec):
+    with pytest.raises(ConfigError) as refused:
+        parse_plan(spec, SHAPE)
+    assert len(str(refused.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("head_dim", "codec"),
     [(64, "banded:bits=3"), (128, "banded:bits=3"), (192, "kivi:bits=4,group=64,residual=64")],

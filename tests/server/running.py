@@ -14,6 +14,7 @@ from disagg.model.runner import Runner
 from disagg.server.access import read_keys
 from disagg.server.app import create_app
 from disagg.server.completions import Completions
+from disagg.server.connections import http_server
 from disagg.server.service import bind
 from disagg.workers.router import Router
 from tests.workers.pairs import House
@@ -50,12 +51,8 @@ def running(model: str | None, http: ServerConfig = ServerConfig(port=0)) -> Ite
         house.pair(runners)
         completions = Completions.load(config, "tiny", house.router, ports)
         app = create_app(completions, "owner", keys=read_keys(http))
-        tls = http.tls_certificate, http.tls_key
-        options = uvicorn.Config(
-            app, log_level="warning", lifespan="off", ssl_certfile=tls[0], ssl_keyfile=tls[1]
-        )
-        server = uvicorn.Server(options)
-        scheme = "https" if tls[0] else "http"
+        server = http_server(app, http)
+        scheme = "https" if http.tls_certificate else "http"
         host = f"{scheme}://127.0.0.1"
         url, loop = f"{host}:{socket.getsockname()[1]}", asyncio.get_running_loop()
         urls = {name: f"{host}:{port}" for port, name in ports.items()}

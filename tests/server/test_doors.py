@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from socket import create_connection
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from disagg.config import ClusterConfig, Config, ServerConfig
+from disagg.config import ClusterConfig, Config, ServerConfig, TransferConfig
 from disagg.errors import ConfigError, HandleError, PeerLostError
 from disagg.server.doors import MOST_HANDLES, Doors
 from disagg.server.schema import CompletionRequest
-from disagg.server.service import Service, bind, open_doors
+from disagg.server.service import Service, bind, check_ports, open_doors
 from disagg.transfer.messages import Role
 from disagg.workers.members import Started
 from tests.server.running import Running, running
@@ -151,6 +152,21 @@ def test_workers_with_ports_of_their_own_stay_as_many_as_they_are():
         service.scale(2, None)
     for listening in (service._socket, *service._doors.values()):
         listening.close()
+
+
+def test_workers_that_would_find_no_port_are_refused_before_ray_starts():
+    with bind("127.0.0.1", 0) as taken:
+        ports = [taken.getsockname()[1]] * 2
+        alone = Config(cluster=ClusterConfig(colocated=True, ports=ports))
+        with pytest.raises(ConfigError, match="none is free on this host"):
+            Service(alone)
+    check_ports(alone)
+    two = ClusterConfig(ports=ports)
+    direct = replace(alone, transfer=TransferConfig(channel="direct"))
+    for config in (Config(cluster=two), direct):
+        with pytest.raises(ConfigError, match="none is free on this host"):
+            check_ports(config)
+    check_ports(Config(cluster=replace(two, address="auto")))
 
 
 class Yard:

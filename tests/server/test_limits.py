@@ -150,6 +150,13 @@ def test_what_the_context_cannot_hold_is_too_long_by_its_field(ask, field, given
     assert says in refused(ask(app, **{field: given}), 400, "prompt_too_long", field)
 
 
+def test_more_ids_than_the_context_holds_are_not_turned_into_text(app):
+    assert send(app, "POST", "/detokenize", json={"tokens": [65] * 20}).json()["prompt"] == "b" * 20
+    response = send(app, "POST", "/detokenize", json={"tokens": [65] * 1_000_000})
+    message = refused(response, 400, "prompt_too_long", "tokens")
+    assert message == "tokens has 1,000,000 ids; the model's context holds at most 20"
+
+
 def test_a_text_is_tokenised_beside_the_loop_and_one_that_cannot_fit_not_at_all(
     app, completions, monkeypatch
 ):

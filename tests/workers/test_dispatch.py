@@ -634,6 +634,17 @@ def test_what_may_pass_is_tried_until_the_deadline(error: DisaggError) -> None:
     assert dispatch.retries > 5
 
 
+def test_an_attempt_counts_as_retried_only_once_a_worker_could_begin_with_it() -> None:
+    dispatch, counted = house("p", "d", "p2", "p3"), []
+    dispatch.submit(job(), 0.0)
+    for has_room in (False, True):
+        if has_room:
+            room(dispatch)
+        dispatch.worker_down(dispatch.entries["r"].prefill or "", 1.0)
+        counted.append(dispatch.retries)
+    assert counted == [0, 1]
+
+
 def test_a_refused_hand_off_goes_to_another_pair() -> None:
     """Twelve requests that the first pair refuses: each is refused there once."""
     dispatch = house("p", "d", "p2", "d2")

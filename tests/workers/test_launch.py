@@ -115,7 +115,7 @@ def test_a_dead_worker_is_told_of_and_replaced_under_a_new_name(caplog):
     assert cluster.step() == []
     cluster.kill("decode-0")
     assert cluster.step() == ["-decode-0"]
-    assert caplog.messages == ["decode-0 ended unasked; another one starts"]
+    assert caplog.messages == ["decode-0 ended; another one starts"]
     assert cluster.step() == ["+decode-0.1"]
     cluster.kill("decode-0.1")
     assert [cluster.step(), cluster.step()] == [["-decode-0.1"], ["+decode-0.2"]]
