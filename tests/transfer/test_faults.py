@@ -18,32 +18,26 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
-from tests.transfer.house import HOST, open_house, process
-from tests.transfer.peer import QUICK, hand_over, until
+from tests.transfer.peer import HOST, QUICK, hand_over, open_peer, process, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 TOKENS = 1500
 POINTS = 6  # moments of a hand-off at which somebody is killed
-SLOW = replace(QUICK, frame_bytes=1500, pace=Pace(60_000.0, burst_bytes=1000))  # a second or two
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(TOKENS)
 
 
 @pytest.fixture(params=["grpc", "direct"])
 def slow(request: pytest.FixtureRequest) -> ChannelOptions:
+    """A hand-off takes a second or two."""
     pace = Pace(60_000.0, burst_bytes=1000)
-    return replace(SLOW, pace=pace, direct=request.param == "direct")
+    return replace(QUICK, frame_bytes=1500, pace=pace, direct=request.param == "direct")
 
 
 def serve(answer: Connection) -> None:
     """A decode worker that lives until it is killed, with a reservation."""
 
     async def scene() -> None:
-        async with open_house() as house:
-            answer.send((house.address, house.promise(make_prompt(TOKENS))))
+        async with open_peer() as (peer, _):
+            answer.send((peer.address, peer.promise(make_prompt(TOKENS))))
             await asyncio.Event().wait()
 
     asyncio.run(scene())
@@ -100,16 +94,16 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_fo
 ):
     source = random.Random(2)
 
-    async with open_house(lease_s=0.4) as house:
+    async with open_peer(lease_s=0.4) as (peer, _):
         for point in range(POINTS):
-            attach = house.promise(prompt, f"r{point}")
-            with process(send, house.address, attach, slow) as (child, _):
+            attach = peer.promise(prompt, f"r{point}")
+            with process(send, peer.address, attach, slow) as (child, _):
                 some = source.randrange(1, len(prompt.checklist.items) - 15)
-                await until(lambda n=some: house.arrived() >= n or not house.held)
+                await until(lambda n=some: peer.arrived() >= n or not peer.held)
                 child.kill()
-            await until(lambda: not house.held)
-            assert not house.engine
-            house.close()
+            await until(lambda: not peer.held)
+            assert not peer.engine
+            peer.close()
 
 
 def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
@@ -136,17 +130,17 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
 async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(
     prompt, slow
 ):
-    async with open_house(lease_s=3.0) as house:
-        attach = house.promise(prompt)
-        with process(send, house.address, attach, slow) as (child, answer):
-            await until(lambda: house.arrived() > 5)
+    async with open_peer(lease_s=3.0) as (peer, _):
+        attach = peer.promise(prompt)
+        with process(send, peer.address, attach, slow) as (child, answer):
+            await until(lambda: peer.arrived() > 5)
             os.kill(child.pid, signal.SIGSTOP)
-            await until(lambda: not house.held)
-            house.close()
+            await until(lambda: not peer.held)
+            peer.close()
             os.kill(child.pid, signal.SIGCONT)
             message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
             assert "over" in message or "lease" in message
-        assert not house.engine
+        assert not peer.engine
 
 
 # -- links
@@ -201,36 +195,35 @@ class Proxy:
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 @pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
 async def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
-    async with open_house() as house:
-        port = house.direct_port if direct else int(house.address.split(":")[1])
+    options = replace(QUICK, silence_s=10.0, direct=direct)
+    async with open_peer(options) as (peer, channel):
+        port = peer.direct_port if direct else int(peer.address.split(":")[1])
         async with Proxy(port, budget) as proxy:
             if direct:
-                house.direct_port = proxy.port
+                peer.direct_port = proxy.port
             else:
-                house.address = f"{HOST}:{proxy.port}"
-            options = replace(QUICK, silence_s=10.0, direct=direct)
-            channel = Channel(house.address, None, options)
-            sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
-            stats = await hand_over(sender, prompt)
+                channel = Channel(f"{HOST}:{proxy.port}", None, options)
+            stats = await hand_over(peer.sender(prompt, channel), prompt)
             await channel.close()
             assert proxy.struck == 1
-        assert prompt.equals(house.pool.arena, house.admitted().groups)
         assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
-        house.close()
+        peer.assert_admitted(r=prompt)
+        peer.close()
 
 
-async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
-    async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
-        channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
-        sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
+@pytest.mark.parametrize("slow", ["grpc"], indirect=True)
+async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt, slow):
+    async with open_peer() as (peer, _), Proxy(int(peer.address.split(":")[1])) as proxy:
+        channel = Channel(f"{HOST}:{proxy.port}", None, replace(slow, silence_s=10.0))
+        sender = peer.sender(prompt, channel)
         running = asyncio.create_task(hand_over(sender, prompt))
         await until(lambda: sender.payload_bytes >= 4000)
         await proxy.cut()
-        await until(lambda: house.receiver.reservations.gauges()["streams"] == 0)
+        await until(lambda: peer.ledger.gauges()["streams"] == 0)
         await proxy.open()
         stats = await asyncio.wait_for(running, 20.0)
         await channel.close()
         assert stats.attaches >= 2
         assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
-        assert prompt.equals(house.pool.arena, house.admitted().groups)
-        house.close()
+        peer.assert_admitted(r=prompt)
+        peer.close()

@@ -17,8 +17,8 @@ from tests.transfer.peer import open_peer
 
 async def test_a_link_is_measured_over_the_calls_of_hand_offs_by_the_clock():
     """Every call takes 10 ms: a round trip of 10 ms, and the largest frame in about as much."""
+    ticks = count()
     async with open_peer() as (peer, channel):
-        ticks = count()
         report = await measure(channel.link, clock=lambda: 0.010 * next(ticks))
         assert report.round_trip_ms == pytest.approx(10.0)
         assert report.gbytes_per_s == pytest.approx(FRAME_BYTES / 0.005 / 1e9)
