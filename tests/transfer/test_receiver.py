@@ -93,6 +93,7 @@ async def test_a_refused_frame_is_answered_with_its_error_and_the_channel_goes_o
     credits = await booth.stream(sent)
     reasons = {name: x.error.reason for name, x in zip(frames, credits, strict=False)}
     assert reasons == {name: reason for name, (_, reason) in frames.items()}
+    assert "client gone" in str(credits[0].error)
     assert credits[len(frames) :] == [Credit(live.nonce, 1)] * len(prompt.frames(live))
     counted = {"reservation": 4, "aborted": 1, "layout": 1, "corrupt_frame": 1}
     assert booth.receiver.failures == counted
