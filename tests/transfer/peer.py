@@ -31,7 +31,7 @@ class Peer(Desk):
     pause:     waited for before a frame that came over gRPC is looked at
     on_attach: its answer goes out, and nothing is attached
     on_frame:  its answer goes out, and nothing is stored
-    on_commit: called behind the commit, before the answer goes out
+    on_commit: waited for behind the commit, before the answer goes out
     """
 
     def __init__(self, clock: Callable[[], float] | None = time.monotonic, **desk: object):
@@ -49,7 +49,7 @@ class Peer(Desk):
         self.pause: Callable[[], Awaitable[object]] | None = None
         self.on_attach: Callable[[Attach], Attached | None] = lambda attach: None
         self.on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
-        self.on_commit: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], Awaitable[None]] | None = None
 
     def promise(self, prompt: Prompt, rid: str = "r") -> Attach:
         """A reservation, as a sender gets it."""
@@ -133,7 +133,8 @@ class Scripted(Receiver):
     async def commit(self, data: bytes) -> bytes:
         answer = self._count(data, await super().commit(data))
         self._peer.commits += 1
-        self._peer.on_commit()
+        if self._peer.on_commit:
+            await self._peer.on_commit()
         return answer
 
     def _count(self, data: Buffer, answer: bytes) -> bytes:

@@ -12,13 +12,7 @@ from disagg.errors import LayoutError, TransferError
 from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.state import Run
-from disagg.transfer.records import (
-    ArenaSource,
-    Arrivals,
-    Checklist,
-    content_keys,
-    units_of,
-)
+from disagg.transfer.records import ArenaSource, Arrivals, Checklist, content_keys, units_of
 from disagg.wire import Item, Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
