@@ -38,11 +38,6 @@ def test_a_page_id_is_its_address(pool):
     assert abs(second - first) * 128 == 640
 
 
-def test_no_pages_are_not_kept(pool):
-    pool.keep(b"key", [], "note")
-    assert pool.kept_keys() == pool.take([b"key"]) == []
-
-
 def test_pages_that_may_be_partly_filled_come_zeroed_unless_they_are_claimed(pool):
     (page,) = pool.claim(ZEROED, 1)
     assert bytes(pool.arena.read(page * 128, 256)) == b"\xff" * 256
@@ -52,17 +47,36 @@ def test_pages_that_may_be_partly_filled_come_zeroed_unless_they_are_claimed(poo
     assert bytes(pool.arena.read(page * 128, 256)) == bytes(256)
 
 
-def test_an_allocation_too_large_takes_nothing(pool):
+def test_what_does_not_fit_is_refused_by_size_and_takes_nothing(pool):
     for take in (pool.allocate, pool.claim):
         with pytest.raises(CapacityError, match="25 pages of 640 bytes wanted, 24 free"):
             take(ODD, 25)
+        with pytest.raises(CapacityError, match="does not fit a slab of 4096"):
+            take(RecordShape("huge", 4224, False), 1)
     assert pool.referenced_pages == 0
     assert len(pool.allocate(ODD, 24)) == 24
 
 
-def test_a_record_larger_than_a_slab_is_refused_by_size():
-    with pytest.raises(CapacityError, match="does not fit a slab of 4096"):
-        make_pool().allocate(RecordShape("huge", 4224, False), 1)
+def test_pages_that_nobody_owns_are_neither_shared_nor_released(pool):
+    pages, kept = pool.allocate(SMALL, 1), keep(pool, b"a", 1)
+    pool.release(pages)
+    for what, some, why in (
+        (pool.release, pages, "nobody owns it"),
+        (pool.retain, pages, "cannot be shared"),
+        (pool.release, kept, "only kept"),
+    ):
+        with pytest.raises(LayoutError, match=why):
+            what(some)
+
+
+def test_what_is_kept_is_found_up_to_the_first_unknown_key_as_it_was_kept_first(pool):
+    pages = keep(pool, b"a", 2)
+    for key in (b"a", b"c"):
+        keep(pool, key, 1)
+    pool.keep(b"b", [], "no pages are not kept")
+    (found,) = pool.take([b"a", b"b", b"c"])
+    assert (found.pages, found.note) == (tuple(pages), "a")
+    assert (pool.kept_keys(str), pool.kept_keys(int)) == ([b"a", b"c"], [])  # by their notes
 
 
 def test_an_empty_slab_serves_another_shape(pool):
@@ -72,19 +86,6 @@ def test_an_empty_slab_serves_another_shape(pool):
     assert pool.free_pages(ODD) == 24
 
 
-def test_a_shared_page_stays_until_its_last_owner_leaves(pool):
-    pages = pool.allocate(SMALL, 1)
-    pool.retain(pages)
-    pool.release(pages)
-    assert pool.referenced_pages == 1
-    pool.release(pages)
-    assert pool.referenced_pages == 0
-    with pytest.raises(LayoutError, match="nobody owns it"):
-        pool.release(pages)
-    with pytest.raises(LayoutError, match="cannot be shared"):
-        pool.retain(pages)
-
-
 def test_integrity_check_sees_a_page_that_is_owned_and_free(pool):
     (page,) = pool.allocate(SMALL, 1)
     pool._slabs[pool._slab_index(page)].free.append(page)
@@ -92,46 +93,33 @@ def test_integrity_check_sees_a_page_that_is_owned_and_free(pool):
         pool.check_integrity()
 
 
-def test_kept_pages_outlive_their_owners_and_are_counted_apart(pool):
-    pages = keep(pool, b"a", 3)
-    assert (pool.referenced_pages, pool.used_bytes) == (0, 0)
-    assert (pool.cached_pages, pool.cached_bytes) == (3, 768)
-    (kept,) = pool.take([b"a"])
-    assert (kept.pages, kept.note) == (tuple(pages), "a")
-    assert (pool.referenced_pages, pool.used_bytes, pool.cached_pages) == (3, 768, 0)
-
-
-def test_what_is_found_ends_at_the_first_unknown_key(pool):
-    keep(pool, b"a", 1)
-    keep(pool, b"c", 1)
-    assert [kept.note for kept in pool.take([b"a", b"b", b"c"])] == ["a"]
-    assert (pool.kept_keys(str), pool.kept_keys(int)) == ([b"a", b"c"], [])  # by their notes
-
-
-def test_cached_pages_make_room_those_least_recently_used_first(pool):
-    for key in (b"a", b"b", b"c", b"d"):
-        keep(pool, key, 16)
-    pool.used([b"a", b"b"])
-    pool.allocate(ODD, 6)
-    assert set(pool.kept_keys()) == {b"a", b"b", b"d"}
-
-
-def test_of_what_was_used_together_the_first_goes_last(pool):
-    for key in (b"a", b"b", b"c"):
-        keep(pool, key, 16)
-    pool.used([b"a", b"b", b"c"])
-    pool.allocate(SMALL, 32)
-    assert set(pool.kept_keys()) == {b"a", b"b"}
-
-
-def test_being_read_is_not_being_used(pool):
-    for key in (b"a", b"b", b"c", b"d"):
-        keep(pool, key, 16)
-    for key in (b"b", b"a"):
+def read(pool: Pool, *keys: bytes) -> None:
+    for key in keys:
         for kept in pool.take([key]):
             pool.release(kept.pages)
-    pool.allocate(SMALL, 16)
-    assert set(pool.kept_keys()) == {b"b", b"c", b"d"}
+
+
+USES = {
+    "those least recently used go first": (lambda pool: pool.used([b"a", b"b"]), b"abd"),
+    "of what was used together the first goes last": (
+        lambda pool: pool.used([b"d", b"c", b"b", b"a"]),
+        b"bcd",
+    ),
+    "being read is not being used": (lambda pool: read(pool, b"b", b"a"), b"bcd"),
+    "what somebody owns is never taken": (lambda pool: pool.take([b"a", b"b"]), b"abd"),
+}
+
+
+@pytest.mark.parametrize(("use", "left"), USES.values(), ids=USES)
+@pytest.mark.parametrize(("shape", "count"), [(SMALL, 16), (ODD, 6)], ids=["own", "other"])
+def test_cached_pages_make_room(pool, use, left, shape, count):
+    for key in (b"a", b"b", b"c", b"d"):
+        keep(pool, key, 16)
+    use(pool)
+    pool.allocate(shape, count)
+    assert [ord(key) for key in pool.kept_keys()] == [*left]
+    with pytest.raises(CapacityError):
+        pool.allocate(SMALL, 65)
 
 
 @pytest.mark.parametrize(("slabs", "spared"), [(16, 2), (200, 4)])
@@ -142,39 +130,6 @@ def test_what_is_kept_leaves_some_slabs_to_other_shapes_and_few_of_many(slabs, s
     assert pool.cached_bytes == (slabs - spared) * 4096
     pool.allocate(ODD, 1)
     assert pool.cached_bytes == (slabs - spared) * 4096
-
-
-def test_what_somebody_owns_is_never_taken_for_room(pool):
-    keep(pool, b"a", 32)
-    keep(pool, b"b", 32)
-    pool.take([b"a"])
-    with pytest.raises(CapacityError):
-        pool.allocate(SMALL, 33)
-    assert pool.take([b"a"])
-    assert len(pool.allocate(SMALL, 32)) == 32
-
-
-def test_pages_that_are_only_kept_cannot_be_released(pool):
-    pages = keep(pool, b"a", 1)
-    with pytest.raises(LayoutError, match="only kept"):
-        pool.release(pages)
-
-
-def test_the_first_who_keeps_under_a_key_is_right(pool):
-    first = keep(pool, b"a", 1)
-    keep(pool, b"a", 1)
-    assert pool.take([b"a"])[0].pages == tuple(first)
-    assert pool.cached_pages == 0
-
-
-def test_what_is_dropped_stays_with_its_owners(pool):
-    pages = pool.allocate(SMALL, 2)
-    pool.keep(b"a", pages, None)
-    pool.drop(b"a")
-    assert not pool.take([b"a"])
-    assert pool.referenced_pages == 2
-    pool.release(pages)
-    assert pool.referenced_pages == pool.cached_pages == 0
 
 
 def calls_to_make_room(units: int) -> int:

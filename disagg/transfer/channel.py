@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc
@@ -29,17 +29,9 @@ from disagg.errors import (
     VersionError,
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.direct import dial
+from disagg.transfer.direct import DirectStream, dial
 from disagg.transfer.link import LinkReport, Meter, Pace, measure
-from disagg.transfer.messages import (
-    KV_SERVICE,
-    Ack,
-    Attach,
-    Attached,
-    Credit,
-    fill,
-    parse,
-)
+from disagg.transfer.messages import KV_SERVICE, Ack, Attach, Attached, Credit, fill, parse
 from disagg.transfer.rpc import Link, connect, failures_of
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Parcel, Sender
@@ -50,29 +42,14 @@ log = logging.getLogger(__name__)
 RENEWALS_PER_LEASE, LEAST_PAUSE_S = 3, 0.01
 
 
-class FrameStream(Protocol):
-    """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
-
-    async def send(self, parts: Sequence[Buffer]) -> int:
-        """Hand one frame over; waits while the stream is full. The bytes of the message.
-
-        0: the stream is over, and `answers` knows why.
-        """
-
-    def answers(self) -> AsyncGenerator[bytes, None]:
-        """PushResponses, until the stream ends or raises what ended it."""
-
-    def close(self) -> None:
-        """End it from our side."""
-
-
 @dataclass(frozen=True)
 class ChannelOptions:
     """How hand-offs to one worker are sent.
 
     frame_bytes: where frames are cut; smaller ones for slow links
     silence_s:   a peer that cannot be reached, or breaks every stream, for this long is lost
-    stall_s:     frames or a commit that are not answered this long mean a broken stream
+    stall_s:     frames that are not answered this long mean a broken stream; a commit that is not
+                 is sent again, on another attachment
     call_s:      every single call but the commit
     idle_s:      a stream without hand-offs ends after this
     pace:        a slower link than there is, for benchmarks
@@ -86,6 +63,39 @@ class ChannelOptions:
     idle_s: float = 60.0
     pace: Pace | None = None
     direct: bool = False
+
+
+class PushStream:
+    """Frames out and answers in over gRPC, as `DirectStream` has it over a socket of its own.
+
+    The one copy of what is sent is made here.
+    """
+
+    def __init__(self, link: Link):
+        self._address = link.address
+        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+
+    async def send(self, parts: Sequence[Buffer]) -> int:
+        """Hand one frame over; waits while the stream is full. The bytes of the message.
+
+        0: the stream is over, and `answers` knows why.
+        """
+        message = frame_message(parts)
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return 0
+        return len(message)
+
+    async def answers(self) -> AsyncGenerator[bytes, None]:
+        """PushResponses, until the stream ends or raises what ended it."""
+        with failures_of(self._address):
+            async for reply in self._call:
+                yield reply
+
+    def close(self) -> None:
+        """End it from our side."""
+        self._call.cancel()
 
 
 class Channel:
@@ -104,8 +114,6 @@ class Channel:
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._owed = 0  # frames and commits out and not answered
-        self._heard_at = 0.0  # when something was answered, or began to be owed
         self.meter = Meter()  # of the stream of now
         self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
@@ -143,20 +151,18 @@ class Channel:
         reply = await self._call("Attach", data, self.options.call_s, sender)
         return Attached.from_message(parse(kv.AttachResponse, reply))
 
-    async def commit(self, sender: Sender, commit: Commit, timeout_s: float) -> Ack:
-        """The answer to a commit, when there is one."""
-        if stream := self._serving:
-            self._owe()
-        try:
-            reply = await self._call("Commit", frame_message(pack(commit)), timeout_s, sender)
-        finally:
-            if stream and self._serving is stream:  # a later one owes nothing of this
-                self._answered()
+    async def commit(self, sender: Sender, commit: Commit) -> Ack:
+        """The answer to a commit."""
+        data = frame_message(pack(commit))
+        reply = await self._call("Commit", data, self.options.stall_s, sender)
         return Ack.from_message(parse(kv.CommitResponse, reply))
 
     async def _call(self, name: str, data: bytes, timeout_s: float, *senders: Sender) -> bytes:
-        """The answer to a call; `senders` share the bytes of both messages."""
-        reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
+        """The answer to a call, or PeerLostError; `senders` share the bytes of both messages."""
+        try:
+            reply = await self.link.call(f"/{KV_SERVICE}/{name}", data, timeout_s)
+        except DeadlineError as error:
+            raise PeerLostError(str(error)) from error
         for sender in senders:
             sender.wire_bytes += (len(data) + len(reply)) // len(senders)
         return reply
@@ -176,17 +182,17 @@ class Channel:
         except Exception as failure:
             error = self._why(failure)
         finally:
-            self._serving, self._owed = None, 0
+            self._serving = None
             for sender in self._attached.values():
                 sender.end(error)
             self._attached.clear()
 
-    async def _open(self, attached: Attached) -> FrameStream:
+    async def _open(self, attached: Attached) -> PushStream | DirectStream:
         if self.options.direct and attached.port:
             return await dial(self.address, attached.port, attached.key, self._security)
         return PushStream(self.link)
 
-    async def _feed(self, stream: FrameStream) -> None:
+    async def _feed(self, stream: PushStream | DirectStream) -> None:
         """Send while there is something; returns when the stream takes no more."""
         size, pace = 1, self.options.pace
         while size:
@@ -198,7 +204,6 @@ class Channel:
             self.meter.leaves(parcel.size, time.monotonic())
             if pace is not None and (delay := pace.delay(parcel.size, time.monotonic())) > 0:
                 await asyncio.sleep(delay)
-            self._owe()
             size = await stream.send(parcel.parts)
             sender.wire_bytes += size
 
@@ -214,14 +219,13 @@ class Channel:
                 sender.end(error)
         return None
 
-    async def _listen(self, stream: FrameStream) -> None:
+    async def _listen(self, stream: PushStream | DirectStream) -> None:
         """Take in credit."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:
                 credit = Credit.from_message(parse(kv.PushResponse, data))
                 if credit.error and not credit.gen:  # of the stream, which ends
                     raise credit.error
-                self._answered()
                 self.meter.arrived(time.monotonic())
                 if sender := self._attached.get(credit.nonce):
                     sender.credited(credit, len(data))
@@ -240,7 +244,7 @@ class Channel:
             try:
                 timeout_s = min(self.options.call_s, pause_s)
                 reply = await self._call("Renew", data, timeout_s, *senders)
-            except (PeerLostError, DeadlineError) as error:
+            except PeerLostError as error:
                 log.warning("the leases at %s were not renewed: %s", self.address, error)
                 continue
             over = set(parse(kv.RenewResponse, reply).over)
@@ -254,18 +258,9 @@ class Channel:
             await asyncio.sleep(self.options.stall_s / 4)
             if not self._attached and time.monotonic() - self._needed_at > self.options.idle_s:
                 raise PeerLostError(f"no hand-off for {self.options.idle_s:g} s")
-            quiet_s = time.monotonic() - self._heard_at
-            if self._owed > 0 and quiet_s > self.options.stall_s:
+            quiet_s = self.meter.quiet_s(time.monotonic())
+            if quiet_s > self.options.stall_s:
                 raise PeerLostError(f"{self.address} answered nothing for {quiet_s:.1f} s")
-
-    def _owe(self) -> None:
-        if self._owed <= 0:
-            self._owed, self._heard_at = 0, time.monotonic()
-        self._owed += 1
-
-    def _answered(self) -> None:
-        self._owed -= 1
-        self._heard_at = time.monotonic()
 
     def _why(self, failure: Exception) -> DisaggError:
         """What hand-offs are told: an error that attaching again cannot mend, or PeerLostError."""
@@ -279,30 +274,6 @@ class Channel:
         if isinstance(failure, ConfigError | VersionError | PeerLostError):
             return failure
         return PeerLostError(f"the channel to {self.address} broke: {failure}")
-
-
-class PushStream:
-    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
-
-    def __init__(self, link: Link):
-        self._address = link.address
-        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
-
-    async def send(self, parts: Sequence[Buffer]) -> int:
-        message = frame_message(parts)
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return 0
-        return len(message)
-
-    async def answers(self) -> AsyncGenerator[bytes, None]:
-        with failures_of(self._address):
-            async for reply in self._call:
-                yield reply
-
-    def close(self) -> None:
-        self._call.cancel()
 
 
 class Peers:

@@ -72,7 +72,7 @@ async def absorb(data: bytes) -> bytes:
 
 
 class Meter:
-    """Bytes a second that a link takes while something is on its way."""
+    """Bytes a second that a link takes while something is on its way, and how long it is silent."""
 
     def __init__(self) -> None:
         self._out = deque[int]()
@@ -84,6 +84,10 @@ class Meter:
             self._last = self._nbytes / self._busy_s
             self._nbytes, self._busy_s = 0, 0.0
         return self._last
+
+    def quiet_s(self, now: float) -> float:
+        """How long nothing was answered of what is on its way; 0 where nothing is."""
+        return now - self._since if self._out else 0.0
 
     def leaves(self, nbytes: int, now: float) -> None:
         """A frame is on its way, or waits for the pace of the link."""

@@ -18,14 +18,7 @@ from disagg.plan import LayerGroup, Plan, RecordShape
 from disagg.pool import Pool
 from disagg.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
-from disagg.transfer.records import (
-    Addresses,
-    Checklist,
-    Span,
-    Unit,
-    content_keys,
-    units_of,
-)
+from disagg.transfer.records import Addresses, Checklist, Span, Unit, content_keys, units_of
 from disagg.wire import digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group

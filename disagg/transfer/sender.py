@@ -290,11 +290,8 @@ class Sender:
     async def _attach(self) -> Attached:
         self.ticket = replace(self.ticket, gen=self.ticket.gen + 1)
         direct = self._channel.options.direct
-        try:
-            terms = replace(self._terms, ticket=self.ticket, direct=direct)
-            return await self._channel.attach(self, terms)
-        except DeadlineError as error:
-            raise PeerLostError(str(error)) from error
+        terms = replace(self._terms, ticket=self.ticket, direct=direct)
+        return await self._channel.attach(self, terms)
 
     async def _push(self, attached: Attached) -> Ack:
         """Send what is not there, and commit, on one attachment."""
@@ -314,7 +311,7 @@ class Sender:
         checklist, digests = self.outbox.checklist, self.outbox.manifest()
         plan = checklist.plan.fingerprint
         commit = Commit(self.ticket, checklist.tokens, plan, digests, first_token, extras)
-        return await self._channel.commit(self, commit, self.deadline - time.monotonic())
+        return await self._channel.commit(self, commit)
 
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""

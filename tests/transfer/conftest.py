@@ -17,8 +17,9 @@ def desk() -> Iterator[Desk]:
 
 
 @pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(300)
+def prompt(request: pytest.FixtureRequest) -> Prompt:
+    """Of as many tokens as its file says."""
+    return make_prompt(getattr(request.module, "TOKENS", 300))
 
 
 @pytest.fixture(scope="session")

@@ -28,18 +28,24 @@ class Desk:
     ):
         self.pool = pool or make_pool(nbytes)
         self.now = 0.0
-        nonces = count(1000)
         self.terms = make_terms(**terms)
         self.engine: dict[str, Admission] = {}
         self.dropped: list[tuple[str, int, str]] = []
-        admit = lambda x: self.admit(x)  # noqa: E731
-        drop = lambda *what: self.dropped.append(what)  # noqa: E731
-        clock = clock or (lambda: self.now)
-        self.ledger = Reservations(self.terms, self.pool, admit, drop, nonces.__next__, clock)
+        self.ledger = Reservations(
+            self.terms,
+            self.pool,
+            on_admit=lambda admission: self.admit(admission),
+            on_drop=lambda *what: self.drop(*what),
+            nonces=count(1000).__next__,
+            clock=clock or (lambda: self.now),
+        )
 
     def admit(self, admission: Admission) -> None:
         assert admission.job.rid not in self.engine
         self.engine[admission.job.rid] = admission
+
+    def drop(self, rid: str, attempt: int, reason: str) -> None:
+        self.dropped.append((rid, attempt, reason))
 
     def at(self, now: float) -> Reservations:
         """The reservations, at a time."""

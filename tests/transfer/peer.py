@@ -1,113 +1,150 @@
-"""A receiver that does as a test tells it: the service of the .proto, without rules of its own."""
+"""A decode worker without an engine: the receiver and its ports, honest unless a test says else."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
-from disagg.errors import TransferError
 from disagg.metrics import HandoffStats
 from disagg.protos.v1 import kv_transfer_pb2 as kv
 from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.link import absorb
-from disagg.transfer.messages import (
-    KV_SERVICE,
-    Ack,
-    Attach,
-    Attached,
-    Credit,
-    parse,
-    read,
-)
-from disagg.transfer.rpc import rpc_handlers, start_server
+from disagg.transfer.direct import DirectServer
+from disagg.transfer.messages import Attach, Attached, Credit, parse, read
+from disagg.transfer.receiver import Receiver
+from disagg.transfer.rpc import start_server
 from disagg.transfer.security import Security
 from disagg.transfer.sender import Sender
-from disagg.wire import Commit, PageFrame, Ticket, digest, message_frame, unpack
-from tests.transfer.prompts import EPOCH, MODEL, Prompt
+from disagg.wire import Buffer, PageFrame, Ticket, message_frame, unpack
+from tests.transfer.desk import Desk
+from tests.transfer.prompts import MODEL, Prompt
 
+HOST = "127.0.0.1"
 QUICK = ChannelOptions(frame_bytes=4000, silence_s=1.0, stall_s=5.0, call_s=2.0)
 
 
-@dataclass
-class Peer:
-    """What came, and what to say to it.
+class Peer(Desk):
+    """A desk behind the service. What came, and what to say to it:
 
-    have:      digests of what is here by place, by nonce; without an entry a hand-off is unknown
-    pause:     waited for before a frame is taken
-    on_attach: the answer to an attachment, instead of the honest one
-    on_frame:  called before a frame is stored; its answer goes out instead of the honest credit
-    on_commit: the answer to a commit, instead of the honest one
+    pause:     waited for before a frame that came over gRPC is looked at
+    on_attach: its answer goes out, and nothing is attached
+    on_frame:  its answer goes out, and nothing is stored
+    on_commit: waited for behind the commit, before the answer goes out
     """
 
-    credit: int = 8000
-    lease_s: float = 10.0
-    address: str = ""
-    have: dict[int, dict[int, int]] = field(default_factory=dict)
-    attaches: list[Attach] = field(default_factory=list)
-    frames: list[PageFrame] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    renewals: list[list[Ticket]] = field(default_factory=list)
-    over: set[int] = field(default_factory=set)
-    streams: int = 0  # open now
-    opened: int = 0
-    pause: Callable[[PageFrame], Awaitable[object]] | None = None
-    on_attach: Callable[[Attach], Attached | None] = lambda attach: None
-    on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
-    on_commit: Callable[[Commit], Ack | None] = lambda commit: None
+    def __init__(self, clock: Callable[[], float] | None = time.monotonic, **desk: object):
+        super().__init__(clock=clock, **desk)
+        self.receiver = Scripted(self)
+        self.door: DirectServer | None = None
+        self.address, self.direct_port = "", 0
+        self.damaged: list[tuple[str, int, str]] = []
+        self.attaches: list[Attach] = []
+        self.frames: list[PageFrame] = []
+        self.renewals: list[tuple[Ticket, ...]] = []
+        self.commits = self.opened = self.ended = 0  # `opened` over gRPC, `ended` anywhere
+        self.nbytes = 0  # of all messages, both ways
+        self.channels: set[object] = set()  # on which frames came
+        self.pause: Callable[[], Awaitable[object]] | None = None
+        self.on_attach: Callable[[Attach], Attached | None] = lambda attach: None
+        self.on_frame: Callable[[PageFrame], Credit | None] = lambda frame: None
+        self.on_commit: Callable[[], Awaitable[None]] | None = None
+
+    def promise(self, prompt: Prompt, rid: str = "r") -> Attach:
+        """A reservation, as a sender gets it."""
+        grant = self.reserve(prompt, rid=rid)
+        ticket = Ticket(grant.nonce, grant.epoch, 0)
+        return Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+
+    def sender(
+        self, prompt: Prompt, channel: Channel, rid: str = "r", deadline_s: float = 20.0
+    ) -> Sender:
+        """A hand-off to it that is reserved."""
+        attach = self.promise(prompt, rid)
+        return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+
+    def arrived(self) -> int:
+        """Items of all prompts that are here."""
+        held = self.ledger._live.values()
+        return sum(len(x.contents.arrivals.here) for x in held if x.contents is not None)
+
+    @property
+    def held(self) -> int:
+        """Reservations that wait for their pages."""
+        return self.ledger.gauges()["reservations"]
+
+    def assert_admitted(self, **prompts: Prompt) -> None:
+        """The engine has these prompts by their rids, whole, and no others."""
+        assert {*self.engine} == {*prompts}
+        for rid, prompt in prompts.items():
+            assert prompt.equals(self.pool.arena, self.engine[rid].groups)
+
+    def close(self) -> None:
+        """The engine finishes everything it has; then nothing is held."""
+        self.free()
+        self.assert_nothing_held()
+
+
+class Scripted(Receiver):
+    """Notes what comes, and says what its peer is told to say."""
+
+    def __init__(self, peer: Peer):
+        note = lambda rid, attempt, error: peer.damaged.append((rid, attempt, error.reason))  # noqa: E731
+        super().__init__(peer.ledger, note)
+        self._peer = peer
 
     async def attach(self, data: bytes) -> bytes:
         attach = Attach.from_message(parse(kv.AttachRequest, data))
-        self.attaches.append(attach)
-        have = self.have.setdefault(attach.ticket.nonce, {})
-        honest = Attached(False, [*have], [*have.values()], self.lease_s, self.credit)
-        return (self.on_attach(attach) or honest).to_message().SerializeToString()
+        self._peer.attaches.append(attach)
+        told = self._peer.on_attach(attach)
+        return self._count(data, _bytes_of(told) if told else await super().attach(data))
 
-    async def push(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        self.streams += 1
-        self.opened += 1
-        try:
+    async def push(self, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async def noted() -> AsyncIterator[bytes]:
             async for message in messages:
-                frame = unpack(message_frame(message))
-                assert isinstance(frame, PageFrame)
-                yield (await self.take(frame)).to_message().SerializeToString()
-        finally:
-            self.streams -= 1
+                self._peer.nbytes += len(message) - len(message_frame(message))
+                if self._peer.pause:
+                    await self._peer.pause()
+                yield message
 
-    async def take(self, frame: PageFrame) -> Credit:
-        if self.pause:
-            await self.pause(frame)
-        self.frames.append(frame)
-        return self.on_frame(frame) or self.store(frame)
+        self._peer.opened += 1
+        async for answer in super().push(noted()):
+            yield answer
 
-    def store(self, frame: PageFrame) -> Credit:
-        assert tuple(map(digest, frame.payload)) == frame.digests
-        here = self.have.setdefault(frame.ticket.nonce, {})
-        here.update(zip(frame.places, frame.digests, strict=True))
-        return Credit(frame.ticket.nonce, frame.ticket.gen)
+    def take(self, data: Buffer, channel: object) -> Credit:
+        self._peer.channels.add(channel)
+        told = None
+        if isinstance(frame := unpack(bytes(data)), PageFrame):
+            self._peer.frames.append(frame)
+            told = self._peer.on_frame(frame)
+        credit = told or super().take(data, channel)
+        self._count(data, _bytes_of(credit))
+        return credit
+
+    def channel_ended(self, channel: object) -> None:
+        super().channel_ended(channel)
+        self._peer.ended += 1
 
     async def renew(self, data: bytes) -> bytes:
-        tickets = list(read(parse(kv.RenewRequest, data))["tickets"])
-        self.renewals.append(tickets)
-        over = [ticket.nonce for ticket in tickets if ticket.nonce in self.over]
-        return kv.RenewResponse(over=over).SerializeToString()
+        self._peer.renewals.append(read(parse(kv.RenewRequest, data))["tickets"])
+        return await super().renew(data)
 
     async def commit(self, data: bytes) -> bytes:
-        commit = unpack(message_frame(data))
-        assert isinstance(commit, Commit)
-        self.commits.append(commit)
-        return (self.on_commit(commit) or self.judge(commit)).to_message().SerializeToString()
+        answer = self._count(data, await super().commit(data))
+        self._peer.commits += 1
+        if self._peer.on_commit:
+            await self._peer.on_commit()
+        return answer
 
-    def judge(self, commit: Commit) -> Ack:
-        have = self.have[commit.ticket.nonce]
-        if missing := [i for i, seen in enumerate(commit.digests) if have.get(i) != seen]:
-            raise TransferError(f"item {missing[0]} never came")
-        return Ack(verify_ms=1.0, admit_ms=2.0)
+    def _count(self, data: Buffer, answer: bytes) -> bytes:
+        self._peer.nbytes += len(data) + len(answer)
+        return answer
 
-    def sender(
-        self, prompt: Prompt, channel: Channel, nonce: int = 7, deadline_s: float = 20.0
-    ) -> Sender:
-        attach = Attach(Ticket(nonce, EPOCH, 0), MODEL, prompt.plan.fingerprint, prompt.tokens)
-        return Sender(channel, attach, prompt.plan, prompt.read, deadline_s)
+
+def _bytes_of(told: Attached | Credit) -> bytes:
+    data: bytes = told.to_message().SerializeToString()
+    return data
 
 
 @asynccontextmanager
@@ -115,19 +152,24 @@ async def open_peer(
     options: ChannelOptions = QUICK,
     security: Security | None = None,
     client: Security | None = None,
-    **script: object,
+    **desk: object,
 ) -> AsyncIterator[tuple[Peer, Channel]]:
-    """A peer on a free port and a channel to it."""
-    peer = Peer(**script)
-    calls = {"Attach": peer.attach, "Renew": peer.renew, "Commit": peer.commit, "Probe": absorb}
-    handler = rpc_handlers(KV_SERVICE, calls, both_stream={"Push": peer.push})
-    server, peer.address = await start_server([handler], "127.0.0.1", security)
+    """A peer on free ports, and a channel to it."""
+    peer = Peer(**desk)
+    peer.door = DirectServer(peer.receiver, security)
+    peer.direct_port = peer.door.listen(HOST)
+    peer.receiver.direct = lambda: (peer.direct_port, peer.door.make_key())
+    tasks = [asyncio.create_task(x.run()) for x in (peer.receiver, peer.door)]
+    server, peer.address = await start_server([peer.receiver.handlers()], HOST, security)
     channel = Channel(peer.address, client or security, options)
     try:
         yield peer, channel
     finally:
         await channel.close()
         await server.stop(None)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def offer_all(sender: Sender, prompt: Prompt) -> None:
@@ -148,3 +190,20 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+@contextmanager
+def process(target: object, *arguments: object) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Another process, and where it answers; killed at the end if it still lives."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.transfer.peer"])
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+        ours.close()

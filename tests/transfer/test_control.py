@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from unittest.mock import call, create_autospec
 
 import pytest
 
 from disagg.errors import CapacityError, PeerLostError, RequestError
 from disagg.protos.v1 import worker_pb2 as pb
-from disagg.transfer.control import WorkerClient, worker_handler
+from disagg.transfer.control import WorkerClient, WorkerHandler, worker_handler
 from disagg.transfer.messages import (
     Grant,
     Job,
@@ -43,22 +44,19 @@ STATUS = WorkerStatus(9, {"running": 2.0}, {"role": "decode"})
 
 
 class Worker:
-    """Writes down what it was told."""
+    """A worker that is told what a mock notes; `steps` are its events."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.told = create_autospec(WorkerHandler, instance=True)
+        self.told.reserve.return_value = GRANT
+        self.told.status.return_value = STATUS
+        self.told.submit.return_value = None
+        self.told.abort.return_value = self.told.fence.return_value = None
+        self.told.events.side_effect = self.events
         self.steps = STEPS
         self.left = asyncio.Event()
 
-    async def reserve(self, job: Job, epoch: int, router: str) -> Grant:
-        self.told += [job, (epoch, router)]
-        return GRANT
-
-    async def submit(self, submit: Submit) -> None:
-        self.told.append(submit)
-
     async def events(self, have: Mapping[str, int], router: str) -> AsyncIterator[Step]:
-        self.told.append((dict(have), router))
         try:
             for step in self.steps:
                 yield step
@@ -66,20 +64,11 @@ class Worker:
         finally:
             self.left.set()
 
-    async def abort(self, rid: str, attempt: int, reason: str) -> None:
-        self.told.append((rid, attempt, reason))
-
-    async def fence(self, epoch: int, router: str) -> None:
-        self.told.append((epoch, router))
-
-    async def status(self) -> WorkerStatus:
-        return STATUS
-
 
 @asynccontextmanager
 async def open_worker() -> AsyncIterator[tuple[Worker, WorkerClient]]:
     worker = Worker()
-    server, address = await start_server([worker_handler(worker)], "127.0.0.1")
+    server, address = await start_server([worker_handler(worker.told)], "127.0.0.1")
     link = connect(address)
     try:
         yield worker, WorkerClient(link)
@@ -94,21 +83,21 @@ async def test_calls_arrive_as_they_were_made():
         await client.submit(SUBMIT)
         await client.abort("r", 2, "client gone")
         await client.fence(10, "me")
-        told = [JOB, (9, "me"), SUBMIT, ("r", 2, "client gone"), (10, "me")]
-        assert worker.told == told
         assert await client.status() == STATUS
+        assert worker.told.mock_calls == [
+            call.reserve(job=JOB, epoch=9, router="me"),
+            call.submit(submit=SUBMIT),
+            call.abort(rid="r", attempt=2, reason="client gone"),
+            call.fence(epoch=10, router="me"),
+            call.status(),
+        ]
 
 
 async def test_events_arrive_step_by_step_and_the_worker_learns_when_the_router_leaves():
     async with open_worker() as (worker, client):
-        seen = []
-        stream = client.events({"r": 4}, "me")
-        async for step in stream:
-            seen.append(step)
-            if len(seen) == len(STEPS):
-                break
-        await stream.aclose()
-        assert worker.told == [({"r": 4}, "me")]
+        async with aclosing(client.events({"r": 4}, "me")) as events:
+            seen = [await anext(events) for _ in STEPS]
+        worker.told.events.assert_called_once_with({"r": 4}, "me")
         assert seen[:2] == STEPS[:2]
         (failed,) = seen[2].events
         assert isinstance(failed.error, CapacityError)
@@ -128,15 +117,16 @@ async def test_a_router_that_has_much_to_catch_up_with_hears_all_of_it():
 
 
 async def test_a_worker_that_goes_away_ends_the_events_with_a_lost_peer():
-    server, address = await start_server([worker_handler(Worker())], "127.0.0.1")
+    server, address = await start_server([worker_handler(Worker().told)], "127.0.0.1")
     link = connect(address)
-    events = WorkerClient(link).events({}, "me")
+    client = WorkerClient(link)
+    events = client.events({}, "me")
     await anext(events)
     await server.stop(None)
     with pytest.raises(PeerLostError):
         _ = [step async for step in events]
     with pytest.raises(PeerLostError):
-        await WorkerClient(link).status()
+        await client.status()
     await link.close()
 
 

@@ -5,79 +5,45 @@ import errno
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from disagg.errors import PeerLostError, VersionError
 from disagg.transfer import direct
-from disagg.transfer.channel import Channel
 from disagg.transfer.direct import DirectStream, dial
+from disagg.transfer.receiver import Receiver
 from disagg.transfer.security import Security
-from disagg.transfer.sender import Sender
 from disagg.wire import Buffer, PageFrame, Ticket, pack
 from tests.transfer.desk import bend
-from tests.transfer.house import HOST, House, open_house
-from tests.transfer.peer import QUICK, hand_over, open_peer, until
-from tests.transfer.prompts import Prompt, make_prompt
+from tests.transfer.peer import HOST, QUICK, Peer, hand_over, open_peer, until
 
 KEY = b"k" * direct.KEY_BYTES
+DIRECT = replace(QUICK, direct=True)
+TOKENS = 1500
 
 
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(1500)
-
-
-@asynccontextmanager
-async def open_direct(
-    prompt: Prompt, rids: str, security: Security | None = None
-) -> AsyncIterator[tuple[House, list[Sender]]]:
-    """A decode worker with a direct door, and hand-offs to it; at the end all are admitted."""
-    async with open_house(security) as house:
-        channel = Channel(house.address, security, replace(QUICK, direct=True))
-        grants = [house.promise(prompt, rid) for rid in rids]
-        yield house, [Sender(channel, x, prompt.plan, prompt.read, 20.0) for x in grants]
-        await channel.close()
-        assert {*house.engine} == {*rids}
-        assert all(prompt.equals(house.pool.arena, x.groups) for x in house.engine.values())
-        house.close()
+def tls_of(papers: dict[str, bytes]) -> Security:
+    return Security("a secret", papers["ca"], papers["peer"], papers["peer.key"], mutual=True)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["tcp", "tls"])
 async def test_prompts_arrive_whole_over_one_connection_and_none_over_grpc(prompt, papers, tls):
-    names = "ca", "peer", "peer.key"
-    security = Security("a secret", *map(papers.get, names), mutual=True) if tls else None
-    async with open_direct(prompt, "abc", security) as (house, senders):
+    async with open_peer(DIRECT, tls_of(papers) if tls else None) as (peer, channel):
+        senders = [peer.sender(prompt, channel, rid) for rid in "abc"]
         for stats in await asyncio.gather(*(hand_over(x, prompt) for x in senders)):
             assert stats.payload_bytes == prompt.checklist.total_bytes
             assert stats.attaches == 1
-        (channel,) = house.receiver.channels
-        assert isinstance(channel, direct.AsyncSocket)
-
-
-async def test_a_direct_connection_that_breaks_is_resumed(prompt):
-    async with open_direct(prompt, "a") as (house, (sender,)):
-        running = asyncio.create_task(sender.run())
-        sender.offer(prompt.checklist.layer(0))
-        await until(lambda: house.arrived() == len(list(prompt.checklist.layer(0))))
-
-        def fail(*_: object) -> None:  # a bug at the receiver: the connection breaks, loudly
-            del house.receiver.take
-            raise KeyError
-
-        house.receiver.take = fail
-        sender.offer(prompt.checklist.layer(1))
-        sender.offer(prompt.checklist.layer(2))
-        sender.finish(1)
-        stats = await running
-        assert (stats.attaches, len(house.receiver.channels)) == (2, 2)
+        (socket,) = peer.channels
+        assert isinstance(socket, direct.AsyncSocket)
+        peer.assert_admitted(a=prompt, b=prompt, c=prompt)
+        peer.close()
 
 
 async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
-    async with open_peer(replace(QUICK, direct=True)) as (peer, channel):
+    async with open_peer(DIRECT) as (peer, channel):
+        peer.receiver.direct = Receiver(peer.ledger).direct
         await hand_over(peer.sender(prompt, channel), prompt)
         assert peer.attaches[0].direct
         assert peer.opened == 1
@@ -86,26 +52,26 @@ async def test_a_peer_without_a_direct_door_is_served_over_grpc(prompt):
 # -- who may come in
 
 
-async def enter(house: House, key: bytes | None = None) -> DirectStream:
+async def enter(peer: Peer, key: bytes | None = None) -> DirectStream:
     """A connection that is let in; PeerLostError if it is not."""
-    stream = await dial(f"{HOST}:1", house.direct_port, key or house.door.make_key())
+    stream = await dial(f"{HOST}:1", peer.direct_port, key or peer.door.make_key())
     await stream.send(pack(PageFrame(Ticket(1, 2, 3), (0,), (0,), (b"x",))))
     await anext(stream.answers())
     return stream
 
 
 async def test_a_key_opens_one_connection_and_not_for_long(monkeypatch):
-    async with open_house() as house:
-        key = house.door.make_key()
-        stream = await enter(house, key)
+    async with open_peer() as (peer, _):
+        key = peer.door.make_key()
+        stream = await enter(peer, key)
         with pytest.raises(PeerLostError):
-            await enter(house, key)
+            await enter(peer, key)
         monkeypatch.setattr(direct, "KEY_S", -1.0)
         with pytest.raises(PeerLostError):
-            await enter(house)
-        assert not house.receiver.ended
+            await enter(peer)
+        assert not peer.ended
         stream.close()
-        await until(lambda: house.receiver.ended == 1)
+        await until(lambda: peer.ended == 1)
 
 
 HELLOS = {
@@ -117,27 +83,27 @@ HELLOS = {
 
 @pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
 async def test_who_says_no_valid_hello_is_hung_up_on(hello):
-    async with open_house() as house:
-        house.door._keys[KEY] = float("inf")
-        reader, writer = await asyncio.open_connection(HOST, house.direct_port)
+    async with open_peer() as (peer, _):
+        peer.door._keys[KEY] = float("inf")
+        reader, writer = await asyncio.open_connection(HOST, peer.direct_port)
         writer.write(hello)
         with suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 20.0) == b""
         writer.close()
-        assert not house.receiver.ended
+        assert not peer.ended
 
 
 async def test_who_says_nothing_is_hung_up_on_and_when_many_wait_the_oldest_is(monkeypatch):
     monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
 
-    async with open_house() as house:
-        silent = [await asyncio.open_connection(HOST, house.direct_port) for _ in range(5)]
+    async with open_peer() as (peer, _):
+        silent = [await asyncio.open_connection(HOST, peer.direct_port) for _ in range(5)]
         for reader, _ in silent[:2]:  # long before their time
             assert await asyncio.wait_for(reader.read(), 20.0) == b""
-        await until(lambda: len(house.door._strangers) == 3)
-        stream = await enter(house)
+        await until(lambda: len(peer.door._strangers) == 3)
+        stream = await enter(peer)
         monkeypatch.setattr(direct, "HELLO_S", 0.05)
-        late, writer = await asyncio.open_connection(HOST, house.direct_port)
+        late, writer = await asyncio.open_connection(HOST, peer.direct_port)
         assert await asyncio.wait_for(late.read(), 20.0) == b""
         stream.close()
         for _, each in [*silent, (late, writer)]:
@@ -162,8 +128,8 @@ async def test_a_connection_that_cannot_be_taken_does_not_close_the_door(monkeyp
         return await accept(sock)
 
     monkeypatch.setattr(loop, "sock_accept", fail_once)
-    async with open_house() as house:
-        (await enter(house)).close()
+    async with open_peer() as (peer, _):
+        (await enter(peer)).close()
         assert not failures
 
 
@@ -179,38 +145,31 @@ async def test_a_worker_of_another_version_hears_it_by_name_and_does_not_try_aga
         return [first[:4] + b"\x09" + first[5:], *rest]
 
     monkeypatch.setattr("disagg.transfer.sender.pack", other)
-    names = "ca", "peer", "peer.key"
-    security = Security("a secret", *map(papers.get, names), mutual=True) if tls else None
-    async with open_house(security) as house:
-        channel = Channel(house.address, security, replace(QUICK, direct=True))
-        sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 20.0)
+    async with open_peer(DIRECT, tls_of(papers) if tls else None) as (peer, channel):
         with pytest.raises(VersionError, match="version 9"):
-            await hand_over(sender, prompt)
-        assert sender.ticket.gen == 1
-        await channel.close()
-        house.ledger.abort("r", 0, "over")
-        house.close()
+            await hand_over(peer.sender(prompt, channel), prompt)
+        assert len(peer.attaches) == 1
 
 
 async def test_bytes_of_nobody_end_the_connection_and_nothing_else(prompt):
     """Bent frames behind a valid hello: stored whole, or the connection ends; the door stays."""
     source = random.Random(3)
-    async with open_house() as house:
-        rules, attach = house.ledger, house.promise(prompt)
+    async with open_peer() as (peer, _):
+        rules, attach = peer.ledger, peer.promise(prompt)
         for round_ in range(120):
             ticket = replace(attach.ticket, gen=round_ + 1)
             rules.attach(replace(attach, ticket=ticket))
             data = b"".join(pack(prompt.frames(ticket)[round_ % 5]))
             if round_ == 0:
                 data = b"".join(pack(prompt.commit(ticket)))
-            house.door._keys[KEY] = float("inf")
-            _, writer = await asyncio.open_connection(HOST, house.direct_port)
+            peer.door._keys[KEY] = float("inf")
+            _, writer = await asyncio.open_connection(HOST, peer.direct_port)
             writer.write(struct.pack("<4sI16s", b"dgKD", 1, KEY))
             writer.write(bend(source, data))
             writer.write_eof()
-            await until(lambda n=round_: house.receiver.ended == n + 1)
+            await until(lambda n=round_: peer.ended == n + 1)
             writer.close()
         assert rules._live["r"].contents.arrivals.here.items() <= prompt.digests().items()
-        assert house.arrived()
+        assert peer.arrived()
         rules.abort("r", 0, "over")
-        house.close()
+        peer.close()

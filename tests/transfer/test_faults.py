@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from multiprocessing.connection import Connection
 
 import pytest
@@ -18,32 +17,27 @@ from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.link import Pace
 from disagg.transfer.messages import Attach
 from disagg.transfer.sender import Sender
-from tests.transfer.house import HOST, open_house, process
-from tests.transfer.peer import QUICK, hand_over, until
+from tests.transfer.peer import HOST, QUICK, hand_over, open_peer, process, until
 from tests.transfer.prompts import Prompt, make_prompt
 
 TOKENS = 1500
 POINTS = 6  # moments of a hand-off at which somebody is killed
-SLOW = replace(QUICK, frame_bytes=1500, pace=Pace(60_000.0, burst_bytes=1000))  # a second or two
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(TOKENS)
+DOWN_S = 0.3  # several retries
 
 
 @pytest.fixture(params=["grpc", "direct"])
 def slow(request: pytest.FixtureRequest) -> ChannelOptions:
+    """A hand-off takes a second or two."""
     pace = Pace(60_000.0, burst_bytes=1000)
-    return replace(SLOW, pace=pace, direct=request.param == "direct")
+    return replace(QUICK, frame_bytes=1500, pace=pace, direct=request.param == "direct")
 
 
 def serve(answer: Connection) -> None:
     """A decode worker that lives until it is killed, with a reservation."""
 
     async def scene() -> None:
-        async with open_house() as house:
-            answer.send((house.address, house.promise(make_prompt(TOKENS))))
+        async with open_peer() as (peer, _):
+            answer.send((peer.address, peer.promise(make_prompt(TOKENS))))
             await asyncio.Event().wait()
 
     asyncio.run(scene())
@@ -100,16 +94,16 @@ async def test_a_sender_killed_at_any_point_leaves_nothing_and_is_never_taken_fo
 ):
     source = random.Random(2)
 
-    async with open_house(lease_s=0.4) as house:
+    async with open_peer(lease_s=0.4) as (peer, _):
         for point in range(POINTS):
-            attach = house.promise(prompt, f"r{point}")
-            with process(send, house.address, attach, slow) as (child, _):
+            attach = peer.promise(prompt, f"r{point}")
+            with process(send, peer.address, attach, slow) as (child, _):
                 some = source.randrange(1, len(prompt.checklist.items) - 15)
-                await until(lambda n=some: house.arrived() >= n or not house.held)
+                await until(lambda n=some: peer.arrived() >= n or not peer.held)
                 child.kill()
-            await until(lambda: not house.held)
-            assert not house.engine
-            house.close()
+            await until(lambda: not peer.held)
+            assert not peer.engine
+            peer.close()
 
 
 def test_a_frozen_receiver_is_noticed_and_the_hand_off_goes_on_when_it_thaws(prompt, slow):
@@ -136,101 +130,78 @@ def test_a_receiver_that_stays_frozen_is_a_lost_peer(prompt, slow):
 async def test_a_sender_that_is_frozen_for_longer_than_its_lease_is_over_and_learns_it(
     prompt, slow
 ):
-    async with open_house(lease_s=3.0) as house:
-        attach = house.promise(prompt)
-        with process(send, house.address, attach, slow) as (child, answer):
-            await until(lambda: house.arrived() > 5)
+    async with open_peer(lease_s=3.0) as (peer, _):
+        attach = peer.promise(prompt)
+        with process(send, peer.address, attach, slow) as (child, answer):
+            await until(lambda: peer.arrived() > 5)
             os.kill(child.pid, signal.SIGSTOP)
-            await until(lambda: not house.held)
-            house.close()
+            await until(lambda: not peer.held)
+            peer.close()
             os.kill(child.pid, signal.SIGCONT)
             message = await asyncio.wait_for(asyncio.to_thread(answer.recv), 30.0)
             assert "over" in message or "lease" in message
-        assert not house.engine
+        assert not peer.engine
 
 
 # -- links
 
 
 class Proxy:
-    """In front of a port: a connection is cut once, when `budget` bytes came from the client."""
+    """In front of a port: cut when `budget` bytes came from clients, and closed for a while."""
 
-    def __init__(self, port: int, budget: float = inf):
-        self.port, self.budget, self.struck = 0, budget, 0
-        self._target = port
+    def __init__(self, port: int, budget: float):
+        self.port, self.struck = 0, False
+        self._target, self._budget = port, budget
         self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> "Proxy":
-        await self.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.cut()
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._serve, HOST, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def cut(self) -> None:
+    def close(self) -> None:
         self._server.close()
         for writer in self._writers:
             writer.close()
-        await self._server.wait_closed()
 
     async def _serve(self, here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         there, onward = await asyncio.open_connection(HOST, self._target)
         self._writers += [back, onward]
-        ways = self._pump(here, onward, True), self._pump(there, back, False)
-        await asyncio.wait(map(asyncio.create_task, ways), return_when=asyncio.FIRST_COMPLETED)
-        back.close()
-        onward.close()
+        await asyncio.gather(self._pump(here, onward, True), self._pump(there, back, False))
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool
     ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(4096):
-                self.budget -= len(data) if counted else 0
-                if self.budget < 0:
-                    self.budget, self.struck = inf, self.struck + 1
-                    return
+                self._budget -= len(data) if counted else 0
+                if self._budget < 0 and not self.struck:
+                    self.struck = True
+                    self.close()
+                    await asyncio.sleep(DOWN_S)
+                    await self.open()
+                    break
                 writer.write(data)
                 await writer.drain()
+        writer.close()
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
 @pytest.mark.parametrize("budget", [0, 200, 3000, 12_000, 28_000])
-async def test_a_cut_connection_is_resumed_and_sends_only_the_rest(prompt, budget, direct):
-    async with open_house() as house:
-        port = house.direct_port if direct else int(house.address.split(":")[1])
-        async with Proxy(port, budget) as proxy:
-            if direct:
-                house.direct_port = proxy.port
-            else:
-                house.address = f"{HOST}:{proxy.port}"
-            options = replace(QUICK, silence_s=10.0, direct=direct)
-            channel = Channel(house.address, None, options)
-            sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
-            stats = await hand_over(sender, prompt)
-            await channel.close()
-            assert proxy.struck == 1
-        assert prompt.equals(house.pool.arena, house.admitted().groups)
-        assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
-        house.close()
-
-
-async def test_a_link_that_is_down_for_a_while_is_a_resumed_transfer(prompt):
-    async with open_house() as house, Proxy(int(house.address.split(":")[1])) as proxy:
-        channel = Channel(f"{HOST}:{proxy.port}", None, replace(SLOW, silence_s=10.0))
-        sender = Sender(channel, house.promise(prompt), prompt.plan, prompt.read, 30.0)
-        running = asyncio.create_task(hand_over(sender, prompt))
-        await until(lambda: sender.payload_bytes >= 4000)
-        await proxy.cut()
-        await until(lambda: house.receiver.reservations.gauges()["streams"] == 0)
+async def test_a_cut_link_that_stays_down_for_a_while_is_resumed_and_sends_only_the_rest(
+    prompt, budget, direct
+):
+    options = replace(QUICK, silence_s=10.0, direct=direct)
+    async with open_peer(options) as (peer, channel):
+        proxy = Proxy(peer.direct_port if direct else int(peer.address.split(":")[1]), budget)
         await proxy.open()
-        stats = await asyncio.wait_for(running, 20.0)
+        if direct:
+            peer.direct_port = proxy.port
+        else:
+            channel = Channel(f"{HOST}:{proxy.port}", None, options)
+        stats = await hand_over(peer.sender(prompt, channel), prompt)
         await channel.close()
-        assert stats.attaches >= 2
-        assert stats.payload_bytes < 1.5 * prompt.checklist.total_bytes
-        assert prompt.equals(house.pool.arena, house.admitted().groups)
-        house.close()
+        proxy.close()
+        assert proxy.struck
+        assert stats.payload_bytes < prompt.checklist.total_bytes + 4 * QUICK.frame_bytes
+        peer.assert_admitted(r=prompt)
+        peer.close()

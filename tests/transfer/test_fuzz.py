@@ -17,7 +17,7 @@ from disagg.transfer.messages import Attach, Credit, fill
 from disagg.transfer.receiver import Receiver
 from disagg.wire import Ticket, frame_message, pack
 from tests.transfer.desk import bend
-from tests.transfer.house import House
+from tests.transfer.peer import Peer
 from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
 
 
@@ -35,9 +35,9 @@ def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
 
 async def attack(prompt: Prompt, seed: int) -> None:
     """One hand-off under fire; ends with everything given back."""
-    source, house = random.Random(seed), House(clock=None)
-    receiver = house.receiver
-    honest = seeds(prompt, replace(house.promise(prompt).ticket, gen=1))
+    source, peer = random.Random(seed), Peer(clock=None)
+    receiver = peer.receiver
+    honest = seeds(prompt, replace(peer.promise(prompt).ticket, gen=1))
     await receiver.attach(honest["attach"][0])
     for _ in range(12):
         call = source.choice(("attach", "renew", "commit", "push", "push"))
@@ -49,10 +49,10 @@ async def attack(prompt: Prompt, seed: int) -> None:
                     await getattr(receiver, call)(bend(source, honest[call][0]))
         except DisaggError:
             continue
-    for admission in house.engine.values():
-        assert prompt.equals(house.pool.arena, admission.groups)
-    house.ledger.fence(EPOCH + 1)
-    house.close()
+    for admission in peer.engine.values():
+        assert prompt.equals(peer.pool.arena, admission.groups)
+    peer.ledger.fence(EPOCH + 1)
+    peer.close()
 
 
 async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) -> None:

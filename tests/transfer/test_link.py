@@ -17,8 +17,8 @@ from tests.transfer.peer import open_peer
 
 async def test_a_link_is_measured_over_the_calls_of_hand_offs_by_the_clock():
     """Every call takes 10 ms: a round trip of 10 ms, and the largest frame in about as much."""
+    ticks = count()
     async with open_peer() as (peer, channel):
-        ticks = count()
         report = await measure(channel.link, clock=lambda: 0.010 * next(ticks))
         assert report.round_trip_ms == pytest.approx(10.0)
         assert report.gbytes_per_s == pytest.approx(FRAME_BYTES / 0.005 / 1e9)
@@ -90,18 +90,10 @@ async def test_peers_that_meet_are_measured_and_those_that_cannot_be_are_left_ou
         await peers.close()
 
 
-def test_a_burst_passes_at_once_and_the_rest_at_the_rate():
+def test_a_burst_passes_at_once_the_rest_at_the_rate_and_idle_time_saves_up_one_burst():
     pace = Pace(1000.0, burst_bytes=500)
-    assert pace.delay(500, 0.0) == 0.0
-    assert pace.delay(100, 0.0) == 0.1
-    assert pace.delay(100, 0.1) == 0.1
-
-
-def test_idle_time_saves_up_one_burst_and_no_more():
-    pace = Pace(1000.0, burst_bytes=500)
-    assert pace.delay(500, 0.0) == 0.0
-    assert pace.delay(500, 100.0) == 0.0
-    assert pace.delay(1, 100.0) > 0.0
+    asked = ((500, 0.0), (100, 0.0), (100, 0.1), (500, 100.0), (100, 100.0))
+    assert [pace.delay(*some) for some in asked] == [0.0, 0.1, 0.1, 0.0, 0.1]
 
 
 def test_over_time_the_rate_is_exact_whatever_the_messages():

@@ -5,8 +5,6 @@ from dataclasses import fields
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
@@ -45,6 +43,10 @@ def frames(outbox: Outbox) -> Iterator[PageFrame]:
         outbox.answered()
 
 
+def size_of(frame: PageFrame) -> int:
+    return sum(map(len, pack(frame)))
+
+
 def drain(prompt: Prompt, outbox: Outbox) -> list[Item]:
     return [item for frame in frames(outbox) for item in prompt.items_of(frame)]
 
@@ -72,25 +74,15 @@ def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way
     assert [prompt.items_of(x) for x in beside(outbox)] == [layers[2]]
 
 
-def test_only_full_frames_leave_beside_others_while_more_will_come(prompt):
-    outbox = make_outbox(prompt, prompt.checklist.layer(0))
-    assert outbox.next_parcel(TICKET)
-    sent = 0
-    while parcel := outbox.next_parcel(TICKET):
-        outbox.answered()  # one stays on its way
-        sent += len(unpack(b"".join(parcel.parts)).places)
-    assert sent
-    left = [*outbox._queue]
-    assert left
-    assert sum(20 + prompt.checklist.nbytes(item) for item in left) < FRAME - 512
-
-
-def test_frames_are_cut_at_their_size(prompt):
-    sent = list(frames(make_outbox(prompt, prompt.checklist.items)))
-    assert all(len(b"".join(pack(frame))) <= FRAME for frame in sent)
+@pytest.mark.parametrize("size", [FRAME, 600])
+def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(prompt, size):
+    sent = list(frames(make_outbox(prompt, prompt.checklist.items, frame_bytes=size)))
+    large = [frame for frame in sent if size_of(frame) > size]
+    assert bool(large) == (size == 600)
+    assert all(len(frame.payload) == 1 for frame in large)
     for first, second in pairwise(sent):
         both = sum(map(len, first.payload)) + len(second.payload[0])
-        assert both > FRAME - 512 - 20 * (len(first.payload) + 1)
+        assert both > size - 512 - 20 * (len(first.payload) + 1)
 
 
 def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_the_credit():
@@ -106,48 +98,24 @@ def test_the_largest_frames_that_can_be_configured_fit_into_messages_and_into_th
     outbox = Outbox(checklist, Zeros(), frame_bytes.metadata["most"])
     outbox.attached({}, 2 * checklist.frame_bytes)  # as every receiver gives
     outbox.offer(checklist.items, 0.0)
-    sizes = [sum(map(len, pack(frame))) for frame in frames(outbox)]
+    sizes = list(map(size_of, frames(outbox)))
     assert outbox.drained
     assert 3 << 20 < max(sizes) <= MAX_FRAME_BYTES
 
 
-def test_an_item_larger_than_a_frame_travels_alone(prompt):
-    outbox = make_outbox(prompt, prompt.checklist.items, frame_bytes=600)
-    large = [frame for frame in frames(outbox) if len(b"".join(pack(frame))) > 600]
-    assert large
-    assert all(len(frame.payload) == 1 for frame in large)
-
-
-def test_without_credit_nothing_leaves(prompt):
-    rich = make_outbox(prompt, prompt.checklist.items)
-    poor = make_outbox(prompt, prompt.checklist.items, credit=0)
-    parcel = rich.next_parcel(TICKET)
-    poor.credit = parcel.size - 1
-    assert poor.next_parcel(TICKET) is None
-    poor.credit = parcel.size
-    assert poor.next_parcel(TICKET) == parcel
-    assert poor.next_parcel(TICKET) is None
-
-
-def test_two_frames_are_in_flight_however_much_credit_there_is(prompt):
-    outbox = make_outbox(prompt, prompt.checklist.items)
-    assert list(beside(outbox))
-    assert FRAME < outbox.bytes_in_flight <= 2 * FRAME
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_bytes_in_flight_never_exceed_two_frames_or_the_credit(prompt, data):
-    credit = data.draw(st.integers(0, 3 * FRAME))
-    outbox = make_outbox(prompt, prompt.checklist.items, credit)
-    flight: list[int] = []
-    for answers in data.draw(st.lists(st.integers(0, 3), max_size=30)):
-        while parcel := outbox.next_parcel(TICKET):
-            flight.append(parcel.size)
-        assert outbox.bytes_in_flight == sum(flight) <= min(credit, 2 * FRAME)
-        for _ in flight[:answers]:
+@pytest.mark.parametrize("credit", [0, 802, 803, 2427, 2428, 2 * FRAME, PLENTY])
+def test_as_much_is_in_flight_as_the_credit_and_two_frames_allow(prompt, credit):
+    sizes = [size_of(frame) for frame in frames(make_outbox(prompt, prompt.checklist.items))]
+    assert sizes[:2] == [803, 1625]
+    outbox, first, last = make_outbox(prompt, prompt.checklist.items, credit), 0, 0
+    for answers in (0, 1, 2, 0, 3, 1) * 3:
+        while outbox.next_parcel(TICKET):
+            last += 1
+        assert outbox.bytes_in_flight == sum(sizes[first:last]) <= min(credit, 2 * FRAME)
+        assert sum(sizes[first : last + 1]) > min(credit, 2 * FRAME) or last == len(sizes)
+        for _ in sizes[first:last][:answers]:
             outbox.answered()
-        del flight[:answers]
+            first += 1
 
 
 def test_after_a_broken_stream_only_what_is_not_there_goes_out(prompt):

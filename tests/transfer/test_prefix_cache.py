@@ -50,21 +50,6 @@ def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, sha
     assert desk.pool.cached_pages > 0
 
 
-def test_a_reservation_says_how_much_is_here_and_what():
-    """One layer group shares its first segment, the other one pages beyond it too."""
-    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110)
-    desk = Desk(1 << 21)
-    desk.give(first, "one")
-    grant = desk.reserve(second, rid="two")
-    assert desk.known_tokens("two") == 2048
-    attached = desk.ask(second, grant)
-    units = units_of(PLAN, 2250)
-    named = [*units[0][:1], *units[1][:32]]
-    items = [item for unit in named for item in unit.items(PLAN.groups[unit.group])]
-    sent, place = first.digests(), second.checklist.place
-    assert attached.here() == {place(x): sent[first.checklist.place(x)] for x in items}
-
-
 def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
     """A long one has 70,000: making them stopped its loop for longer than a decode step takes."""
     prompt, desk = make_prompt(2300), Desk(1 << 21)
@@ -85,17 +70,6 @@ def test_a_record_that_is_shared_is_never_written_whatever_a_frame_says():
     with pytest.raises(CorruptFrameError, match="page 2 of layer 1"):
         desk.store(second.frame(ticket, [item]))
     assert first.equals(desk.pool.arena, desk.engine["one"].groups)
-
-
-def test_what_another_computed_a_little_differently_is_not_sent_again():
-    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110, noise=5)
-    desk = Desk(1 << 21)
-    desk.give(first, "one")
-    known = shared_bytes(second.checklist, 2110)
-    assert desk.give(second, "two") == second.checklist.total_bytes - known
-    one = dict(zip(first.checklist.items, first.commit().digests, strict=True))
-    two = dict(zip(second.checklist.items, desk.engine["two"].commit.digests, strict=True))
-    assert sum(two[item] == one.get(item) for item in two) > 64
 
 
 def test_what_was_not_committed_is_offered_to_nobody(desk):
@@ -160,10 +134,6 @@ def flip(desk: Desk, prompt: Prompt, admission: Admission, item: Item, place: in
     desk.pool.arena.write([(start + place, bytes([byte ^ 4]))])
 
 
-def unit_items(prompt: Prompt) -> list[Item]:
-    return [x for x in prompt.checklist.items if x.kind in ("page", "segment")]
-
-
 def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
     prompt = make_related(700, 1, 700)
     desk.give(prompt, "one")
@@ -180,7 +150,7 @@ def test_pages_that_are_as_they_were_pass_though_tails_are_written_to(desk):
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_flipped_bit_in_a_cached_page_is_found_by_name_and_the_page_forgotten(desk, which, place):
     prompt = make_related(700, 1, 700)
-    item = unit_items(prompt)[which]
+    item = [x for x in prompt.checklist.items if x.kind in ("page", "segment")][which]
     desk.give(prompt, "one")
     admission = desk.engine["one"]
     desk.free()

@@ -11,15 +11,8 @@ from disagg.codecs.registry import codec_names
 from disagg.errors import LayoutError, TransferError
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.state import Run, allocate_group
-from disagg.transfer.records import (
-    Addresses,
-    ArenaSource,
-    Arrivals,
-    Checklist,
-    content_keys,
-    units_of,
-)
+from disagg.state import Run
+from disagg.transfer.records import ArenaSource, Arrivals, Checklist, content_keys, units_of
 from disagg.wire import Item, Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
@@ -29,7 +22,6 @@ from tests.transfer.prompts import (
     PLAN,
     SlowArena,
     make_group,
-    make_pool,
     make_prompt,
 )
 
@@ -57,20 +49,6 @@ def test_the_items_are_the_records_that_hold_tokens_in_every_layer(tokens):
             assert found == ([] if untouched else list(range(inventory[kind])))
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_no_two_items_share_a_byte(tokens):
-    prompt = make_prompt(tokens)
-    addresses = Addresses(prompt.checklist, prompt.states)
-    spans = {item: addresses.spans(item) for item in prompt.checklist.items}
-    for item, some in spans.items():
-        assert sum(nbytes for _, nbytes in some) == prompt.checklist.nbytes(item)
-        assert len(prompt.bytes_of(item)) == prompt.checklist.nbytes(item)
-    flat = sorted(itertools.chain.from_iterable(spans.values()))
-    for (start, nbytes), (following, _) in itertools.pairwise(flat):
-        assert start + nbytes <= following
-    assert prompt.checklist.total_bytes == sum(nbytes for _, nbytes in flat)
-
-
 @pytest.mark.parametrize("tokens", range(1, 60, 7))
 def test_what_is_sent_of_exact_tokens_is_their_fp16_and_nothing_more(tokens):
     for plan in (PLAN, OTHER_PLAN, BY_PROMPT):
@@ -89,35 +67,6 @@ def test_nothing_larger_than_its_fp16_is_ever_sent_by_a_lossy_codec(name):
         assert Checklist(plan, tokens).total_bytes <= 2 * (tokens + sums) * 2 * 2 * 64 * 2
 
 
-def test_a_tail_is_sent_by_its_rows_of_k_then_of_v_head_by_head():
-    prompt = make_prompt(5)
-    record, row = prompt.states[0].tail[0] * 128, 2 * 8
-    block, plane = 2 * 16 * row, 16 * row
-    arena = prompt.pool.arena
-    layer = 2
-    start = record + 3 * block  # the second of the two layers of its group
-    starts = [start + head * block + v * plane for head in range(3) for v in range(2)]
-    rows = [bytes(arena.read(at, 5 * row)) for at in starts]
-    assert bytes(prompt.bytes_of(Item(Kind.RAW, 0, layer, 0))) == b"".join(rows)
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_sent_bytes_and_zeros_make_the_same_records_in_an_arena_full_of_other_bytes(tokens):
-    prompt, pool = make_prompt(tokens), make_pool(1 << 22)
-    pool.arena.write([(0, b"\xa5" * pool.arena.nbytes)])
-    states = [allocate_group(group, tokens, pool) for group in PLAN.groups]
-    pool.arena.write([(0, b"\xa5" * pool.arena.nbytes)])
-    addresses = Addresses(prompt.checklist, states)
-    for start, nbytes in addresses.unsent():
-        pool.arena.zero(start, nbytes)
-    for item in prompt.checklist.items:
-        data = prompt.bytes_of(item)
-        for start, nbytes in addresses.spans(item):
-            pool.arena.write([(start, data[:nbytes])])
-            data = data[nbytes:]
-    assert prompt.equals(pool.arena, states)
-
-
 def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last():
     prompt = make_prompt(4200)
     prompt.checklist.match(prompt.states)
@@ -126,11 +75,6 @@ def test_pages_that_joined_the_first_segment_do_not_pass_for_those_of_the_last()
     state.runs.append(Run(last.layout, first.segment, 4096, array("i", [last.pages.pop()])))
     with pytest.raises(TransferError, match="sealed while decoding"):
         prompt.checklist.match(prompt.states)
-
-
-def test_segments_come_before_the_pages_that_need_them():
-    kinds = [item.kind for item in Checklist(PLAN, 500).layer(2)]
-    assert kinds.index(Kind.SEGMENT) < kinds.index(Kind.PAGE) < kinds.index(Kind.RAW)
 
 
 def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():

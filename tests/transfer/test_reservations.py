@@ -1,42 +1,30 @@
-"""Hand-offs by the receiver's rules: no socket, and a number as clock."""
+"""Hand-offs by the receiver's rules: no socket, and a number as clock.
 
-import sys
+What may happen in any order is in test_reservations_machine.py.
+"""
+
 from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 
 from disagg.errors import (
-    AbortedError,
     CapacityError,
     CorruptFrameError,
     LayoutError,
     PromptTooLongError,
     RequestError,
     ReservationError,
-    TransferError,
     UnknownNameError,
 )
 from disagg.page import Kind
 from disagg.transfer.messages import Ack, Attach
-from disagg.transfer.reservations import Admission, State
+from disagg.transfer.reservations import Admission
 from disagg.wire import Item, Ticket
-from tests.transfer.desk import SMALL, Desk, corrupt
+from tests.transfer.desk import SMALL, Desk
 from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, make_related
 
 # -- a whole hand-off, and its commit
-
-
-def test_a_whole_hand_off_ends_in_the_engine_with_the_same_bytes(desk, prompt):
-    ticket = desk.begin(prompt, emitted=(7,))
-    desk.push(prompt, ticket)
-    assert isinstance(desk.at(1.0).commit(prompt.commit(ticket)), Ack)
-    admission = desk.admitted()
-    assert prompt.equals(desk.pool.arena, admission.groups)
-    assert admission.job == prompt.job(emitted=(7,))
-    assert desk.ledger.gauges() == {"reservations": 0, "streams": 0, "running": 1}
-    desk.free()
-    desk.assert_nothing_held()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 63, 124, 300, 2108])
@@ -52,30 +40,6 @@ def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_bef
     desk.push(prompt, ticket)
     desk.at(0.0).commit(prompt.commit(ticket))
     assert prompt.equals(arena, desk.admitted().groups)
-
-
-def test_a_commit_again_gets_the_same_answer_and_starts_nothing(desk, prompt):
-    admit, ticket = desk.admit, desk.begin(prompt)
-
-    def slow(admission: Admission) -> None:
-        admit(admission)
-        desk.now += 0.5
-
-    desk.admit = slow
-    desk.push(prompt, ticket)
-    commit = prompt.commit(ticket)
-    first = desk.at(0.0).commit(commit)
-    assert first.admit_ms == 500.0
-    for finish in (lambda: None, desk.free):
-        finish()
-        assert desk.at(1.0).commit(commit) == first
-        assert desk.at(1.0).commit(replace(commit, ticket=replace(ticket, gen=9))) == first
-    assert not desk.engine
-    attach = Attach(replace(ticket, gen=2), MODEL, prompt.plan.fingerprint, 300)
-    assert desk.at(1.0).attach(attach).admitted
-    assert desk.at(1.0).renew([ticket]) == ()
-    with pytest.raises(ReservationError, match="another commit"):
-        desk.at(1.0).commit(prompt.commit(ticket, first_token=6))
 
 
 @pytest.mark.parametrize("refusal", [LayoutError("no such sampler"), OverflowError("too large")])
@@ -112,26 +76,7 @@ def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(des
     assert isinstance(desk.at(0.0).commit(prompt.commit(ticket)), Ack)
 
 
-def test_a_complete_hand_off_is_admitted_though_its_channel_broke_behind_the_last_frame(
-    desk, prompt
-):
-    ticket, channel = desk.begin(prompt), object()
-    for frame in prompt.frames(ticket):
-        desk.store(frame, channel=channel)
-    desk.ledger.channel_ended(channel)
-    assert isinstance(desk.at(0.0).commit(prompt.commit(ticket)), Ack)
-
-
 # -- who gets room
-
-
-def test_the_same_job_again_gets_the_same_reservation_at_once(desk, prompt):
-    first = desk.reserve(prompt)
-    pages = desk.pool.referenced_pages
-    assert desk.reserve(prompt, 1.0) == first
-    assert desk.pool.referenced_pages == pages
-    with pytest.raises(ReservationError, match="another prompt"):
-        desk.reserve(prompt, prompt=prompt.ids[1:])
 
 
 def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, prompt):
@@ -139,6 +84,8 @@ def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, 
     pages = desk.pool.referenced_pages
     assert desk.reserve(prompt, moved=len(prompt.ids) + 2) != first
     assert desk.pool.referenced_pages == pages
+    with pytest.raises(ReservationError, match="another prompt"):
+        desk.reserve(prompt, prompt=prompt.ids[1:], moved=len(prompt.ids) + 2)
 
 
 WRONG_JOBS = {
@@ -163,14 +110,6 @@ def test_jobs_that_can_never_be_served_are_refused_by_name(prompt, change, error
     with pytest.raises(error):
         desk.reserve(prompt, **change)
     desk.assert_nothing_held()
-
-
-def test_without_room_a_job_is_refused_at_once(prompt):
-    desk = Desk(SMALL)
-    desk.reserve(prompt)
-    with pytest.raises(CapacityError):
-        desk.reserve(prompt, rid="second")
-    assert desk.ledger.gauges()["reservations"] == 1
 
 
 def test_what_an_empty_pool_cannot_hold_is_never_called_a_lack_of_room():
@@ -218,15 +157,6 @@ def test_reservations_and_running_sequences_together_stay_within_the_limit(desk,
     desk.reserve(prompt, rid="three")
 
 
-def test_nobody_reserves_while_sequences_of_the_engine_wait_for_room(prompt):
-    waiting = [True]
-    desk = Desk(may_reserve=lambda: not waiting)
-    with pytest.raises(CapacityError, match="wait for room"):
-        desk.reserve(prompt)
-    waiting.clear()
-    desk.reserve(prompt)
-
-
 def test_a_sequence_that_moves_has_the_records_of_all_its_tokens_and_shares_none(desk, prompt):
     desk.give(prompt, "one")
     longer, known = make_prompt(prompt.tokens + 200), desk.pool.kept_keys()
@@ -268,74 +198,6 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
     assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
 
 
-def test_a_younger_stream_takes_over_and_the_older_is_refused(desk, prompt):
-    grant = desk.reserve(prompt)
-    old = desk.attach(prompt, grant, 1)
-    new = desk.attach(prompt, grant, 2)
-    frame = prompt.frames(old)[0]
-    with pytest.raises(ReservationError, match="stream 1"):
-        desk.store(frame)
-    with pytest.raises(ReservationError, match="stream 1"):
-        desk.at(0.0).commit(prompt.commit(old))
-    with pytest.raises(ReservationError, match="attaches after"):
-        desk.ask(prompt, grant, 1)
-    desk.store(replace(frame, ticket=new))
-
-
-def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, prompt):
-    one, two = object(), object()
-    tickets = {rid: desk.begin(prompt, rid=rid) for rid in ("a", "b", "c", "d")}
-    for rid, channel in (("a", one), ("b", one), ("c", two)):
-        desk.store(prompt.frames(tickets[rid])[0], channel=channel)
-    with pytest.raises(ReservationError, match="another channel"):
-        desk.store(prompt.frames(tickets["a"])[1], channel=two)
-    again = Ticket(tickets["b"].nonce, EPOCH, 2)
-    desk.attach(prompt, desk.reserve(prompt, rid="b"), 2)
-    desk.store(prompt.frames(again)[1], channel=two)
-    desk.ledger.channel_ended(one)
-    with pytest.raises(ReservationError, match="broken"):
-        desk.store(prompt.frames(tickets["a"])[1], channel=one)
-    assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 0}
-    desk.store(prompt.frames(again)[2], channel=two)
-    desk.store(prompt.frames(tickets["c"])[1], channel=two)
-    desk.store(prompt.frames(tickets["d"])[1], channel=two)
-
-
-def test_a_new_stream_learns_what_arrived_and_verified(desk, prompt):
-    ticket = desk.begin(prompt)
-    frames = prompt.frames(ticket)
-    for frame in frames[:3]:
-        desk.store(frame)
-    broken = prompt.items_of(frames[3])[-1]
-    with pytest.raises(CorruptFrameError, match=str(broken)):
-        desk.store(corrupt(frames[3]))
-    here = desk.ask(prompt, desk.reserve(prompt), 2).here()
-    assert here == {x: prompt.digests()[x] for f in frames[:3] for x in f.places}
-
-
-def test_frames_need_a_stream_a_reservation_and_the_epoch_of_now(desk, prompt):
-    grant = desk.reserve(prompt)
-    for gen in (0, 1):
-        with pytest.raises(ReservationError, match="held"):
-            desk.store(prompt.frames(Ticket(grant.nonce, EPOCH, gen))[0])
-    ticket = desk.attach(prompt, grant)
-    with pytest.raises(ReservationError, match="no reservation"):
-        desk.store(prompt.frames(replace(ticket, nonce=1))[0])
-    with pytest.raises(ReservationError, match="epoch 8"):
-        desk.store(prompt.frames(replace(ticket, epoch=EPOCH + 1))[0])
-
-
-def test_the_same_frame_again_changes_nothing_and_other_bytes_are_refused(desk, prompt):
-    ticket = desk.begin(prompt)
-    frame = prompt.frames(ticket)[0]
-    desk.store(frame)
-    assert desk.store(frame) == 0
-    item = Item(Kind.PAGE, 0, 2, 1)
-    desk.store(prompt.frame(ticket, [item]))
-    with pytest.raises(CorruptFrameError, match="page 1 of layer 2"):
-        desk.store(make_prompt(300, seed=1).frame(ticket, [item]))
-
-
 def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     ticket = desk.begin(prompt)
     (item,) = items = [Item(Kind.PAGE, 0, 2, 1)]
@@ -348,92 +210,7 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     desk.store(prompt.frame(other, items))
 
 
-def test_an_item_whose_frame_was_dropped_is_missing(desk, prompt):
-    ticket = desk.begin(prompt)
-    *sent, last = prompt.frames(ticket)
-    for frame in sent:
-        desk.store(frame)
-    commit = prompt.commit(ticket)
-    with pytest.raises(CorruptFrameError):
-        desk.store(corrupt(last))
-    missing = prompt.items_of(last)
-    with pytest.raises(TransferError, match=f"{len(missing)} items .* {missing[0]}"):
-        desk.at(0.0).commit(commit)
-    desk.store(last)
-    assert isinstance(desk.at(0.0).commit(commit), Ack)
-
-
-# -- attempts, aborts, fences
-
-
-def test_a_higher_attempt_ends_the_lower_and_a_lower_one_comes_too_late(desk, prompt):
-    old = desk.begin(prompt)
-    pages = desk.pool.referenced_pages
-    new = desk.begin(prompt, attempt=2)
-    assert desk.pool.referenced_pages == pages
-    with pytest.raises(ReservationError, match="superseded"):
-        desk.store(prompt.frames(old)[0])
-    with pytest.raises(ReservationError, match="comes after attempt 2"):
-        desk.reserve(prompt, attempt=1)
-    desk.at(20.0).expire()
-    with pytest.raises(ReservationError, match="superseded"):
-        desk.reserve(prompt, 20.0)
-    assert desk.at(20.0).renew([old, new]) == (old.nonce, new.nonce)
-    desk.assert_nothing_held()
-
-
-def test_a_higher_attempt_drops_the_lower_one_from_the_engine(desk, prompt):
-    desk.give(prompt)
-    with pytest.raises(ReservationError, match="admitted"):
-        desk.reserve(prompt)
-    desk.reserve(prompt, attempt=1)
-    assert desk.dropped == [("r", 0, "attempt 1 took over")]
-
-
-@pytest.mark.parametrize("moment", ["before", "held", "attached", "admitted"])
-def test_an_abort_ends_an_attempt_at_any_moment_and_for_good(desk, prompt, moment):
-    if moment == "held":
-        desk.reserve(prompt)
-    elif moment == "attached":
-        ticket = desk.begin(prompt)
-        desk.push(prompt, ticket)
-    elif moment == "admitted":
-        desk.give(prompt)
-    desk.at(1.0).abort("r", 0, "client gone")
-    if moment == "attached":
-        with pytest.raises(AbortedError, match="client gone"):
-            desk.at(1.0).commit(prompt.commit(ticket))
-    assert desk.dropped == ([("r", 0, "client gone")] if moment == "admitted" else [])
-    desk.free()
-    desk.assert_nothing_held()
-    with pytest.raises(ReservationError, match="aborted"):
-        desk.reserve(prompt, 2.0)
-    desk.reserve(prompt, 2.0, attempt=1)
-
-
-def test_a_fence_goes_one_up_and_ends_everything_of_the_old_epoch(desk, prompt):
-    desk.give(prompt, "running")
-    ticket = desk.begin(prompt)
-    for epoch in (EPOCH - 1, EPOCH + 2, EPOCH + 10**6):
-        with pytest.raises(ReservationError, match=f"in {EPOCH}"):
-            desk.at(0.0).fence(epoch)
-    desk.at(0.0).fence(EPOCH)
-    assert desk.ledger.gauges() == {"reservations": 1, "streams": 1, "running": 1}
-    desk.at(0.0).fence(EPOCH + 1)
-    desk.free()
-    assert [rid for rid, _, _ in desk.dropped] == ["running"]
-    desk.assert_nothing_held()
-    for late in (
-        lambda: desk.store(prompt.frames(ticket)[0]),
-        lambda: desk.reserve(prompt, rid="new", epoch=EPOCH),
-    ):
-        with pytest.raises(ReservationError, match="epoch"):
-            late()
-    assert desk.at(0.0).renew([ticket]) == (ticket.nonce,)
-    desk.reserve(prompt, rid="new", epoch=EPOCH + 1)
-
-
-# -- leases, and what is remembered
+# -- leases, and what a frame costs
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
@@ -454,59 +231,6 @@ def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, pro
         desk.at(41.0).attach(attach)
 
 
-def test_what_comes_for_an_expired_reservation_is_refused_and_lands_nowhere(desk, prompt):
-    ticket = desk.begin(prompt)
-    before = bytes(desk.pool.arena.read(0, desk.pool.arena.nbytes))
-    for frame in prompt.frames(ticket):
-        with pytest.raises(ReservationError, match="expired"):
-            desk.store(frame, now=50.0)
-    assert desk.pool.arena.read(0, desk.pool.arena.nbytes) == before
-    with pytest.raises(ReservationError, match="expired"):
-        desk.at(50.0).commit(prompt.commit(ticket))
-    assert desk.reserve(prompt, 60.0).nonce != ticket.nonce
-
-
-def test_what_ended_is_forgotten_after_a_while_and_refused_all_the_same(desk, prompt):
-    ticket = desk.begin(prompt)
-    desk.at(0.0).abort("r", 0, "client gone")
-    desk.at(901.0).expire()
-    with pytest.raises(ReservationError, match="no reservation"):
-        desk.store(prompt.frames(ticket)[0], now=901.0)
-    desk.reserve(prompt, 902.0)
-
-
-def size_of(thing: object, seen: set[int]) -> int:
-    """Bytes of an object and all that only hangs on it."""
-    if id(thing) in seen or isinstance(thing, type):
-        return 0
-    seen.add(id(thing))
-    inside = list(getattr(thing, "__dict__", {}).values())
-    if isinstance(thing, dict):
-        inside += [*thing.keys(), *thing.values()]
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        inside += thing
-    return sys.getsizeof(thing) + sum(size_of(x, seen) for x in inside)
-
-
-def test_what_ended_keeps_its_names_and_nothing_of_its_prompt(desk):
-    prompt = make_prompt(2000)
-    for rid, end in (("a", "finish"), ("b", "abort"), ("c", "expire")):
-        ticket = desk.begin(prompt, rid=rid)
-        desk.push(prompt, ticket)
-        if end == "finish":
-            desk.at(0.0).commit(prompt.commit(ticket))
-            running = desk.ledger._running["a"]
-            assert size_of(running, {id(State)}) < 6000  # of its pages, 32 bytes each
-            desk.free()
-        elif end == "abort":
-            desk.at(0.0).abort(rid, 0, "client gone")
-    desk.at(20.0).expire()  # c, which never committed
-    desk.assert_nothing_held()
-    assert len(desk.ledger._ended) == 3
-    for ended in desk.ledger._ended:
-        assert size_of(ended, {id(State)}) < 3000
-
-
 class Counting(OrderedDict):
     """A table that notes how often somebody goes through it."""
 
@@ -518,10 +242,7 @@ class Counting(OrderedDict):
             yield key
 
     def values(self):
-        return (self[key] for key in self)
-
-    def items(self):
-        return ((key, self[key]) for key in self)
+        return map(self.get, self)
 
 
 def test_a_frame_costs_the_same_whatever_ended_before(prompt, monkeypatch):

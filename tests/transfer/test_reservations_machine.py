@@ -7,7 +7,6 @@ routers abort and fence, and the engine refuses.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,10 +22,10 @@ from hypothesis.stateful import (
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
-from disagg.transfer.reservations import MEMORY_S, Admission, Reservations, State
+from disagg.transfer.reservations import MEMORY_S, Admission, State
 from disagg.wire import Buffer, PageFrame, Ticket
-from tests.transfer.desk import corrupt
-from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_pool, make_related, make_terms
+from tests.transfer.desk import Desk, corrupt
+from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_related
 
 RIDS = ("a", "b", "c")
 KINDS = ((190, None), (190, 9), (70, None))  # tokens, noise
@@ -45,19 +44,16 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = make_pool(7 << 14)
-        nonces = count(1)
-        terms = make_terms(
+        self.desk = Desk(
+            7 << 14,
             lease_s=LEASE_S,
             max_sequences=MAX_SEQUENCES,
             watermark_bytes=1 << 13,
             may_reserve=lambda: not self.engine_waits,
         )
+        self.desk.admit, self.desk.drop = self.admit, self.drop
+        self.pool, self.ledger = self.desk.pool, self.desk.ledger
         self.engine_waits = False
-        self.ledger = Reservations(
-            terms, self.pool, self.admit, self.drop, nonces.__next__, lambda: self.now
-        )
-        self.now = 0.0
         self.epoch = EPOCH
         self.attempts = dict.fromkeys(RIDS, 0)
         self.prompts: dict[Key, Prompt] = {}
@@ -66,8 +62,8 @@ class Machine(RuleBasedStateMachine):
         self.have: dict[int, dict[int, int]] = {}  # by nonce: what an attachment was told, by place
         self.tickets: list[tuple[Ticket, Key]] = []
         self.engine: dict[Key, Admission] = {}
-        self.acks: dict[int, tuple[tuple[int, ...], Ack]] = {}  # by nonce: to which digests
-        self.gone: set[Key] = set()  # aborted by the router
+        self.acks: dict[int, tuple[object, Ack]] = {}  # by nonce: to which digests and first token
+        self.gone: set[Key] = set()  # aborted by the router, or superseded
 
     # -- what a router and a sender do
 
@@ -82,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         prompt = self.prompts.setdefault((rid, attempt), PROMPTS[rid][which])
         self.engine_waits = waits
         job, live = prompt.job(rid, attempt), self.ledger._live.get(rid)
-        same = live is not None and live.attempt == attempt and live.lease_until > self.now
+        same = live is not None and live.attempt == attempt and live.lease_until > self.desk.now
         try:
             grant = self.ledger.reserve(job, self.epoch)
         except (ReservationError, CapacityError):
@@ -91,6 +87,8 @@ class Machine(RuleBasedStateMachine):
         assert (rid, attempt) not in self.gone
         assert same == (grant.nonce in self.grants)
         assert same or not waits
+        assert not any(key > (rid, attempt) for key in self.engine if key[0] == rid)
+        self.gone |= {key for _, key in self.grants.values() if (rid, 0) <= key < (rid, attempt)}
         self.grants[grant.nonce] = grant, (rid, attempt)
         self.take_over(grant.nonce, 1)
 
@@ -107,6 +105,7 @@ class Machine(RuleBasedStateMachine):
             attached = self.ledger.attach(attach)
         except ReservationError:
             return
+        assert attached.admitted == (nonce in self.acks)
         if not attached.admitted:
             self.tickets.append((ticket, key))
             self.have[nonce] = attached.here()
@@ -175,26 +174,31 @@ class Machine(RuleBasedStateMachine):
             self.send_commit(ticket, key)
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        self.send_commit(*data.draw(st.sampled_from(self.tickets)))
+    @rule(data=st.data(), first_token=st.sampled_from([5, 5, 6]))
+    def commit(self, data: st.DataObject, first_token: int) -> None:
+        self.send_commit(*data.draw(st.sampled_from(self.tickets)), first_token)
 
-    def send_commit(self, ticket: Ticket, key: Key) -> None:
+    def send_commit(self, ticket: Ticket, key: Key, first_token: int = 5) -> None:
         """With the digests of the receiver for what it had at the beginning."""
-        commit, have = self.prompts[key].commit(ticket), self.have[ticket.nonce]
+        commit, have = self.prompts[key].commit(ticket, first_token), self.have[ticket.nonce]
         digests = tuple(have.get(place, seen) for place, seen in enumerate(commit.digests))
-        commit = replace(commit, digests=digests)
+        commit, said = replace(commit, digests=digests), (digests, first_token)
+        self.ledger.expire()
+        reservation = self.ledger._by_nonce.get(ticket.nonce)
+        state = reservation and ticket.epoch == self.epoch and reservation.state
+        last = ticket.gen == self.gens[ticket.nonce]
         try:
-            answer = self.ledger.commit(commit)
-        except (ReservationError, CorruptFrameError):
+            ack = self.ledger.commit(commit)
+        except ReservationError:
+            assert not (state and state.live and last), "though its channel may have broken"
+            assert not (state and state.admitted and self.acks[ticket.nonce][0] == said)
+        except CorruptFrameError:
             return
         except TransferError:
-            here = self.ledger._by_nonce[ticket.nonce].contents.arrivals.here
-            assert len(here) < len(commit.digests)
-            return
-        assert ticket.nonce in self.acks or ticket.gen == self.gens[ticket.nonce]
-        answered = commit.digests, answer
-        assert self.acks.setdefault(ticket.nonce, answered) == answered
+            assert len(reservation.contents.arrivals.here) < len(digests)
+        else:
+            assert last or ticket.nonce in self.acks
+            assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -207,9 +211,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(channel=st.sampled_from(CHANNELS))
     def channel_ends(self, channel: str) -> None:
+        before = {nonce: x.state for nonce, x in self.ledger._by_nonce.items()}
         self.ledger.channel_ended(channel)
-        for reservation in self.ledger._live.values():
-            assert reservation.channel != channel or reservation.state is not State.ATTACHED
+        for nonce, reservation in self.ledger._by_nonce.items():
+            broken = reservation.channel == channel and before[nonce] is State.ATTACHED
+            assert reservation.state is (State.BROKEN if broken else before[nonce])
 
     @rule(
         rid=st.sampled_from(RIDS),
@@ -221,17 +227,23 @@ class Machine(RuleBasedStateMachine):
             self.ledger.abort(rid, attempt, "the router says so")
             self.gone |= {(rid, lower) for lower in range(attempt + 1)}
         elif what == "fence":
+            gauges = self.ledger.gauges()
+            for epoch in (self.epoch - 1, self.epoch + 2):
+                with pytest.raises(ReservationError):
+                    self.ledger.fence(epoch)
+            self.ledger.fence(self.epoch)
+            assert self.ledger.gauges() == gauges
             self.epoch += 1
             self.ledger.fence(self.epoch)
-            assert not self.ledger.gauges()["reservations"]
+            assert not any(self.ledger.gauges().values())
         elif what == "forget":
-            self.now += 2 * MEMORY_S
+            self.desk.now += 2 * MEMORY_S
             self.gone.clear()
             self.ledger.expire()
-            assert all(x.ended_at == self.now for x in self.ledger._ended)
+            assert all(x.ended_at == self.desk.now for x in self.ledger._ended)
             assert not self.ledger._tombstones
         else:
-            self.now += LEASE_S if what == "lease" else 0.7
+            self.desk.now += LEASE_S if what == "lease" else 0.7
             self.ledger.expire()
 
     @rule(max_bytes=st.sampled_from([1, 1 << 20]))
@@ -255,8 +267,10 @@ class Machine(RuleBasedStateMachine):
         assert key not in self.engine
         assert admission.job == self.prompts[key].job(*key)
         self.engine[key] = admission
+        self.desk.now += 0.1  # so that every answer to a commit is one of a kind
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:
+        assert reason
         self.free((rid, attempt))
 
     @invariant()
@@ -276,17 +290,19 @@ class Machine(RuleBasedStateMachine):
             assert self.pool.referenced_pages == 0
 
     @invariant()
-    def what_ended_keeps_nothing(self) -> None:
+    def what_ended_keeps_names_and_numbers_and_nothing_of_its_prompt(self) -> None:
+        assert all(x.contents is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
             assert not reservation.state.live
-            assert reservation.contents is None
+            for kept in vars(reservation).values():
+                assert isinstance(kept, (int, float, str, Ack)) or not kept
 
     def free(self, key: Key) -> None:
         for state in self.engine.pop(key).groups:
             self.pool.release(list(state.ids()))
 
     def teardown(self) -> None:
-        self.now += 1000.0
+        self.desk.now += 1000.0
         self.ledger.expire()
         for key in list(self.engine):
             self.free(key)

@@ -30,31 +30,30 @@ def test_files_become_a_token_and_certificates(files):
     assert found == Security("the token_file", *papers, mutual=True)
 
 
-@pytest.mark.parametrize("missing", ["ca", "certificate", "key"])
-def test_tls_with_a_part_missing_is_refused(missing, files):
-    del files[missing]
-    with pytest.raises(ConfigError, match=rf"TLS needs security\.{missing} too"):
-        load_security(SecurityConfig(**files))
+WRONG = {
+    "no authority": ({"ca": None}, r"TLS needs security\.ca too"),
+    "no certificate": ({"certificate": None}, r"TLS needs security\.certificate too"),
+    "no key": ({"key": None}, r"TLS needs security\.key too"),
+    "mutual alone": (
+        {"ca": None, "certificate": None, "key": None, "mutual": True},
+        r"TLS needs security\.ca, security\.certificate, security\.key too",
+    ),
+    "no absolute path": ({"token_file": "token"}, r"security\.token_file is 'token'; an absolute"),
+    "no such file": ({"key": "/none"}, r"cannot read security\.key /none: No such file"),
+}
 
 
-def test_mutual_alone_is_no_security():
-    with pytest.raises(ConfigError, match=r"security\.ca, security\.certificate, security\.key"):
-        load_security(SecurityConfig(mutual=True))
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
+def test_files_that_are_missing_are_named(files, change, words):
+    with pytest.raises(ConfigError, match=words):
+        load_security(SecurityConfig(**(files | change)))
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two\nlines", "ein Schl\u00fcssel"])
-def test_a_token_file_holds_one_line_of_ascii(content, tmp_path):
-    path = tmp_path / "token"
-    path.write_text(content)
+def test_a_token_file_holds_one_line_of_ascii(content, files):
+    Path(files["token_file"]).write_text(content)
     with pytest.raises(ConfigError, match="holds no line of ASCII"):
-        load_security(SecurityConfig(token_file=str(path)))
-
-
-def test_files_are_absolute_and_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"security\.token_file is 'token'; an absolute path"):
-        load_security(SecurityConfig(token_file="token"))
-    with pytest.raises(ConfigError, match=r"cannot read security\.token_file .*none: No such file"):
-        load_security(SecurityConfig(token_file=str(tmp_path / "none")))
+        load_security(SecurityConfig(**files))
 
 
 def test_without_papers_there_is_no_tls():

@@ -1,26 +1,20 @@
-"""Who has no token costs little: many connections with large messages, beside a hand-off."""
+"""Who has no token costs little: many connections with large messages, beside honest ones."""
 
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
 import pytest
 
-from disagg.page import Kind, make_layout
-from disagg.transfer.channel import Channel, ChannelOptions
-from disagg.transfer.rpc import tune_malloc
+from disagg.transfer.messages import KV_SERVICE
+from disagg.transfer.rpc import connect, tune_malloc
 from disagg.transfer.security import Security
-from disagg.wire import MAX_FRAME_BYTES
-from tests.transfer.house import process
-from tests.transfer.peer import Peer, hand_over, open_peer
-from tests.transfer.prompts import OTHER_PLAN, make_prompt
+from disagg.wire import FRAME_BYTES, MAX_FRAME_BYTES, frame_message
+from tests.transfer.peer import open_peer, process
 
-PAGE = make_layout("toy", Kind.PAGE, 64, [("k", "uint8", (64 << 10,))])
-PLAN = replace(OTHER_PLAN, groups=(replace(OTHER_PLAN.groups[0], page=PAGE),))
 SECRET = Security(token="a secret")
 CONNECTIONS, SECONDS = 200, 4.0
 
@@ -30,11 +24,9 @@ def serve(answer: Connection) -> None:
 
     async def scene() -> None:
         tune_malloc()
-        async with open_peer(security=SECRET, credit=8 << 20) as (peer, _):
+        async with open_peer(security=SECRET) as (peer, _):
             answer.send(peer.address)
-            while True:
-                peer.frames.clear()  # their payloads with them
-                await asyncio.sleep(0.01)
+            await asyncio.Event().wait()
 
     asyncio.run(scene())
 
@@ -73,15 +65,14 @@ def peak_bytes(pid: int) -> int:
 
 
 async def bytes_per_s(address: str) -> float:
-    """Hand-offs one after another for a while."""
-    prompt, sent, began = make_prompt(1024, plan=PLAN), 0, time.monotonic()
-    channel = Channel(address, SECRET, ChannelOptions())
-    nonce = int(1e6 * began)
+    """Messages as large as frames, two at a time, for a while."""
+    link, message, sent = connect(address, SECRET), frame_message([bytes(FRAME_BYTES)]), 0
+    began = time.monotonic()
     while (seconds := time.monotonic() - began) < SECONDS:
-        nonce += 1
-        sender = Peer().sender(prompt, channel, nonce)
-        sent += (await hand_over(sender, prompt)).payload_bytes
-    await channel.close()
+        both = (link.call(f"/{KV_SERVICE}/Probe", message, 5.0) for _ in range(2))
+        await asyncio.gather(*both)
+        sent += 2 * len(message)
+    await link.close()
     return sent / seconds
 
 
