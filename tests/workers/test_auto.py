@@ -7,8 +7,8 @@ from disagg.errors import TransferError
 from disagg.transfer.messages import Role, TokenEvent, Work
 from disagg.workers.actions import Reserve, Start
 from disagg.workers.members import Started
-from tests.workers.fakes import Rules
 from tests.workers.pairs import paired
+from tests.workers.rules import Rules
 from tests.workers.test_dispatch import GRANT, job, only
 
 CODECS = ["fp8", "raw:dtype=fp16", "kivi:bits=4,group=64,residual=64"]

@@ -19,7 +19,7 @@ from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.dispatch import MOVE_TOKENS, SPEAKS_S, Phase
 from disagg.workers.members import Started
-from tests.workers.fakes import Rules
+from tests.workers.rules import Rules
 
 GRANT = Grant(7, 1)
 ROOM = Load(1 << 30, 10)
