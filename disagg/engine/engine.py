@@ -90,12 +90,12 @@ class Engine:
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._guard = Guard(list(map(self.plan, guarded)))
-        self.counts: Counter[str] = Counter()  # "computed_tokens", "cached_tokens" of prompts
+        # "computed_tokens" and "cached_tokens" of prompts; sequences that were "preempted"
+        self.counts: Counter[str] = Counter()
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
         self._events: list[Token | Prefilled | Moved | Failed] = []
-        self._preempted: list[str] = []
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -114,21 +114,31 @@ class Engine:
         return not refused and self._scheduler.sole is None
 
     @property
+    def load(self) -> EngineLoad:
+        """What it does and could take now. Any thread."""
+        queues = self._scheduler
+        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
+        return EngineLoad(running, waiting, held, queues.free_bytes, queues.slots)
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
         queues = self._scheduler
         return not (queues.waiting or queues.active or queues.held) and self._inbox.empty()
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
-        """Step until drained; the life of the engine's thread. `deliver` must not block."""
+        """Step until drained; the life of the engine's thread. `deliver` must not block.
+
+        It hears of every step that brought something or changed the load.
+        """
         load = EngineLoad()
         while not (self._draining and self.idle):
             if not self._scheduler.active and self._inbox.empty():
                 self._wait()
-            output = self.step()
-            if not output.empty or output.load != load:
+            output, before = self.step(), load
+            load = self.load
+            if output != StepOutput() or load != before:
                 deliver(output)
-            load = output.load
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
@@ -233,9 +243,10 @@ class Engine:
 
     def _schedule(self) -> tuple[list[Share], Stash]:
         """Who computes how many tokens, with the records that decoding needs for it."""
+        preempted = self.counts["preempted"]
         shares, stash = self._grow()
         left = self._config.max_batch_tokens - sum(share.count for share in shares)
-        full = bool(self._preempted)  # what was freed belongs to who needed it
+        full = self.counts["preempted"] > preempted  # what was freed belongs to who needed it
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break
@@ -274,7 +285,7 @@ class Engine:
     def _requeued(self, sequence: Sequence) -> None:
         """A sequence lost its records: it starts again when there is room."""
         sequence.enter(Status.QUEUED)
-        self._preempted.append(sequence.rid)
+        self.counts["preempted"] += 1
         self._refused = sequence
 
     def _prepare(self, sequence: Sequence, left: int) -> bool:
@@ -486,15 +497,10 @@ class Engine:
         sequence.enter(Status.DONE)
 
     def _take_output(self) -> StepOutput:
-        events, preempted = self._events, self._preempted
-        self._events, self._preempted = [], []
-        queues = self._scheduler
-        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
+        events, self._events = self._events, []
         return StepOutput(
             tokens=tuple(x for x in events if isinstance(x, Token)),
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
             moved=tuple(x for x in events if isinstance(x, Moved)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
-            preempted=tuple(preempted),
-            load=EngineLoad(running, waiting, held, queues.free_bytes, queues.slots),
         )

@@ -150,14 +150,6 @@ class StepOutput:
     prefilled: tuple[Prefilled, ...] = ()
     moved: tuple[Moved, ...] = ()
     failed: tuple[Failed, ...] = ()
-    preempted: tuple[str, ...] = ()
-    load: EngineLoad = EngineLoad()
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing happened that anyone waits for."""
-        some = self.tokens or self.prefilled or self.moved or self.failed or self.preempted
-        return not some
 
 
 def named(error: BaseException) -> DisaggError:
