@@ -34,7 +34,6 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Prefilled,
-    Replay,
     StepOutput,
     Token,
     is_memory_error,
@@ -171,7 +170,7 @@ class Engine:
             case Abort(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._end(sequence)
-            case Prefill() | Replay() | Admit():
+            case Prefill() | Admit():
                 try:
                     self._start(message)
                 except Exception as error:
@@ -184,25 +183,23 @@ class Engine:
             case _:
                 self._draining = True
 
-    def _start(self, message: Prefill | Replay | Admit) -> None:
+    def _start(self, message: Prefill | Admit) -> None:
         """Queue a new sequence, and repeat the last token known of it: it may have been the end."""
-        emitted = () if isinstance(message, Prefill) else message.emitted
-        plan = self._check(message, emitted)
+        plan, emitted = self._check(message), list(message.emitted)
         born, order = self._clock(), next(self._orders)
-        sequence = Sequence(message.request, plan, born, order, emitted=list(emitted))
-        if isinstance(message, Prefill):
-            sequence.handoff = message.handoff
+        sequence = Sequence(message.request, plan, born, order, emitted=emitted)
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
+            sequence.handoff = message.handoff
             self._scheduler.queue(sequence)
         if emitted:
             self._say(sequence, sequence.finish_reason(self._runner.info))
 
-    def _check(self, message: Prefill | Replay | Admit, emitted: tuple[int, ...]) -> Plan:
+    def _check(self, message: Prefill | Admit) -> Plan:
         """The plan of a request, or the error that says why it can never be served here."""
         request, info = message.request, self._runner.info
         tokens = len(request.tokens)
@@ -215,10 +212,10 @@ class Engine:
                 f"prompt of {tokens} tokens; the model's context of {info.context_length} "
                 f"holds at most {info.context_length - 1} and an answer"
             )
-        for token in (*request.tokens, *emitted, *request.params.named_tokens):
+        for token in (*request.tokens, *message.emitted, *request.params.named_tokens):
             if not 0 <= token < info.vocab_size:
                 raise RequestError(f"token {token} is outside the vocabulary of {info.vocab_size}")
-        if isinstance(message, Admit) and not emitted:
+        if isinstance(message, Admit) and not message.emitted:
             raise RequestError(f"request {request.rid!r} is admitted without its first token")
         plan = self.plan(request.codec)
         needed, room = plan.nbytes(tokens + 1), self.pool.arena.nbytes

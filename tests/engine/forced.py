@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay, Token
+from disagg.engine.messages import Prefill, Token
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from tests.engine.serving import MAX_STEPS, StandIn, make_engine, request
@@ -98,7 +98,7 @@ def forced_logits(
     """Serve prompts that arrive together, each with a codec of its own; the pool ends up empty."""
     engine, forced = make_forced(runner, **config)
     for rid, prompt in prompts.items():
-        engine.submit(Replay(request(rid, prompt, codecs[rid], max_tokens)))
+        engine.submit(Prefill(request(rid, prompt, codecs[rid], max_tokens)))
     found: dict[str, list[Tensor]] = {rid: [] for rid in prompts}
     for said in collect(engine, forced):
         assert said.token.index == len(found[said.token.rid])

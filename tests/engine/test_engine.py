@@ -9,7 +9,7 @@ import torch
 
 from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Prefill, Replay, StepOutput
+from disagg.engine.messages import Abort, Admit, Prefill, StepOutput
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.wire import Item
@@ -62,7 +62,7 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
     engine, forced = make_forced(runner)
     emitted = [token_at(99 + index) for index in range(known)]
-    engine.submit(Replay(request("again", random_prompt(100), codec, 140), tuple(emitted)))
+    engine.submit(Prefill(request("again", random_prompt(100), codec, 140), emitted=tuple(emitted)))
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (known - 1, emitted[-1])
     assert [said.token.index for said in tokens] == list(range(known, 140))
@@ -83,7 +83,7 @@ def test_preempted_sequences_lose_nothing(runner, codec, lengths, tokens, mib):
     expected = forced_logits(runner, prompts, dict.fromkeys(prompts, codec), tokens)
     tight, forced = make_forced(runner, arena_bytes=mib << 20, watermark=0.0)
     for rid, prompt in prompts.items():
-        tight.submit(Replay(request(rid, prompt, codec, tokens)))
+        tight.submit(Prefill(request(rid, prompt, codec, tokens)))
     preempted: set[str] = set()
     said = collect(tight, forced, preempted)
     assert preempted
@@ -99,7 +99,7 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     prompt = random_prompt(200)
     (expected,) = serve(make_engine(runner), [prompt], "raw", 300)
     engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("big", prompt, "raw", 300, ignore_eos=True)))
+    engine.submit(Prefill(request("big", prompt, "raw", 300, ignore_eos=True)))
     outputs = run_until_idle(engine)
     assert not any(output.failed for output in outputs)
     *tokens, last = [token for output in outputs for token in output.tokens]
@@ -118,7 +118,7 @@ def test_who_lies_scattered_over_slabs_starts_again_alone_before_its_answer_is_c
     engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):
         how = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
-        engine.submit(Replay(how))
+        engine.submit(Prefill(how))
     outputs = run_until_idle(engine)
     assert [len(answer) for answer in answers(outputs).values()] == [150] * 3
     assert engine.counts["preempted"] < 6  # who finds no room waits for it
@@ -193,8 +193,8 @@ def test_an_end_of_text_stops_unless_it_is_ignored(runner):
     whole = list(expected.tokens)
     stop = whole[6]
     ends = make_engine(with_eos(runner, stop))
-    ends.submit(Replay(request("stop", prompt, "raw", 20)))
-    ends.submit(Replay(request("on", prompt, "raw", 20, ignore_eos=True)))
+    ends.submit(Prefill(request("stop", prompt, "raw", 20)))
+    ends.submit(Prefill(request("on", prompt, "raw", 20, ignore_eos=True)))
     outputs = run_until_idle(ends)
     last = {t.rid: t for output in outputs for t in output.tokens if t.finish_reason}
     assert last["stop"].index == whole.index(stop)
@@ -216,9 +216,9 @@ def test_an_answer_ends_where_the_context_does(runner):
 def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
     engine = make_engine(runner, max_batch_tokens=40, max_sequences=3)
     for rid in ("decodes", "stays"):
-        engine.submit(Replay(request(rid, random_prompt(15), KIVI, 50)))
+        engine.submit(Prefill(request(rid, random_prompt(15), KIVI, 50)))
     engine.submit(Prefill(request("prefills", random_prompt(200), KIVI, 50), Recorder()))
-    engine.submit(Replay(request("waits", random_prompt(200), KIVI, 50)))
+    engine.submit(Prefill(request("waits", random_prompt(200), KIVI, 50)))
     engine.step()
     assert (engine.load.running, engine.load.waiting) == (3, 1)
     for rid in ("waits", "prefills", "decodes", "nobody"):
@@ -230,7 +230,7 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
 def test_an_engine_says_what_it_could_take_now(runner):
     engine = make_engine(runner, arena_bytes=4 << 20, watermark=0.25, max_sequences=3)
     for rid in ("decodes", "holds", "too many", "even more"):
-        engine.submit(Replay(request(rid, random_prompt(100), "raw", 50)))
+        engine.submit(Prefill(request(rid, random_prompt(100), "raw", 50)))
     engine.step()
     load = engine.load
     assert (load.running, load.waiting, load.slots) == (3, 1, 0)
