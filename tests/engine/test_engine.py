@@ -12,6 +12,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, StepOutput
 from disagg.model.runner import Runner
 from disagg.page import Kind
+from disagg.state import allocate_group
 from disagg.wire import Item
 from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
@@ -144,15 +145,6 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner):
     run_until_idle(engine)
 
 
-def test_items_of_early_layers_are_offered_before_the_last_layer_computes(runner):
-    engine, handoff = make_engine(runner), Recorder()
-    engine.submit(Prefill(request("a", random_prompt(100), KIVI, 10), handoff))
-    engine.step()
-    assert [items[0].layer for items in handoff.events[1:]] == [0, 1, 2]
-    engine.submit(Abort("a"))
-    run_until_idle(engine)
-
-
 @pytest.mark.parametrize("codec", ["raw", KIVI, MIXED])
 def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
     prompt = random_prompt(200)
@@ -173,17 +165,11 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
 
 
 def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner):
-    engine, handoff = make_engine(runner), Recorder()
-    engine.submit(Prefill(request("p", random_prompt(20), KIVI, 1), handoff))
-    (done,) = steps_until_prefilled(engine)[-1].prefilled
-    assert done.finish_reason == "length"
-    engine.pool.retain([page for state in handoff.groups for page in state.ids()])
-    engine.submit(Abort("p"))
-    engine.submit(
-        Admit(request("d", random_prompt(20), KIVI, 1), handoff.groups, (done.first_token,))
-    )
+    engine = make_engine(runner)
+    groups = tuple(allocate_group(group, 20, engine.pool) for group in engine.plan(KIVI).groups)
+    engine.submit(Admit(request("d", random_prompt(20), KIVI, 1), groups, (7,)))
     (token,) = [token for output in run_until_idle(engine) for token in output.tokens]
-    assert (token.index, token.token, token.finish_reason) == (0, done.first_token, "length")
+    assert (token.index, token.token, token.finish_reason) == (0, 7, "length")
 
 
 def test_an_end_of_text_stops_unless_it_is_ignored(runner):
