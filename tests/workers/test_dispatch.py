@@ -100,6 +100,7 @@ def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
     assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
     assert dispatch.tick(0.05) == []
     assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, left_s=99.9))]
+    assert dispatch.known("d") == {"r": 1}
 
 
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
@@ -326,13 +327,6 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 # -- who gets what
 
 
-def test_the_least_loaded_workers_are_chosen() -> None:
-    dispatch = house("p", "d", "p2", "d2")
-    for rid in ("r0", "r1"):
-        dispatch.submit(job(rid), 0.0)
-    assert pairs(dispatch, "r0", "r1") == [("p", "d"), ("p2", "d2")]
-
-
 def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
     for rid, tokens in (("long", 5000), ("a", 500), ("b", 600), ("c", 700), ("d", 200)):
@@ -438,11 +432,6 @@ def test_a_request_goes_to_the_workers_that_it_names_while_they_are_there() -> N
     assert pairs(dispatch, "a", "b") == [("p2", "d1"), ("p1", "d1")]
 
 
-def test_a_request_is_handed_over_between_workers_of_both_roles_where_it_names_two() -> None:
-    dispatch = house("b1", "b2")
-    assert dispatch.submit(job(), 0.0, ("b1", "b2")) == [Reserve("b2", at(job(), 1))]
-
-
 def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
     dispatch = house("p1", "p2", "d")
     for number in range(3):
@@ -470,43 +459,6 @@ def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
     dispatch.submit(job("short", 299), 12.0)  # now the third has the less work to wait for
     phases = [entry.phase for entry in dispatch.entries.values()]
     assert phases == [Phase.RESERVE, Phase.RESERVE, Phase.QUEUED, Phase.PREFILL]
-
-
-def test_waiting_makes_up_for_work() -> None:
-    dispatch = house("p", "d")
-    for rid in ("a", "b"):
-        dispatch.submit(job(rid, 10), 0.0)
-    dispatch.submit(job("long", 1500), 0.0)
-    for second in range(1, 9):
-        for rid in list(dispatch.entries):
-            if dispatch.entries[rid].phase is Phase.RESERVE:
-                begin(dispatch, "p", rid, float(second))
-                if rid == "long":
-                    return
-        for name in "xyz":
-            dispatch.submit(job(f"{name}{second}", 10), float(second))
-    raise AssertionError("the long prompt waited for all the short ones")
-
-
-def test_a_hundred_prompts_for_a_full_worker_do_not_delay_one_for_an_idle_worker() -> None:
-    """Those of 900 tokens fit nowhere; the next of 10 goes out in the very step it comes."""
-    dispatch = house("p", "d", "d2")
-    for name in ("d", "d2"):
-        dispatch.load(name, ROOM, 0.0)
-    asked = []
-    for i in range(100):
-        actions = dispatch.submit(job(f"r{i}", 900), 0.0)
-        while actions:
-            (action,) = actions
-            assert isinstance(action, Reserve)
-            asked.append(action.worker)
-            refusal = CapacityError("full")
-            event = action.job.rid, action.job.attempt
-            actions = dispatch.refused(action.worker, *event, refusal, 0.0)
-    assert asked == ["d", "d2"]  # each was asked once, for all of them
-    assert only(Reserve, dispatch.submit(job("short", 10), 0.0))
-    assert not only(Reserve, dispatch.tick(0.2))
-    assert only(Reserve, dispatch.tick(0.25))
 
 
 def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> None:
@@ -684,14 +636,6 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
 # -- deaths
 
 
-def test_a_dead_decode_worker_costs_no_token() -> None:
-    dispatch = told("p")
-    dispatch.token("d", "r", 1, 1, 8, 0.0)
-    assert dispatch.worker_down("d", 1.0) == [Forget("p", "r", 1)]
-    assert join(dispatch, "d2", 2.0) == [Reserve("d2", at(job(), 2, 7, 8, left_s=98.0))]
-    assert dispatch.known("d2") == {"r": 2}
-
-
 def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
     dispatch = told("d")
     assert dispatch.worker_down("p", 1.0) == []
@@ -739,22 +683,6 @@ def test_a_worker_that_left_as_it_said_was_not_killed_by_what_it_computed() -> N
         dispatch.worker_down(leaving, float(i))
         begin(dispatch, f"d{i}", now=float(i))
     assert dispatch.entries["r"].deaths == 0
-
-
-def test_who_runs_alone_has_its_prefill_worker_while_that_computes() -> None:
-    dispatch = started("p", "d")
-    begin(dispatch, "d")
-    dispatch.submit(job("alone"), 0.0)
-    dispatch.entries["alone"].alone = True
-    room(dispatch, "alone")
-    dispatch.refused("p", "alone", 1, CapacityError("x"), 0.0)
-    join(dispatch, "d2", 0.0)
-    dispatch.tick(0.5)
-    assert pairs(dispatch, "alone") == [("p", "d2")]  # though what p computed before goes on
-    assert dispatch.submit(job("next"), 0.5) == []
-    begin(dispatch, "d2", "alone", 0.5)
-    dispatch.tick(0.6)
-    assert pairs(dispatch, "next") == [("p", "d")]
 
 
 def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
