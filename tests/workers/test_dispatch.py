@@ -8,6 +8,7 @@ import pytest
 from disagg.config import RouterConfig
 from disagg.errors import (
     CapacityError,
+    ConfigError,
     DeadlineError,
     DisaggError,
     LayoutError,
@@ -507,6 +508,11 @@ def test_what_a_prompt_takes_at_least_is_learned_from_hand_offs() -> None:
 
 
 # -- failures
+
+
+@pytest.mark.parametrize("error", [RequestError("no"), ConfigError("no")], ids=lambda e: e.reason)
+def test_what_can_never_succeed_fails_at_once(error: DisaggError) -> None:
+    assert Deliver("r", error) in started().refused("p", "r", 1, error, 0.0)
 
 
 def test_a_lasting_disagreement_fails_after_three_attempts() -> None:
