@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
@@ -89,8 +90,7 @@ class Engine:
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._guard = Guard(list(map(self.plan, guarded)))
-        # "computed_tokens" and "cached_tokens" of prompts; sequences that were "preempted"
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter[str]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
@@ -158,11 +158,8 @@ class Engine:
 
     def _wait(self) -> None:
         """Block until there is a message; not for long where a sequence waits for room."""
-        timeout = WAIT_S if self._scheduler.waiting else None
-        try:
-            self._take(self._inbox.get(timeout=timeout))
-        except Empty:
-            return
+        with suppress(Empty):
+            self._take(self._inbox.get(timeout=WAIT_S if self._scheduler.waiting else None))
 
     def _take(self, message: Message) -> None:
         """Do what a message says."""
