@@ -220,14 +220,7 @@ class ServerConfig(Bounded):
     api_key_file: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
-    allowed_origins: list = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if wrong := [x for x in self.allowed_origins if not isinstance(x, str)]:
-            raise ConfigError(
-                f"config key server.allowed_origins has {wrong[0]!r}; origins are wanted"
-            )
+    allowed_origins: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -260,7 +253,7 @@ class Config:
     """
 
     codec: str = DEFAULT_CODEC
-    codecs: list = field(default_factory=list)
+    codecs: list[str] = field(default_factory=list)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -268,10 +261,6 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
-
-    def __post_init__(self) -> None:
-        if wrong := [x for x in self.codecs if not isinstance(x, str)]:
-            raise ConfigError(f"config key codecs has {wrong[0]!r}; codec specs are wanted")
 
     @property
     def listed(self) -> list[str]:
@@ -347,7 +336,7 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
     kinds = [k for k in (get_args(hint) if union else (hint,)) if k is not types.NoneType]
     if union and (value is None or value == "null"):
         return None
-    (kind,) = kinds
+    (kind,) = (get_origin(k) or k for k in kinds)
     if isinstance(value, str) and kind is bool:
         value = {"true": True, "false": False}.get(value.lower(), value)
     elif isinstance(value, str) and kind in (list, dict):
@@ -359,4 +348,6 @@ def _fit(name: str, value: Any, hint: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise ConfigError(f"config key {name} is {value!r}; {kind.__name__} is wanted")
+    if hint == list[str] and (wrong := [x for x in value if type(x) is not str]):
+        raise ConfigError(f"config key {name} has {wrong[0]!r}; str is wanted")
     return value

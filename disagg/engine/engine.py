@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
@@ -34,7 +35,6 @@ from disagg.engine.messages import (
     Moved,
     Prefill,
     Prefilled,
-    Replay,
     StepOutput,
     Token,
     is_memory_error,
@@ -90,12 +90,11 @@ class Engine:
         )
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._guard = Guard(list(map(self.plan, guarded)))
-        self.counts: Counter[str] = Counter()  # "computed_tokens", "cached_tokens" of prompts
+        self.counts = Counter[str]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
         self._events: list[Token | Prefilled | Moved | Failed] = []
-        self._preempted: list[str] = []
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -114,21 +113,31 @@ class Engine:
         return not refused and self._scheduler.sole is None
 
     @property
+    def load(self) -> EngineLoad:
+        """What it does and could take now. Any thread."""
+        queues = self._scheduler
+        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
+        return EngineLoad(running, waiting, held, queues.free_bytes, queues.slots)
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and no record held for another worker."""
         queues = self._scheduler
         return not (queues.waiting or queues.active or queues.held) and self._inbox.empty()
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
-        """Step until drained; the life of the engine's thread. `deliver` must not block."""
+        """Step until drained; the life of the engine's thread. `deliver` must not block.
+
+        It hears of every step that brought something or changed the load.
+        """
         load = EngineLoad()
         while not (self._draining and self.idle):
             if not self._scheduler.active and self._inbox.empty():
                 self._wait()
-            output = self.step()
-            if not output.empty or output.load != load:
+            output, before = self.step(), load
+            load = self.load
+            if output != StepOutput() or load != before:
                 deliver(output)
-            load = output.load
 
     def step(self) -> StepOutput:
         """One turn of the loop. Never blocks; with nothing to do it returns an empty output."""
@@ -149,11 +158,8 @@ class Engine:
 
     def _wait(self) -> None:
         """Block until there is a message; not for long where a sequence waits for room."""
-        timeout = WAIT_S if self._scheduler.waiting else None
-        try:
-            self._take(self._inbox.get(timeout=timeout))
-        except Empty:
-            return
+        with suppress(Empty):
+            self._take(self._inbox.get(timeout=WAIT_S if self._scheduler.waiting else None))
 
     def _take(self, message: Message) -> None:
         """Do what a message says."""
@@ -161,7 +167,7 @@ class Engine:
             case Abort(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._end(sequence)
-            case Prefill() | Replay() | Admit():
+            case Prefill() | Admit():
                 try:
                     self._start(message)
                 except Exception as error:
@@ -174,25 +180,23 @@ class Engine:
             case _:
                 self._draining = True
 
-    def _start(self, message: Prefill | Replay | Admit) -> None:
+    def _start(self, message: Prefill | Admit) -> None:
         """Queue a new sequence, and repeat the last token known of it: it may have been the end."""
-        emitted = () if isinstance(message, Prefill) else message.emitted
-        plan = self._check(message, emitted)
+        plan, emitted = self._check(message), list(message.emitted)
         born, order = self._clock(), next(self._orders)
-        sequence = Sequence(message.request, plan, born, order, emitted=list(emitted))
-        if isinstance(message, Prefill):
-            sequence.handoff = message.handoff
+        sequence = Sequence(message.request, plan, born, order, emitted=emitted)
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:
+            sequence.handoff = message.handoff
             self._scheduler.queue(sequence)
         if emitted:
             self._say(sequence, sequence.finish_reason(self._runner.info))
 
-    def _check(self, message: Prefill | Replay | Admit, emitted: tuple[int, ...]) -> Plan:
+    def _check(self, message: Prefill | Admit) -> Plan:
         """The plan of a request, or the error that says why it can never be served here."""
         request, info = message.request, self._runner.info
         tokens = len(request.tokens)
@@ -205,10 +209,10 @@ class Engine:
                 f"prompt of {tokens} tokens; the model's context of {info.context_length} "
                 f"holds at most {info.context_length - 1} and an answer"
             )
-        for token in (*request.tokens, *emitted, *request.params.named_tokens):
+        for token in (*request.tokens, *message.emitted, *request.params.named_tokens):
             if not 0 <= token < info.vocab_size:
                 raise RequestError(f"token {token} is outside the vocabulary of {info.vocab_size}")
-        if isinstance(message, Admit) and not emitted:
+        if isinstance(message, Admit) and not message.emitted:
             raise RequestError(f"request {request.rid!r} is admitted without its first token")
         plan = self.plan(request.codec)
         needed, room = plan.nbytes(tokens + 1), self.pool.arena.nbytes
@@ -233,9 +237,10 @@ class Engine:
 
     def _schedule(self) -> tuple[list[Share], Stash]:
         """Who computes how many tokens, with the records that decoding needs for it."""
+        preempted = self.counts["preempted"]
         shares, stash = self._grow()
         left = self._config.max_batch_tokens - sum(share.count for share in shares)
-        full = bool(self._preempted)  # what was freed belongs to who needed it
+        full = self.counts["preempted"] > preempted  # what was freed belongs to who needed it
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break
@@ -274,7 +279,7 @@ class Engine:
     def _requeued(self, sequence: Sequence) -> None:
         """A sequence lost its records: it starts again when there is room."""
         sequence.enter(Status.QUEUED)
-        self._preempted.append(sequence.rid)
+        self.counts["preempted"] += 1
         self._refused = sequence
 
     def _prepare(self, sequence: Sequence, left: int) -> bool:
@@ -486,15 +491,10 @@ class Engine:
         sequence.enter(Status.DONE)
 
     def _take_output(self) -> StepOutput:
-        events, preempted = self._events, self._preempted
-        self._events, self._preempted = [], []
-        queues = self._scheduler
-        running, waiting, held = map(len, (queues.active, queues.waiting, queues.held))
+        events, self._events = self._events, []
         return StepOutput(
             tokens=tuple(x for x in events if isinstance(x, Token)),
             prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
             moved=tuple(x for x in events if isinstance(x, Moved)),
             failed=tuple(x for x in events if isinstance(x, Failed)),
-            preempted=tuple(preempted),
-            load=EngineLoad(running, waiting, held, queues.free_bytes, queues.slots),
         )

@@ -15,10 +15,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute a prompt and its first token; offer its records; hold them until Abort."""
+    """Compute a prompt and go on, behind the tokens that were emitted so far.
+
+    handoff: where its records are offered: they are held from the first token on, until Abort
+    """
 
     request: Request
-    handoff: Handoff
+    handoff: Handoff | None = None
+    emitted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,6 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """Prefill here, feed the tokens emitted so far (none: a request served whole), go on."""
-
-    request: Request
-    emitted: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Abort:
     """Forget a request in whatever state, taken over by another or not; unknown are no error."""
 
@@ -69,15 +65,15 @@ class Drain:
     """Finish what is here; `Engine.run` returns when nothing is left."""
 
 
-Message = Prefill | Admit | Move | Replay | Abort | Drain
+Message = Prefill | Admit | Move | Abort | Drain
 
 
 @dataclass(frozen=True)
 class Token:
     """Token `index` of an answer; the last one says why it ended.
 
-    After Admit and Replay the last token that was known comes once more, and where the pool has no
-    room to go on.
+    The last token that was known at the start comes once more; so does the last one where the pool
+    has no room to go on.
     cached_tokens: leading tokens of the prompt that were not computed here
     logprobs:      of the token, where they are wanted; before them those of the prompt
     """
@@ -150,14 +146,6 @@ class StepOutput:
     prefilled: tuple[Prefilled, ...] = ()
     moved: tuple[Moved, ...] = ()
     failed: tuple[Failed, ...] = ()
-    preempted: tuple[str, ...] = ()
-    load: EngineLoad = EngineLoad()
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing happened that anyone waits for."""
-        some = self.tokens or self.prefilled or self.moved or self.failed or self.preempted
-        return not some
 
 
 def named(error: BaseException) -> DisaggError:

@@ -18,7 +18,7 @@ engine, where every state can end in DONE:
         preempted: its records are freed; it prefills and replays when there is room
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -105,22 +105,15 @@ class SamplingParams:
             number = getattr(self, name)
             fits = isinstance(number, int) and least <= number < MAX_NUMBER
             _require(fits, f"{name} is {number!r}; an integer from {least} to 2**63-1 is wanted")
+        for name, (may_be, wanted) in NUMBERS.items():
+            number = getattr(self, name)
+            fits = isinstance(number, int | float) and may_be(number)
+            _require(fits, f"{name} is {number!r}; {wanted} is wanted")
         fits = self.min_tokens <= self.max_tokens
         _require(fits, f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}")
         _require(self.logprobs is None or self.logprobs >= 0, f"logprobs is {self.logprobs}")
         scored = self.logprobs is not None or not self.prompt_logprobs
         _require(scored, "prompt_logprobs without logprobs; say how many of the likeliest")
-        for name in ("temperature", "top_p", "min_p", *PENALTIES):
-            number = getattr(self, name)
-            _require(isinstance(number, int | float), f"{name} is {number!r}; a number is wanted")
-        warm = 0 <= self.temperature < MAX_NUMBER
-        _require(warm, f"temperature is {self.temperature}; 0 or more, below 2**63 is wanted")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; more than 0, at most 1 is wanted")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; 0 to 1 is wanted")
-        for name, above in PENALTIES.items():
-            number = getattr(self, name)
-            fits = above < number < MAX_PENALTY
-            _require(fits, f"{name} is {number}; between {above:g} and {MAX_PENALTY:g} is wanted")
 
     @property
     def named_tokens(self) -> list[int]:
@@ -144,10 +137,13 @@ class SamplingParams:
 
 
 INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0}  # with their least
-PENALTIES = {  # more than this
-    "presence_penalty": -MAX_PENALTY,
-    "frequency_penalty": -MAX_PENALTY,
-    "repetition_penalty": 0.0,
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {  # what they may be, and in words
+    "temperature": (lambda x: 0 <= x < MAX_NUMBER, "a number from 0, below 2**63,"),
+    "top_p": (lambda x: 0 < x <= 1, "a number above 0, at most 1,"),
+    "min_p": (lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "presence_penalty": (lambda x: abs(x) < MAX_PENALTY, "a number between -1e4 and 1e4"),
+    "frequency_penalty": (lambda x: abs(x) < MAX_PENALTY, "a number between -1e4 and 1e4"),
+    "repetition_penalty": (lambda x: 0 < x < MAX_PENALTY, "a number between 0 and 1e4"),
 }
 
 

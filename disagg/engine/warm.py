@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay
+from disagg.engine.messages import Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.plan import Plan
 
@@ -34,7 +34,7 @@ def warm_up(
         for tokens in _lengths(engine.plan(spec), context):
             for row in range(rows):
                 params = SamplingParams(max_tokens=STEPS + 2 * (rows - row), ignore_eos=True)
-                engine.submit(Replay(Request(str(row), (row % 2,) * tokens, params, spec)))
+                engine.submit(Prefill(Request(str(row), (row % 2,) * tokens, params, spec)))
             while not engine.idle:
                 for failed in engine.step().failed:
                     raise failed.error

@@ -1,6 +1,8 @@
 """What the rules of `dispatch.py` want done, for whoever does it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.errors import DisaggError
 from disagg.transfer.messages import Grant, Job, Work
@@ -36,10 +38,12 @@ class Forget:
 
 @dataclass(frozen=True)
 class Deliver:
-    """The client gets its next token, or the end: "stop", "length" or an error."""
+    """The client gets its next token, with its log-probabilities where they are wanted; or the
+    end: "stop", "length" or an error."""
 
     rid: str
     what: int | str | DisaggError
+    logprobs: Sequence[Any] = ()
 
 
 Action = Reserve | Start | Forget | Deliver

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Replay, Token, named
+from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Prefill, Token, named
 from disagg.engine.sequence import Logprobs, handoff_stats
 from disagg.errors import CapacityError, CorruptFrameError, DisaggError, ReservationError
 from disagg.page import FinalAt, Kind
@@ -85,7 +85,7 @@ class DecodeSide:
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
-            self.way.engine.submit(Replay(request, job.emitted))
+            self.way.engine.submit(Prefill(request, emitted=job.emitted))
 
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can.

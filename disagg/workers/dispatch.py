@@ -234,7 +234,7 @@ class Dispatch:
         elif token is not None and index == known:
             entry.emitted.append(token)
             entry.deadline = now + self._config.deadline_s
-            actions.insert(0, Deliver(rid, token))
+            actions.insert(0, Deliver(rid, token, event.logprobs))
         if index > known or (event.finish_reason and index + 1 != len(entry.emitted)):
             gap = TransferError(f"token {index} came when {known} were known")
             return actions + self._refuse(entry, worker, gap, now)

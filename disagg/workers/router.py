@@ -73,7 +73,7 @@ class Peer:
 class Client:
     """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
 
-    logprobs: of the token that was heard of last · waited_s: how long in the queue
+    waited_s: how long in the queue
     choice:   why it has its codec, where that was left to the service
     """
 
@@ -81,7 +81,6 @@ class Client:
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
-    logprobs: Sequence[Any] = ()
     choice: str = ""
 
 
@@ -256,15 +255,12 @@ class Router:
         unheard, peer.unheard = peer.unheard, {}
         self._act(list(unheard.values()))
         for event in step.events:
-            client = self._clients.get(event.rid)
-            if client is not None:
-                client.logprobs = event.logprobs
-                if event.stats is not None:
-                    if event.stats.get("wire_bytes"):
-                        self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
-                    choice = {"choice": client.choice} if client.choice else {}
-                    client.kv = {**event.stats, **choice}
-                    client.receipt.set()
+            if event.stats is not None and (client := self._clients.get(event.rid)):
+                if event.stats.get("wire_bytes"):
+                    self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
+                choice = {"choice": client.choice} if client.choice else {}
+                client.kv = {**event.stats, **choice}
+                client.receipt.set()
             self._act(self.dispatch.hear(peer.name, event, now))
         self._act(self.dispatch.load(peer.name, step.load, now))
 
@@ -314,9 +310,9 @@ class Router:
                     self._spawn(self._forget(action))
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
-                case Deliver(rid, int() as token) if client := self._clients.get(rid):
-                    told = client.kv, client.logprobs, client.waited_s
-                    client.inbox.put_nowait(Output(token, None, *told))
+                case Deliver(rid, int() as token, logprobs) if client := self._clients.get(rid):
+                    output = Output(token, None, client.kv, logprobs, client.waited_s)
+                    client.inbox.put_nowait(output)
                 case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 

@@ -50,21 +50,12 @@ def check_place(gpus: int, config: Config, workers: int) -> None:
 def of_a_share(config: Config, gpus: float, here: Mapping[str, float]) -> Config:
     """Of one worker: its part of a GPU's memory, and its threads.
 
-    here: Ray's resources of this host
+    Unless a number is given, threads are the cores of this host, shared among the workers that may
+    be on it. here: Ray's resources of this host; of pools among them, units are room for workers
     """
-    share, threads = config.engine.memory_share * min(1, gpus), torch_threads(config, here)
-    return replace(config, engine=replace(config.engine, memory_share=share, torch_threads=threads))
-
-
-def torch_threads(config: Config, here: Mapping[str, float]) -> int:
-    """Threads of torch: the cores of this host, shared among the workers that may be on it.
-
-    here: Ray's resources of this host; of pools among them, units are room for workers
-    """
-    if config.engine.torch_threads is not None:
-        return config.engine.torch_threads
-    cores = int(here.get("CPU", 0)) or os.cpu_count() or 1
-    counts = config.cluster.roles
+    cores, counts = int(here.get("CPU", 0)) or os.cpu_count() or 1, config.cluster.roles
     if config.cluster.pools:
         counts = {role: min(count, int(here.get(role, 0))) for role, count in counts.items()}
-    return max(1, cores // max(1, sum(counts.values())))
+    threads = config.engine.torch_threads or max(1, cores // max(1, sum(counts.values())))
+    share = config.engine.memory_share * min(1, gpus)
+    return replace(config, engine=replace(config.engine, memory_share=share, torch_threads=threads))

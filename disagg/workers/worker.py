@@ -30,7 +30,7 @@ from disagg.codecs.doctor import check_plans
 from disagg.config import Config
 from disagg.engine.arena import check_slabs
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Drain, EngineLoad, StepOutput
+from disagg.engine.messages import Drain, StepOutput
 from disagg.engine.warm import warm_up
 from disagg.errors import AbortedError, CapacityError, DisaggError, PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
@@ -100,8 +100,6 @@ class Worker:
         ]
         self.doing = ""  # what takes long before it serves, in words
         self._failure: BaseException | None = None
-        self._load = EngineLoad(slots=config.engine.max_sequences)  # until its first step
-        self._preempted = 0
 
     # -- from any thread
 
@@ -209,17 +207,17 @@ class Worker:
 
     async def status(self) -> WorkerStatus:
         """Who this is and what it holds; only the arena and cached pages are left when idle."""
+        load = self.engine.load
         gauges: dict[str, float] = {
-            "engine_running": self._load.running,
-            "engine_waiting": self._load.waiting,
-            "engine_held": self._load.held,
+            "engine_running": load.running,
+            "engine_waiting": load.waiting,
+            "engine_held": load.held,
             "handoffs_out": len(self.prefill.attempts),
             "outputs_kept": self._events.kept,
             **self.engine.pool.gauges(),
             **{f"handoffs_in_{name}": count for name, count in self.reservations.gauges().items()},
         }
-        counts = {**self.reservations.counts, **self.decode.counts}
-        counts |= {"preempted": self._preempted, **self.engine.counts}
+        counts = {**self.reservations.counts, **self.decode.counts, **self.engine.counts}
         info = {"pid": os.getpid(), "links": self._peers.as_info(), "counts": counts}
         failures = self.receiver.failures + self.prefill.failures
         info["failures"] = {x: n for x, n in failures.items() if x != AbortedError.reason}
@@ -236,13 +234,11 @@ class Worker:
 
     def _room(self) -> Load:
         """What it could take now: reservations count as sequences that are here."""
-        engine, pool, gauges = self._load, self.engine.pool, self.reservations.gauges()
-        spare = int(pool.arena.nbytes * self.config.engine.watermark)
+        engine, gauges = self.engine.load, self.reservations.gauges()
         here = gauges["reservations"] + gauges["running"]
         slots = min(engine.slots, self.config.engine.max_sequences - here)
         waiting = 0 if self.engine.may_reserve() else max(1, engine.waiting)
-        free_bytes = max(0, pool.arena.nbytes - pool.used_bytes - spare)
-        return Load(free_bytes, max(0, slots), waiting, self.role)
+        return Load(engine.free_bytes, max(0, slots), waiting, self.role)
 
     # -- threads
 
@@ -344,8 +340,6 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _step(self, output: StepOutput) -> None:
-        self._load = output.load
-        self._preempted += len(output.preempted)
         self.prefill.step([*output.prefilled, *output.failed])
         self._events.say(self.decode.step([*output.tokens, *output.moved, *output.failed]))
 

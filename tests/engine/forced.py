@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay, Token
+from disagg.engine.messages import Prefill, Token
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from tests.engine.serving import MAX_STEPS, StandIn, make_engine, request
@@ -65,10 +65,10 @@ def make_forced(runner: Runner, **config: Any) -> tuple[Engine, ForcedRunner]:
     return make_engine(forced, **config), forced
 
 
-def collect(engine: Engine, forced: ForcedRunner, preempted: list[str] | None = None) -> list[Said]:
+def collect(engine: Engine, forced: ForcedRunner, preempted: set[str] | None = None) -> list[Said]:
     """All tokens until nothing is left, in order; the pool must be whole and empty then.
 
-    preempted: gets the requests that were
+    preempted: gets the requests that waited again when they had said something
     """
     found: list[Said] = []
     for _ in range(MAX_STEPS):
@@ -78,7 +78,7 @@ def collect(engine: Engine, forced: ForcedRunner, preempted: list[str] | None = 
         output = engine.step()
         assert not output.failed, output.failed
         if preempted is not None:
-            preempted += output.preempted
+            preempted |= {x.rid for x in engine._scheduler.waiting if x.emitted}
         known = len(output.tokens) - len(forced.logits)  # said once more, before the step
         rows = [torch.empty(0)] * known + list(forced.logits)
         found += [Said(*pair) for pair in zip(output.tokens, rows, strict=True)]
@@ -98,7 +98,7 @@ def forced_logits(
     """Serve prompts that arrive together, each with a codec of its own; the pool ends up empty."""
     engine, forced = make_forced(runner, **config)
     for rid, prompt in prompts.items():
-        engine.submit(Replay(request(rid, prompt, codecs[rid], max_tokens)))
+        engine.submit(Prefill(request(rid, prompt, codecs[rid], max_tokens)))
     found: dict[str, list[Tensor]] = {rid: [] for rid in prompts}
     for said in collect(engine, forced):
         assert said.token.index == len(found[said.token.rid])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay, StepOutput
+from disagg.engine.messages import Prefill, StepOutput
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
@@ -76,6 +76,6 @@ def serve(
 ) -> list[list[int]]:
     """Greedy continuations of prompts that arrive together."""
     for index, prompt in enumerate(prompts):
-        engine.submit(Replay(request(str(index), prompt, codec, max_tokens, **how)))
+        engine.submit(Prefill(request(str(index), prompt, codec, max_tokens, **how)))
     found = answers(run_until_idle(engine))
     return [found[str(index)] for index in range(len(prompts))]

@@ -9,9 +9,7 @@ from itertools import pairwise
 import pytest
 
 from disagg.codecs import codec_names
-from disagg.engine.messages import Replay
 from tests.engine.forced import allowed, forced_logits
-from tests.engine.serving import answers, make_engine, request, run_until_idle
 from tests.model.tiny import random_prompt
 from tests.synthetic import relative_error
 
@@ -21,15 +19,6 @@ EIGHT = ["raw", KIVI, "pertoken:bits=4", "kcvt:bits=4", "gear:bits=2,backbone=ki
 EIGHT += ["ott:skip_layers=0", "decoquant", "alignedkv"]
 SINKS = [KIVI, f"{KIVI},sink=64", "banded:bits=3", "banded:bits=2,sink=0"]
 ALIKE = ["raw", KIVI, MIXED, "raw:dtype=fp16", "kivi:bits=4,group=32,residual=0"]
-
-
-def test_eight_sequences_with_eight_codecs_decode_in_one_step(runner):
-    engine = make_engine(runner)
-    for codec in EIGHT:
-        engine.submit(Replay(request(codec, random_prompt(240), codec, 50)))
-    outputs = run_until_idle(engine)
-    assert max(len(output.tokens) for output in outputs) == len(EIGHT)
-    assert {x: len(answer) for x, answer in answers(outputs).items()} == dict.fromkeys(EIGHT, 50)
 
 
 @pytest.mark.parametrize(

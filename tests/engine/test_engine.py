@@ -9,9 +9,10 @@ import torch
 
 from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Prefill, Replay, StepOutput
+from disagg.engine.messages import Abort, Admit, Prefill, StepOutput
 from disagg.model.runner import Runner
 from disagg.page import Kind
+from disagg.state import allocate_group
 from disagg.wire import Item
 from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
@@ -62,7 +63,7 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
     engine, forced = make_forced(runner)
     emitted = [token_at(99 + index) for index in range(known)]
-    engine.submit(Replay(request("again", random_prompt(100), codec, 140), tuple(emitted)))
+    engine.submit(Prefill(request("again", random_prompt(100), codec, 140), emitted=tuple(emitted)))
     first, *tokens = collect(engine, forced)
     assert (first.token.index, first.token.token) == (known - 1, emitted[-1])
     assert [said.token.index for said in tokens] == list(range(known, 140))
@@ -83,8 +84,8 @@ def test_preempted_sequences_lose_nothing(runner, codec, lengths, tokens, mib):
     expected = forced_logits(runner, prompts, dict.fromkeys(prompts, codec), tokens)
     tight, forced = make_forced(runner, arena_bytes=mib << 20, watermark=0.0)
     for rid, prompt in prompts.items():
-        tight.submit(Replay(request(rid, prompt, codec, tokens)))
-    preempted: list[str] = []
+        tight.submit(Prefill(request(rid, prompt, codec, tokens)))
+    preempted: set[str] = set()
     said = collect(tight, forced, preempted)
     assert preempted
     assert "0" not in preempted
@@ -99,7 +100,7 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     prompt = random_prompt(200)
     (expected,) = serve(make_engine(runner), [prompt], "raw", 300)
     engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("big", prompt, "raw", 300, ignore_eos=True)))
+    engine.submit(Prefill(request("big", prompt, "raw", 300, ignore_eos=True)))
     outputs = run_until_idle(engine)
     assert not any(output.failed for output in outputs)
     *tokens, last = [token for output in outputs for token in output.tokens]
@@ -118,10 +119,10 @@ def test_who_lies_scattered_over_slabs_starts_again_alone_before_its_answer_is_c
     engine = make_engine(runner, arena_bytes=4 << 18, watermark=0.0)
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):
         how = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
-        engine.submit(Replay(how))
+        engine.submit(Prefill(how))
     outputs = run_until_idle(engine)
     assert [len(answer) for answer in answers(outputs).values()] == [150] * 3
-    assert sum(len(output.preempted) for output in outputs) < 6  # who finds no room waits for it
+    assert engine.counts["preempted"] < 6  # who finds no room waits for it
 
 
 def test_prefill_offers_every_item_once_and_holds_the_records(runner):
@@ -140,15 +141,6 @@ def test_prefill_offers_every_item_once_and_holds_the_records(runner):
     assert sorted(item for items in handoff.events[1:] for item in items) == sorted(expected)
     assert plan.nbytes(n) == engine.pool.used_bytes
     assert done.encode_ms > 0
-    engine.submit(Abort("a"))
-    run_until_idle(engine)
-
-
-def test_items_of_early_layers_are_offered_before_the_last_layer_computes(runner):
-    engine, handoff = make_engine(runner), Recorder()
-    engine.submit(Prefill(request("a", random_prompt(100), KIVI, 10), handoff))
-    engine.step()
-    assert [items[0].layer for items in handoff.events[1:]] == [0, 1, 2]
     engine.submit(Abort("a"))
     run_until_idle(engine)
 
@@ -173,17 +165,11 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
 
 
 def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner):
-    engine, handoff = make_engine(runner), Recorder()
-    engine.submit(Prefill(request("p", random_prompt(20), KIVI, 1), handoff))
-    (done,) = steps_until_prefilled(engine)[-1].prefilled
-    assert done.finish_reason == "length"
-    engine.pool.retain([page for state in handoff.groups for page in state.ids()])
-    engine.submit(Abort("p"))
-    engine.submit(
-        Admit(request("d", random_prompt(20), KIVI, 1), handoff.groups, (done.first_token,))
-    )
+    engine = make_engine(runner)
+    groups = tuple(allocate_group(group, 20, engine.pool) for group in engine.plan(KIVI).groups)
+    engine.submit(Admit(request("d", random_prompt(20), KIVI, 1), groups, (7,)))
     (token,) = [token for output in run_until_idle(engine) for token in output.tokens]
-    assert (token.index, token.token, token.finish_reason) == (0, done.first_token, "length")
+    assert (token.index, token.token, token.finish_reason) == (0, 7, "length")
 
 
 def test_an_end_of_text_stops_unless_it_is_ignored(runner):
@@ -193,8 +179,8 @@ def test_an_end_of_text_stops_unless_it_is_ignored(runner):
     whole = list(expected.tokens)
     stop = whole[6]
     ends = make_engine(with_eos(runner, stop))
-    ends.submit(Replay(request("stop", prompt, "raw", 20)))
-    ends.submit(Replay(request("on", prompt, "raw", 20, ignore_eos=True)))
+    ends.submit(Prefill(request("stop", prompt, "raw", 20)))
+    ends.submit(Prefill(request("on", prompt, "raw", 20, ignore_eos=True)))
     outputs = run_until_idle(ends)
     last = {t.rid: t for output in outputs for t in output.tokens if t.finish_reason}
     assert last["stop"].index == whole.index(stop)
@@ -216,11 +202,11 @@ def test_an_answer_ends_where_the_context_does(runner):
 def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
     engine = make_engine(runner, max_batch_tokens=40, max_sequences=3)
     for rid in ("decodes", "stays"):
-        engine.submit(Replay(request(rid, random_prompt(15), KIVI, 50)))
+        engine.submit(Prefill(request(rid, random_prompt(15), KIVI, 50)))
     engine.submit(Prefill(request("prefills", random_prompt(200), KIVI, 50), Recorder()))
-    engine.submit(Replay(request("waits", random_prompt(200), KIVI, 50)))
-    load = engine.step().load
-    assert (load.running, load.waiting) == (3, 1)
+    engine.submit(Prefill(request("waits", random_prompt(200), KIVI, 50)))
+    engine.step()
+    assert (engine.load.running, engine.load.waiting) == (3, 1)
     for rid in ("waits", "prefills", "decodes", "nobody"):
         engine.submit(Abort(rid))
     outputs = run_until_idle(engine)
@@ -230,14 +216,16 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
 def test_an_engine_says_what_it_could_take_now(runner):
     engine = make_engine(runner, arena_bytes=4 << 20, watermark=0.25, max_sequences=3)
     for rid in ("decodes", "holds", "too many", "even more"):
-        engine.submit(Replay(request(rid, random_prompt(100), "raw", 50)))
-    load = engine.step().load
+        engine.submit(Prefill(request(rid, random_prompt(100), "raw", 50)))
+    engine.step()
+    load = engine.load
     assert (load.running, load.waiting, load.slots) == (3, 1, 0)
     assert load.free_bytes == (3 << 20) - engine.pool.used_bytes
     assert not engine.may_reserve()
     for rid in ("holds", "too many"):
         engine.submit(Abort(rid))
-    load = engine.step().load
+    engine.step()
+    load = engine.load
     assert (load.running, load.waiting, load.slots) == (2, 0, 1)
     assert engine.may_reserve()
     run_until_idle(engine)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from disagg.engine.messages import Drain, Replay, StepOutput
+from disagg.engine.messages import Drain, Prefill, StepOutput
 from disagg.errors import (
     ConfigError,
     PeerLostError,
@@ -29,7 +29,7 @@ KIVI = "kivi:bits=2,group=64,residual=64"
 )
 def test_requests_that_can_never_be_served_fail_at_once(runner, prompt, codec, error):
     engine = make_engine(runner, arena_bytes=1 << 20)
-    engine.submit(Replay(request("a", prompt, codec, 4)))
+    engine.submit(Prefill(request("a", prompt, codec, 4)))
     (failed,) = engine.step().failed
     assert isinstance(failed.error, error)
     assert engine.idle
@@ -41,8 +41,8 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
     config = {"workspace_bytes": room, "arena_bytes": 4 << 20, "watermark": 0.0}
     engine = make_engine(runner, max_batch_tokens=64, **config)
     for i in range(12):
-        engine.submit(Replay(request(f"{i}", random_prompt(60 + 12 * i), codec, 8)))
-        engine.submit(Replay(request(f"long {i}", random_prompt(201), codec, 8)))
+        engine.submit(Prefill(request(f"{i}", random_prompt(60 + 12 * i), codec, 8)))
+        engine.submit(Prefill(request(f"long {i}", random_prompt(201), codec, 8)))
     outputs, most = [], 0
     while not engine.idle:
         outputs.append(engine.step())
@@ -61,7 +61,7 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
 def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):
     engine = make_engine(runner)
     for _ in range(2):
-        engine.submit(Replay(request("a", [1, 2, 3], KIVI, 4)))
+        engine.submit(Prefill(request("a", [1, 2, 3], KIVI, 4)))
     outputs = run_until_idle(engine)
     assert [failed.error.reason for output in outputs for failed in output.failed] == ["request"]
     assert len([token for output in outputs for token in output.tokens]) == 4
@@ -69,9 +69,9 @@ def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):
 
 def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     engine = make_engine(runner)
-    engine.submit(Replay(request("old", [1, 2, 3], KIVI, 4)))
+    engine.submit(Prefill(request("old", [1, 2, 3], KIVI, 4)))
     engine.submit(Drain())
-    engine.submit(Replay(request("new", [1, 2, 3], KIVI, 4)))
+    engine.submit(Prefill(request("new", [1, 2, 3], KIVI, 4)))
     outputs: list[StepOutput] = []
     engine.run(outputs.append)
     (failed,) = [failed for output in outputs for failed in output.failed]

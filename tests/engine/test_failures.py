@@ -9,7 +9,7 @@ import torch
 from disagg.engine import engine as engine_module
 from disagg.engine import steps as steps_module
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Failed, Prefill, Replay
+from disagg.engine.messages import Abort, Admit, Failed, Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import CapacityError, DisaggError, RequestError
 from disagg.model import attention as attention_module
@@ -45,9 +45,9 @@ def failures(engine: Engine) -> list[Failed]:
 def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: Any) -> DisaggError:
     """Serve good prompts beside one that breaks: the error of that; the others are answered."""
     engine, good = make_engine(runner, **config), random_prompt(70)
-    engine.submit(Replay(request("good", good, KIVI, 12)))
+    engine.submit(Prefill(request("good", good, KIVI, 12)))
     break_one(engine)
-    engine.submit(Replay(request("late", good, KIVI, 12)))
+    engine.submit(Prefill(request("late", good, KIVI, 12)))
     outputs = run_until_idle(engine)
     for name in ("good", "late"):
         said = [x.index for output in outputs for x in output.tokens if x.rid == name]
@@ -78,7 +78,7 @@ def test_an_encoder_that_breaks_ends_its_request_alone(runner, monkeypatch):
 
     monkeypatch.setattr(engine_module, "write_prompt", write_prompt)
     prompt = random_prompt(BROKEN)
-    error = serve_beside(runner, lambda x: x.submit(Replay(request("bad", prompt, KIVI, 4))))
+    error = serve_beside(runner, lambda x: x.submit(Prefill(request("bad", prompt, KIVI, 4))))
     assert isinstance(error, CapacityError)
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_whose_exact_kv_finds_no_memory_fails_alone(runner, monkeypatch
         reserve(self, *args)
 
     monkeypatch.setattr(Workspace, "reserve", fail)
-    bad = Replay(request("bad", random_prompt(BROKEN), KIVI, 4))
+    bad = Prefill(request("bad", random_prompt(BROKEN), KIVI, 4))
     error = serve_beside(runner, lambda engine: engine.submit(bad), max_batch_tokens=40)
     assert isinstance(error, CapacityError)
     assert "exact KV of a prompt of 90 tokens" in str(error)
@@ -103,7 +103,7 @@ def test_parameters_that_cannot_be_followed_end_their_request_alone(runner):
     params = SamplingParams(max_tokens=4)
     object.__setattr__(params, "temperature", 10**400)
     bad = Request("bad", tuple(random_prompt(BROKEN)), params, KIVI)
-    error = serve_beside(runner, lambda engine: engine.submit(Replay(bad)))
+    error = serve_beside(runner, lambda engine: engine.submit(Prefill(bad)))
     assert error.reason == "internal"
 
 
@@ -144,7 +144,7 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     owner = owners.get(what, engine)
     monkeypatch.setattr(owner, what, Fuse(getattr(owner, what), at, done))
     for rid in ("a", "b"):
-        engine.submit(Replay(request(rid, random_prompt(126), KIVI, 9)))
+        engine.submit(Prefill(request(rid, random_prompt(126), KIVI, 9)))
     assert {x.rid for x in failures(engine)} == {"a", "b"}
     assert not engine.pool.used_bytes
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
@@ -172,7 +172,7 @@ def test_pages_are_given_back_only_when_the_kernels_that_read_them_have_ended(ru
     monkeypatch.setattr(engine_module, "wait_for_kernels", wait)
     monkeypatch.setattr(engine.pool, "release", give_back)
     for rid, n in (("seals", 126), ("ends", 20), ("leaves", 200)):
-        engine.submit(Replay(request(rid, random_prompt(n), KIVI, 9)))
+        engine.submit(Prefill(request(rid, random_prompt(n), KIVI, 9)))
     engine.step()
     engine.submit(Abort("leaves"))
     run_until_idle(engine)
@@ -195,11 +195,11 @@ def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_agai
 
     monkeypatch.setattr(attention_module, "attend_exact", short_of_memory)
     engine = make_engine(runner)
-    engine.submit(Replay(request("decoding", good, KIVI, 12)))
+    engine.submit(Prefill(request("decoding", good, KIVI, 12)))
     engine.step()
     engine.step()
     for name, prompt in (("beside", good), ("bad", bad)):
-        engine.submit(Replay(request(name, prompt, KIVI, 12)))
+        engine.submit(Prefill(request(name, prompt, KIVI, 12)))
     outputs = run_until_idle(engine)
     (failed,) = [failed for output in outputs for failed in output.failed]
     assert (failed.rid, type(failed.error)) == ("bad", CapacityError)
@@ -219,7 +219,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(runner):
         raise KeyboardInterrupt
 
     stand_in.forward = interrupted
-    engine.submit(Replay(request("first", random_prompt(70), KIVI, 4)))
+    engine.submit(Prefill(request("first", random_prompt(70), KIVI, 4)))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.submit(Abort("first"))

@@ -7,7 +7,7 @@ import pytest
 from disagg.codecs.h2o import H2O
 from disagg.codecs.registry import codec_names
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Prefill, Replay
+from disagg.engine.messages import Abort, Prefill
 from disagg.model.cache import LAST_QUERIES
 from disagg.page import RAW_TOKENS
 from disagg.transfer.records import ArenaSource, Checklist
@@ -97,7 +97,7 @@ def test_nothing_is_known_where_it_is_turned_off(runner):
 def test_chunks_of_a_prompt_that_is_given_up_are_of_use_to_the_next(runner):
     engine = make_engine(runner, max_batch_tokens=64)
     prompt = random_prompt(200)
-    engine.submit(Replay(request("gone", prompt, "raw", 2)))
+    engine.submit(Prefill(request("gone", prompt, "raw", 2)))
     engine.step()
     engine.submit(Abort("gone"))
     run_until_idle(engine)
@@ -107,7 +107,7 @@ def test_chunks_of_a_prompt_that_is_given_up_are_of_use_to_the_next(runner):
 
 def test_a_step_that_breaks_leaves_nothing_to_share(runner):
     engine = make_engine(StandIn(runner, Fuse(runner.forward, at=1, done=True)))
-    engine.submit(Replay(request("a", random_prompt(100), "raw", 2)))
+    engine.submit(Prefill(request("a", random_prompt(100), "raw", 2)))
     assert engine.step().failed
     assert not engine.pool.cached_pages
     assert serve(engine, [random_prompt(100)], "raw", 2) == serve(
@@ -158,7 +158,7 @@ def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
             del chat[64:]
         expected += RAW_TOKENS * ideal.known(tuple(chat))
         total += len(chat)
-        load.engine.submit(Replay(request(str(number), chat, "kivi:bits=2", 1)))
+        load.engine.submit(Prefill(request(str(number), chat, "kivi:bits=2", 1)))
         while not load.engine.idle:
             load.engine.step()
     computed, cached = counted(load.engine)
@@ -170,7 +170,7 @@ def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
 
 def test_who_starts_again_has_nothing_of_its_own_as_cached(runner):
     engine = make_engine(runner)
-    engine.submit(Replay(request("a", random_prompt(130), "kivi", 3)))
+    engine.submit(Prefill(request("a", random_prompt(130), "kivi", 3)))
     outputs = [engine.step()]
     victim = engine._scheduler.preempt()
     engine._requeued(victim)

@@ -8,39 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.engine.sampler import Sampled, logprobs_of, uniform
-from disagg.engine.sampler import sample as sample_requests
+from disagg.engine.sampler import Sampled, logprobs_of, sample, uniform
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import RequestError
 
-SHARES = [0.5, 0.05, 0.3, 0.15]
-LOGITS = torch.log(torch.tensor([SHARES]))
+LOGITS = torch.log(torch.tensor([[0.5, 0.05, 0.3, 0.15]]))
 EOS = 3
 
 
 def ask(prompt: Sequence[int] = (1,), **params: Any) -> Request:
     return Request("r", tuple(prompt), SamplingParams(**params), "raw")
-
-
-def sample(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
-    """Tokens by parameters and index alone: what was said before does not matter to them."""
-    requests = [Request("r", (1,), choice, "raw") for choice in params]
-    said = [[0] * index for index in indices]
-    return [sampled.token for sampled in sample_requests(logits, requests, said)]
-
-
-def test_frequencies_follow_the_probabilities():
-    count = 2000
-    asked = [SamplingParams(temperature=1.0)] * count
-    tokens = sample(LOGITS.expand(count, -1), asked, range(count))
-    assert [tokens.count(x) / count for x in range(4)] == pytest.approx(SHARES, abs=0.04)
-
-
-def test_another_index_or_seed_draws_another_token():
-    row = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).expand(40, -1)
-    seeds = [SamplingParams(temperature=1.0, seed=x) for x in range(40)]
-    assert len(set(sample(row, seeds[:1] * 40, range(40)))) > 10
-    assert len(set(sample(row, seeds, [0] * 40))) > 10
 
 
 def test_uniform_numbers_are_fixed_for_ever():
@@ -49,13 +26,13 @@ def test_uniform_numbers_are_fixed_for_ever():
 
 
 def test_equal_tokens_beyond_top_k_are_not_kept():
-    params = SamplingParams(temperature=1.0, top_k=3)
-    assert {*sample(torch.zeros(99, 50), [params] * 99, range(99))} == {0, 1, 2}
+    requests, said = [ask(temperature=1.0, top_k=3)] * 99, [[0] * index for index in range(99)]
+    assert {x.token for x in sample(torch.zeros(99, 50), requests, said)} == {0, 1, 2}
 
 
 def test_log_probabilities_are_the_models_whatever_sampling_does():
     params: dict[str, Any] = {"logprobs": 2, "temperature": 2.0, "logit_bias": [(1, 100.0)]}
-    (sampled,) = sample_requests(LOGITS, [ask(**params)], [[]])
+    (sampled,) = sample(LOGITS, [ask(**params)], [[]])
     assert sampled.token == 1
     own, likeliest = sampled.logprobs
     assert own == pytest.approx(math.log(0.05))
@@ -66,7 +43,7 @@ def test_log_probabilities_are_the_models_whatever_sampling_does():
 def test_rows_get_as_many_of_the_likeliest_as_they_want_and_others_none():
     rows = LOGITS.expand(4, -1)
     wanted = (None, 0, 3, 99)
-    found = sample_requests(rows, [ask(logprobs=count) for count in wanted], [[]] * 4)
+    found = sample(rows, [ask(logprobs=count) for count in wanted], [[]] * 4)
     assert found[0] == Sampled(0)
     assert [len(x.logprobs[1]) for x in found[1:] if x.logprobs] == [0, 3, 4]
     assert logprobs_of(rows[:0], torch.tensor([], dtype=torch.int64), []) == []
@@ -134,10 +111,10 @@ def test_a_batch_of_anything_gives_each_row_what_it_gets_alone_and_by_the_book(r
     requests = [ask([*prompt, 1], **params) for params, prompt, _ in rows]
     emitted = [said for *_, said in rows]
     before = logits.clone()
-    together = sample_requests(logits, requests, emitted, [EOS])
+    together = sample(logits, requests, emitted, [EOS])
     for i, sampled in enumerate(together):
         row, request, said = logits[i : i + 1], requests[i : i + 1], emitted[i : i + 1]
-        assert sample_requests(row, request, said, [EOS]) == [sampled]
+        assert sample(row, request, said, [EOS]) == [sampled]
         assert sampled.token == plainly(logits[i], requests[i], emitted[i])
     assert torch.equal(logits, before)
 
@@ -170,4 +147,4 @@ def test_a_row_of_no_numbers_is_refused(temperature, logit, penalty):
     """Not a token behind the vocabulary, which would break all that decode beside it."""
     requests = [ask(temperature=temperature, repetition_penalty=penalty)]
     with pytest.raises(RequestError, match="no token can be drawn"):
-        sample_requests(torch.tensor([[0.5, logit, 1.0]]), requests, [[]])
+        sample(torch.tensor([[0.5, logit, 1.0]]), requests, [[]])

@@ -2,7 +2,7 @@ import pytest
 
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.engine.scheduler import Scheduler, urgency
-from disagg.engine.sequence import Request, SamplingParams, Sequence, Status
+from disagg.engine.sequence import ARROWS, Request, SamplingParams, Sequence, Status
 from disagg.errors import CapacityError
 from disagg.pool import HostArena, Pool
 
@@ -153,3 +153,13 @@ def test_who_was_preempted_waits_until_the_others_have_less():
     assert not scheduler.admit(victim)
     scheduler.remove(first)
     assert scheduler.admit(victim)
+
+
+def test_every_state_can_end_and_the_end_is_final():
+    assert set(ARROWS) == set(Status)
+    assert all(Status.DONE in after for before, after in ARROWS.items() if before != Status.DONE)
+    assert ARROWS[Status.DONE] == ()
+    ended = sequence(0, 1)
+    ended.enter(Status.DONE)
+    with pytest.raises(AssertionError, match="done does not become decode"):
+        ended.enter(Status.DECODE)

@@ -17,7 +17,7 @@ from torch import Tensor
 from disagg.codecs.planning import KVShape
 from disagg.config import EngineConfig
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Replay, StepOutput
+from disagg.engine.messages import Prefill, StepOutput
 from disagg.engine.sequence import AGEING_S, Request, SamplingParams, urgency
 from disagg.model.attention import Batch
 from disagg.model.cache import Workspace
@@ -55,7 +55,7 @@ class Load:
     def submit(self, name: int, length: int, max_tokens: int = 1) -> None:
         self.lengths[name], self.born[name] = length, self.now
         params = SamplingParams(max_tokens=max_tokens)
-        self.engine.submit(Replay(Request(str(name), (name,) * length, params, "raw")))
+        self.engine.submit(Prefill(Request(str(name), (name,) * length, params, "raw")))
 
     def step(self) -> StepOutput:
         output = self.engine.step()

@@ -12,7 +12,7 @@ from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.layer import StepLayers
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.config import EngineConfig
-from disagg.engine.messages import Move, Replay
+from disagg.engine.messages import Move, Prefill
 from disagg.engine.prefixes import MODEL
 from disagg.errors import PromptTooLongError
 from disagg.llm import LLM, SamplingParams
@@ -88,7 +88,7 @@ def test_dropping_what_no_query_sees_changes_no_answer(path, codec, monkeypatch)
 def test_pages_behind_the_window_are_freed_while_decoding(path):
     engine = make_engine(Runner.load(path))
     plan = engine.plan(KIVI)
-    engine.submit(Replay(request("a", random_prompt(300), KIVI, 200)))
+    engine.submit(Prefill(request("a", random_prompt(300), KIVI, 200)))
     engine.step()
     while not engine.idle:
         engine.step()
@@ -127,7 +127,7 @@ def test_layers_with_windows_prefill_in_the_room_that_they_need(path):
     room = exact_bytes(runner.shape, sum(rooms)) // 3
     for workspace_bytes in (room, room - 1):
         engine = make_engine(runner, max_batch_tokens=chunk, workspace_bytes=workspace_bytes)
-        engine.submit(Replay(request("a", random_prompt(PROMPT), "raw", ANSWER)))
+        engine.submit(Prefill(request("a", random_prompt(PROMPT), "raw", ANSWER)))
         outputs, held = [], [0]
         while not engine.idle:
             outputs.append(engine.step())
@@ -157,7 +157,7 @@ def test_a_longer_prompt_shares_what_it_sees_of_a_shorter_one(path, codec):
 @pytest.mark.parametrize("count", range(396, 404))
 def test_a_sequence_can_stop_anywhere_and_have_what_its_windows_need(path, count):
     engine, handoff = make_engine(Runner.load(path)), Nowhere()
-    engine.submit(Replay(request("a", random_prompt(380), "raw", 100)))
+    engine.submit(Prefill(request("a", random_prompt(380), "raw", 100)))
     engine.step()
     engine.submit(Move("a", count, handoff))
     while not any((output := engine.step()).moved):

@@ -1,8 +1,8 @@
 """Two plain workers in this process, real gRPC on the loopback, and a router on the test's loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from disagg.transfer.security import Security
 from disagg.workers.router import Output, Peer, Router
 from disagg.workers.worker import Worker
 from tests.transfer.peer import until
-from tests.workers.fakes import collect
 
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -51,8 +50,9 @@ class House:
         self.add("d", Role.DECODE, runners[1])
 
     async def kill(self, name: str) -> None:
-        """End a worker at once, in the middle of whatever it does."""
+        """End a worker at once, in the middle of whatever it does; its last words are not heard."""
         worker = self.workers.pop(name)
+        self.router.peers[name].task.cancel()
         await asyncio.to_thread(worker.stop, 0.0)
         await until(lambda: worker.wait(0.0))
         self.router.died(name)
@@ -132,3 +132,21 @@ def alone(prompt: Prompt, codec: str, max_tokens: int = 12) -> list[int]:
     """What one process says that shares nothing."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return list(LLM(codec=codec).generate([prompt], params)[0].tokens)
+
+
+async def collect(
+    outputs: AsyncGenerator[Output], said: list[int] | None = None
+) -> tuple[list[int], Output]:
+    """Tokens and end of an answer. said: where tokens are as soon as they come"""
+    tokens = [] if said is None else said
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.token is not None:
+                tokens.append(output.token)
+    return tokens, output
+
+
+async def leave(asking: asyncio.Task) -> None:
+    """The client of an answer goes away."""
+    asking.cancel()
+    await asyncio.wait([asking])

@@ -4,21 +4,27 @@ from dataclasses import replace
 
 from disagg.config import Config
 from disagg.errors import TransferError
-from disagg.transfer.messages import Role, TokenEvent, Work
-from disagg.workers.actions import Reserve, Start
+from disagg.transfer.messages import Role, TokenEvent
+from disagg.workers.actions import Reserve
 from disagg.workers.members import Started
-from tests.workers.fakes import Rules
 from tests.workers.pairs import paired
+from tests.workers.rules import Rules
 from tests.workers.test_dispatch import GRANT, job, only
 
 CODECS = ["fp8", "raw:dtype=fp16", "kivi:bits=4,group=64,residual=64"]
 SIZES = {"raw": {1024: 2048, 4096: 8192}, "fp8": {1024: 1124, 4096: 4196}}
 
 
-def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
+def listed() -> Rules:
+    """A prefill and a decode worker that list two codecs."""
     rules = Rules()
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         rules.worker_up(Started(name, role, name, 1, sizes=SIZES), 0.0)
+    return rules
+
+
+def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
+    rules = listed()
     learned = {"attention_error": {"raw": [0.0], "fp8": [0.1]}, "link_bytes_per_s": 350.0}
     rules.choices.learn(learned, ("p", "d"))
     asked = replace(job(tokens=300), codec="auto")
@@ -35,9 +41,7 @@ def test_a_request_keeps_its_codec_when_it_starts_again() -> None:
 
 
 def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
-    rules = Rules()
-    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        rules.worker_up(Started(name, role, name, 1, sizes=SIZES), 0.0)
+    rules = listed()
     rules.submit(replace(job("default", tokens=1024), codec=""), 0.0)
     rules.submit(replace(job("spelled", tokens=1024), codec="raw:dtype=model"), 0.0)
     assert [x.nbytes for x in rules.entries.values()] == [2048, 2048]
@@ -45,15 +49,6 @@ def test_who_names_no_codec_is_ahead_with_its_bytes() -> None:
     rules.choices.learn(learned, ("p", "d"))
     rules.submit(replace(job(tokens=300), codec="auto"), 0.0)
     assert rules.entries["r"].job.codec == "fp8", "464 bytes cross in time behind the others"
-
-
-def test_local_work_is_late_on_no_link() -> None:
-    rules = Rules()
-    rules.worker_up(Started("b", Role.BOTH, "b", 1, sizes=SIZES), 0.0)
-    rules.choices.learn({"attention_error": {"raw": [0.0], "fp8": [0.1]}}, ("b", "b"))
-    (start,) = only(Start, rules.submit(replace(job(tokens=300), codec="auto"), 0.0))
-    assert isinstance(start, Start)
-    assert (start.work, start.job.codec) == (Work.LOCAL, "raw")
 
 
 async def test_the_most_accurate_is_taken_once_errors_are_known(runners, story):

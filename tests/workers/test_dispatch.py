@@ -19,7 +19,7 @@ from disagg.transfer.messages import Grant, Job, Load, Role, TokenEvent, Work
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
 from disagg.workers.dispatch import MOVE_TOKENS, SPEAKS_S, Phase
 from disagg.workers.members import Started
-from tests.workers.fakes import Rules
+from tests.workers.rules import Rules
 
 GRANT = Grant(7, 1)
 ROOM = Load(1 << 30, 10)
@@ -101,6 +101,7 @@ def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
     assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
     assert dispatch.tick(0.05) == []
     assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, left_s=99.9))]
+    assert dispatch.known("d") == {"r": 1}
 
 
 def test_an_end_that_counts_more_tokens_than_arrived_is_no_end() -> None:
@@ -205,22 +206,20 @@ def test_an_answer_that_ends_before_it_has_moved_frees_the_room_that_it_was_prom
     assert ended == [Deliver("r", "stop"), Forget("d", "r", 1), Forget("d2", "r", 1)]
 
 
-def test_a_sequence_that_finds_no_room_decodes_on_and_asks_again() -> None:
-    dispatch = leaving()
-    assert dispatch.refused("d2", "r", 1, CapacityError("full"), 1.0) == []
-    assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
-    moved = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + MOVE_TOKENS)
-    assert dispatch.tick(2.0) == [Reserve("d2", moved)]
-
-
-def test_a_sequence_that_is_refused_decodes_on_and_asks_another() -> None:
+@pytest.mark.parametrize(
+    ("error", "next_one"), [(CapacityError("full"), "d2"), (LayoutError("no such plan"), "d3")]
+)
+def test_a_sequence_that_is_refused_decodes_on_and_asks_again(
+    error: DisaggError, next_one: str
+) -> None:
+    """Who was full is asked once more, who said anything else is not."""
     dispatch = leaving()
     join(dispatch, "d3", 1.0)
-    error = LayoutError("no such plan")
     assert dispatch.refused("d2", "r", 1, error, 1.0) == []
     assert dispatch.token("d", "r", 1, 1, 8, 1.0) == [Deliver("r", 8)]
-    assert [x.worker for x in only(Reserve, dispatch.tick(2.0))] == ["d3"]
-    dispatch.refused("d3", "r", 1, RequestError("nobody can"), 2.0)
+    moved = replace(at(job(length=100), 1, 7, 8), moved=3 + 2 + MOVE_TOKENS)
+    assert dispatch.tick(2.0) == [Reserve(next_one, moved)]
+    dispatch.refused(next_one, "r", 1, RequestError("nobody can"), 2.0)
     assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.DECODE, 0)
 
 
@@ -242,15 +241,6 @@ def test_a_sequence_that_has_outgrown_its_room_decodes_on_and_asks_for_twice_as_
     assert dispatch.refused("d", "r", 1, CapacityError("more"), 1.0) == [Reserve("d2", more)]
     assert dispatch.granted("d2", "r", 1, GRANT) == [Start("d", more, Work.MOVE, "d2", GRANT)]
     assert (dispatch.entries["r"].phase, dispatch.retries) == (Phase.MOVE, 0)
-
-
-def test_a_move_to_its_prefill_worker_that_breaks_blames_nobody_who_left() -> None:
-    dispatch = decoding()
-    dispatch.load("p", replace(ROOM, role=Role.DECODE), 1.0)
-    assert [x.worker for x in only(Reserve, leave(dispatch))] == ["p"]
-    dispatch.granted("p", "r", 1, GRANT)
-    dispatch.worker_down("d", 1.0)
-    assert dispatch.refused("p", "r", 1, PeerLostError("broken"), 2.0) == [Forget("p", "r", 1)]
 
 
 def test_one_that_is_almost_done_ends_where_it_is() -> None:
@@ -277,36 +267,33 @@ def test_a_move_that_breaks_starts_again_with_what_was_delivered(broken: str) ->
     left = {"d", "d2"} - {broken}
     assert set(only(Forget, again)) == {Forget(x, "r", 1) for x in {"p", *left}}
     (asked,) = only(Reserve, again)
-    assert asked.job.emitted == (7,)
-    assert (asked.job.attempt, asked.job.moved) == (2, 0)
+    assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
 
-def test_a_worker_that_left_before_the_other_spoke_of_what_moved_costs_nothing() -> None:
-    dispatch = moving()
-    assert dispatch.worker_down("d", 1.0) == []
-    assert dispatch.token("d2", "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
-    assert (dispatch.moves, dispatch.retries) == (1, 0)
+def left(giver: str) -> Rules:
+    """All of "r" is handed over, by p its prompt or by d the sequence; then the giver leaves."""
+    dispatch = told("p") if giver == "p" else moving()
+    leave(dispatch, giver)
+    assert dispatch.worker_down(giver, 1.0) == []
+    return dispatch
+
+
+@pytest.mark.parametrize(("giver", "taker"), [("p", "d"), ("d", "d2")])
+def test_a_worker_that_left_before_the_other_spoke_costs_nothing(giver: str, taker: str) -> None:
+    dispatch = left(giver)
+    assert dispatch.token(taker, "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
     assert dispatch.tick(50.0) == []
-    assert dispatch.worker_down("d2", 50.0) == [Forget("p", "r", 1)]
+    assert (dispatch.moves, dispatch.retries) == (giver == "d", 0)
+    dispatch.worker_down(taker, 50.0)
+    assert dispatch.retries == 1
 
 
-def test_a_prefill_worker_that_left_before_decode_spoke_costs_nothing() -> None:
-    dispatch = told("p")
-    leave(dispatch, "p")
-    assert dispatch.worker_down("p", 1.0) == []
-    assert dispatch.token("d", "r", 1, 1, 8, 2.0) == [Deliver("r", 8)]
-    assert dispatch.tick(50.0) == []
-    assert dispatch.retries == 0
-
-
-@pytest.mark.parametrize("of", ["prefill", "decode"])
-def test_what_never_arrives_of_a_worker_that_left_is_computed_again(of: str) -> None:
-    dispatch = told("p") if of == "prefill" else moving()
-    leave(dispatch, gone := "p" if of == "prefill" else "d")
-    assert dispatch.worker_down(gone, 1.0) == []
+@pytest.mark.parametrize(("giver", "taker"), [("p", "d"), ("d", "d2")])
+def test_what_never_arrives_of_a_worker_that_left_is_computed_again(giver: str, taker: str) -> None:
+    dispatch = left(giver)
     assert dispatch.tick(1.0 + SPEAKS_S - 0.1) == []
-    actions = dispatch.tick(1.0 + SPEAKS_S) + join(dispatch, f"{gone[0]}3", 7.0)
-    assert Forget("d" if of == "prefill" else "d2", "r", 1) in actions
+    actions = dispatch.tick(1.0 + SPEAKS_S) + join(dispatch, f"{giver}3", 7.0)
+    assert Forget(taker, "r", 1) in actions
     (asked,) = only(Reserve, actions)
     assert (asked.job.attempt, asked.job.emitted, asked.job.moved) == (2, (7,), 0)
 
@@ -338,36 +325,7 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 # -- local work
 
 
-def test_a_single_token_is_computed_where_its_prompt_is_and_reserves_nothing() -> None:
-    dispatch, single = house("p"), job(length=1)
-    assert dispatch.submit(single, 0.0) == [Start("p", at(single, 1), Work.LOCAL)]
-    dispatch.token("p", "r", 1, 0, 7, 0.0)
-    ended = dispatch.finished("p", "r", 1, 1, "length", 0.0)
-    assert ended == [Deliver("r", "length"), Forget("p", "r", 1)]
-
-
-def test_one_worker_of_both_roles_hands_nothing_over() -> None:
-    dispatch = house("b")
-    assert dispatch.submit(job(), 0.0) == [Start("b", at(job(), 1), Work.LOCAL)]
-
-
 # -- who gets what
-
-
-def test_a_request_waits_until_there_is_a_worker_of_each_kind() -> None:
-    dispatch = house()
-    assert dispatch.submit(job(), 0.0) == []
-    assert join(dispatch, "p", 1.0) == []
-    assert not dispatch.ready(1.0)
-    assert join(dispatch, "d", 2.0) == [Reserve("d", at(job(), 1, left_s=98.0))]
-    assert dispatch.ready(2.0)
-
-
-def test_the_least_loaded_workers_are_chosen() -> None:
-    dispatch = house("p", "d", "p2", "d2")
-    for rid in ("r0", "r1"):
-        dispatch.submit(job(rid), 0.0)
-    assert pairs(dispatch, "r0", "r1") == [("p", "d"), ("p2", "d2")]
 
 
 def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> None:
@@ -414,6 +372,10 @@ def test_a_prompt_goes_where_its_beginning_is_known() -> None:
     whys = ("prefill", "decode")
     assert [dispatch.routed[why, "nobody_knows_it"] for why in whys] == [1, 1]
     assert [dispatch.routed[why, "knows_most"] for why in whys] == [5, 5]
+    dispatch.worker_down("p", 1.0)  # what it knew dies with it
+    join(dispatch, "p", 1.0)
+    dispatch.submit(question("last", 7), 1.0)
+    assert dispatch.routed["prefill", "nobody_knows_it"] == 2
 
 
 def test_a_known_beginning_counts_as_the_tokens_that_it_saves() -> None:
@@ -448,16 +410,6 @@ def test_pages_of_a_prompt_are_worth_some_sequences_and_no_more() -> None:
     assert dispatch.routed["decode", "has_less_to_do"] == 1
 
 
-def test_what_a_worker_knew_dies_with_it() -> None:
-    dispatch = house("p", "d")
-    dispatch.submit(question("first", 0), 0.0)
-    computed(dispatch, "first")
-    dispatch.worker_down("p", 1.0)
-    join(dispatch, "p", 1.0)
-    dispatch.submit(question("second", 1), 1.0)
-    assert dispatch.routed["prefill", "nobody_knows_it"] == 2
-
-
 def test_short_prompts_stay_whole_where_they_decode() -> None:
     dispatch = house("p")
     dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=100), 0.0)
@@ -468,7 +420,7 @@ def test_short_prompts_stay_whole_where_they_decode() -> None:
     assert dispatch.submit(single, 0.0) == [Start("d", at(single, 1), Work.LOCAL)]
 
 
-def test_a_request_goes_to_the_workers_that_it_names() -> None:
+def test_a_request_goes_to_the_workers_that_it_names_while_they_are_there() -> None:
     dispatch = house("p1", "p2", "d1")
     dispatch.worker_up(Started("d2", Role.DECODE, "d2", 1, min_tokens=100), 0.0)
     wanted = ("p2", "d2"), ("p1", "d2"), ("", "d1"), ("p2", "")
@@ -477,18 +429,8 @@ def test_a_request_goes_to_the_workers_that_it_names() -> None:
     *both, third, fourth = pairs(dispatch, *"abce")
     assert both == [("p2", "d2"), ("p1", "d2")]
     assert (third[1], fourth[0]) == ("d1", "p2")
-
-
-def test_a_request_is_handed_over_between_workers_of_both_roles_where_it_names_two() -> None:
-    dispatch = house("b1", "b2")
-    assert dispatch.submit(job(), 0.0, ("b1", "b2")) == [Reserve("b2", at(job(), 1))]
-
-
-def test_a_request_goes_elsewhere_where_a_worker_that_it_names_is_gone() -> None:
-    dispatch = house("p", "d1", "d2")
-    dispatch.submit(job(), 0.0, ("p", "d2"))
     dispatch.worker_down("d2", 1.0)
-    assert pairs(dispatch, "r") == [("p", "d1")]
+    assert pairs(dispatch, "a", "b") == [("p2", "d1"), ("p1", "d1")]
 
 
 def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
@@ -518,43 +460,6 @@ def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
     dispatch.submit(job("short", 299), 12.0)  # now the third has the less work to wait for
     phases = [entry.phase for entry in dispatch.entries.values()]
     assert phases == [Phase.RESERVE, Phase.RESERVE, Phase.QUEUED, Phase.PREFILL]
-
-
-def test_waiting_makes_up_for_work() -> None:
-    dispatch = house("p", "d")
-    for rid in ("a", "b"):
-        dispatch.submit(job(rid, 10), 0.0)
-    dispatch.submit(job("long", 1500), 0.0)
-    for second in range(1, 9):
-        for rid in list(dispatch.entries):
-            if dispatch.entries[rid].phase is Phase.RESERVE:
-                begin(dispatch, "p", rid, float(second))
-                if rid == "long":
-                    return
-        for name in "xyz":
-            dispatch.submit(job(f"{name}{second}", 10), float(second))
-    raise AssertionError("the long prompt waited for all the short ones")
-
-
-def test_a_hundred_prompts_for_a_full_worker_do_not_delay_one_for_an_idle_worker() -> None:
-    """Those of 900 tokens fit nowhere; the next of 10 goes out in the very step it comes."""
-    dispatch = house("p", "d", "d2")
-    for name in ("d", "d2"):
-        dispatch.load(name, ROOM, 0.0)
-    asked = []
-    for i in range(100):
-        actions = dispatch.submit(job(f"r{i}", 900), 0.0)
-        while actions:
-            (action,) = actions
-            assert isinstance(action, Reserve)
-            asked.append(action.worker)
-            refusal = CapacityError("full")
-            event = action.job.rid, action.job.attempt
-            actions = dispatch.refused(action.worker, *event, refusal, 0.0)
-    assert asked == ["d", "d2"]  # each was asked once, for all of them
-    assert only(Reserve, dispatch.submit(job("short", 10), 0.0))
-    assert not only(Reserve, dispatch.tick(0.2))
-    assert only(Reserve, dispatch.tick(0.25))
 
 
 def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> None:
@@ -748,14 +653,6 @@ def test_health_says_when_requests_wait_and_none_gets_on() -> None:
 # -- deaths
 
 
-def test_a_dead_decode_worker_costs_no_token() -> None:
-    dispatch = told("p")
-    dispatch.token("d", "r", 1, 1, 8, 0.0)
-    assert dispatch.worker_down("d", 1.0) == [Forget("p", "r", 1)]
-    assert join(dispatch, "d2", 2.0) == [Reserve("d2", at(job(), 2, 7, 8, left_s=98.0))]
-    assert dispatch.known("d2") == {"r": 2}
-
-
 def test_a_prefill_worker_that_dies_after_the_hand_off_is_not_missed() -> None:
     dispatch = told("d")
     assert dispatch.worker_down("p", 1.0) == []
@@ -805,22 +702,6 @@ def test_a_worker_that_left_as_it_said_was_not_killed_by_what_it_computed() -> N
     assert dispatch.entries["r"].deaths == 0
 
 
-def test_who_runs_alone_has_its_prefill_worker_while_that_computes() -> None:
-    dispatch = started("p", "d")
-    begin(dispatch, "d")
-    dispatch.submit(job("alone"), 0.0)
-    dispatch.entries["alone"].alone = True
-    room(dispatch, "alone")
-    dispatch.refused("p", "alone", 1, CapacityError("x"), 0.0)
-    join(dispatch, "d2", 0.0)
-    dispatch.tick(0.5)
-    assert pairs(dispatch, "alone") == [("p", "d2")]  # though what p computed before goes on
-    assert dispatch.submit(job("next"), 0.5) == []
-    begin(dispatch, "d2", "alone", 0.5)
-    dispatch.tick(0.6)
-    assert pairs(dispatch, "next") == [("p", "d")]
-
-
 def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
     dispatch = told("d")
     dispatch.submit(job("new"), 0.0)
@@ -848,16 +729,13 @@ def test_who_runs_alone_moves_when_another_worker_is_empty() -> None:
 # -- ends
 
 
-def test_the_deadline_aborts_both_sides() -> None:
-    actions = started().tick(100.0)
-    assert actions[:2] == [Forget("p", "r", 1), Forget("d", "r", 1)]
-    assert isinstance(actions[2], Deliver)
-
-
-def test_a_stream_that_gets_tokens_never_ends_by_its_deadline() -> None:
+def test_only_a_stream_that_gets_no_tokens_ends_by_its_deadline_on_both_sides() -> None:
     dispatch = started(deadline_s=100.0)
     for i in range(50):
         now = 60.0 * i
         assert dispatch.token("d", "r", 1, i, i, now) == [Deliver("r", i)]
         assert dispatch.tick(now + 59.0) == []
-    assert isinstance(dispatch.tick(60.0 * 49 + 100.0)[-1], Deliver)
+    *forgotten, end = dispatch.tick(60.0 * 49 + 100.0)
+    assert forgotten == [Forget("p", "r", 1), Forget("d", "r", 1)]
+    assert isinstance(end, Deliver)
+    assert isinstance(end.what, DeadlineError)

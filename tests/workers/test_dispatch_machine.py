@@ -14,7 +14,7 @@ from disagg.workers import dispatch
 from disagg.workers.actions import Action, Forget, Reserve, Start
 from disagg.workers.dispatch import Phase
 from disagg.workers.members import Started
-from tests.workers.fakes import Rules
+from tests.workers.rules import Rules
 
 NAMES = st.data()
 

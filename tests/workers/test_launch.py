@@ -17,18 +17,17 @@ from disagg.transfer.security import Authority
 from disagg.workers import launch
 from disagg.workers.launch import Actor, Cluster
 from disagg.workers.members import Started
-from disagg.workers.shares import equal_share, gpu_share, of_a_share, torch_threads
+from disagg.workers.shares import gpu_share, of_a_share
 
 LOADING = object()  # an outcome that is not there yet
 
 
 @dataclass(eq=False)
 class Call:
-    """What Ray would give for a call: done or not, with a value or an error."""
+    """What Ray would give for a call: done or not, with a value or an error; what it was told."""
 
     done: bool = False
     value: Any = None
-
     told: tuple[object, ...] | None = None
 
     def remote(self, *arguments: object) -> "Call":
@@ -60,10 +59,16 @@ class FakeCluster(Cluster):
 
     def _load(self, role: Role, name: str) -> Actor:
         self.handles[name] = Handle()
-        started = Started(name, role, "127.0.0.1:1", epoch=1)
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        call = Call(outcome is not LOADING, outcome or started)
-        return Actor(role, name, self.handles[name], call)
+        actor = Actor(role, name, self.handles[name], Call(outcome is not LOADING, outcome))
+        if outcome is None:
+            self.loaded(actor)
+        return actor
+
+    def loaded(self, actor: Actor) -> None:
+        """It can be reached."""
+        actor.call.done = True
+        actor.call.value = Started(actor.name, actor.role, "127.0.0.1:1", epoch=1)
 
     def connect(self) -> None:
         self.connected += 1
@@ -128,7 +133,7 @@ def test_what_takes_workers_long_is_told_once_while_they_load():
     def look(*loading: Actor) -> str:
         doing = next(news, None)
         for actor in loading if doing is None else ():
-            actor.call.done, actor.call.value = True, Started(actor.name, actor.role, "", 1)
+            cluster.loaded(actor)
         cluster.handles["decode-0"].doing.value = doing or ""
         return Cluster._doing(cluster, *loading)
 
@@ -154,10 +159,8 @@ def test_a_service_starts_with_one_worker_of_each_role_and_tells_of_the_others(e
     cluster = FakeCluster(*outcomes, config=config)
     assert [started.name for started in cluster.start()] == [names[i] for i in early]
     assert cluster.step() == []
-    late = [actor for actor in cluster._actors if actor.started is None]
-    for actor in late:
-        actor.call.done = True
-        actor.call.value = Started(actor.name, actor.role, "127.0.0.1:1", epoch=1)
+    for actor in [actor for actor in cluster._actors if actor.started is None]:
+        cluster.loaded(actor)
         assert cluster.step() == [f"+{actor.name}"]
 
 
@@ -278,9 +281,7 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(capl
         shell.stop()
 
 
-def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cluster = FakeCluster(None, None, *[LOADING] * 1000)
     cluster.start()
@@ -290,12 +291,8 @@ def test_too_many_workers_on_one_host_load_a_few_at_a_time_and_can_be_called_off
     assert len(cluster.handles) == 4
     cluster.scale(None, 1)
     cluster.step()
-    assert [handle.stop.told is None for handle in cluster.handles.values()] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    stopped = [handle.stop.told is not None for handle in cluster.handles.values()]
+    assert stopped == [False, False, True, True]
 
 
 def test_a_worker_leaves_when_the_one_in_its_place_serves_under_its_name(cluster):
@@ -380,18 +377,17 @@ def test_a_busy_ray_is_there(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "prefill", "decode", "share"),
     [
-        (0, 1, 1, 0.0),
-        (2, 1, 1, 1.0),
-        (8, 1, 1, 1.0),
-        (1, 1, 1, 0.5),
-        (4, 2, 4, 0.5),
+        (0, 1, 1, 0),
+        (2, 1, 1, 1),
+        (8, 1, 1, 1),
+        (1, 1, 1, 1 / 2),
+        (4, 2, 4, 1 / 2),
         (3, 3, 4, 1 / 3),
     ],
 )
 def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
     flags = {"cluster.prefill": prefill, "cluster.decode": decode}
     assert gpu_share(gpus, load_config(None, flags)) == share
-    assert equal_share(gpus, load_config(None, flags)) == share
     assert not gpus or gpus * int(1 / share) >= prefill + decode
     assert gpu_share(gpus, load_config(None, flags | {"model.device": "cpu"})) == 0.0
 
@@ -399,11 +395,7 @@ def test_every_worker_finds_a_place_on_the_gpus(gpus, prefill, decode, share):
 @pytest.mark.parametrize(
     ("flags", "gpus", "told"),
     [
-        (
-            {"cluster.gpus": 1},
-            0,
-            "cluster.gpus is 1; this host has 0 GPUs, room for 0 of 2 workers",
-        ),
+        ({"cluster.gpus": 1}, 0, "gpus is 1; this host has 0 GPUs, room for 0 of 2 workers"),
         ({"cluster.gpus": 1}, 1, "room for 1 of 2"),
         ({"cluster.gpus": 2}, 3, "room for 1 of 2"),
         ({"cluster.gpus": 0.6}, 1, "room for 1 of 2"),
@@ -426,29 +418,30 @@ def test_workers_that_would_wait_for_ever_on_a_private_ray_are_refused(
         Cluster(load_config(None, flags), Mock(token="t", folder="")).connect()
 
 
-def test_the_cores_are_shared_unless_a_number_is_given(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert torch_threads(load_config(None, {"cluster.decode": 2}), {}) == 4
-    assert torch_threads(load_config(None, {"cluster.decode": 2}), {"CPU": 6.0}) == 2
-    assert torch_threads(load_config(None, {"cluster.decode": 20}), {}) == 1
-    assert torch_threads(load_config(None, {"engine.torch_threads": 7}), {}) == 7
-    engine = of_a_share(load_config(None, {"engine.memory_share": 0.8}), 0.5, {}).engine
-    assert (engine.memory_share, engine.torch_threads) == (0.4, 6)
+POOLS = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
 
 
 @pytest.mark.parametrize(
-    ("here", "threads"),
+    ("flags", "here", "threads"),
     [
-        ({"prefill": 1}, 12),
-        ({"decode": 2}, 6),
-        ({"decode": 8}, 3),
-        ({"prefill": 1, "decode": 2}, 4),
-        ({}, 12),
+        ({"cluster.decode": 2}, {}, 4),
+        ({"cluster.decode": 2}, {"CPU": 6.0}, 2),
+        ({"cluster.decode": 20}, {}, 1),
+        ({"engine.torch_threads": 7}, {}, 7),
+        (POOLS, {"prefill": 1}, 12),
+        (POOLS, {"decode": 2, "CPU": 12.0}, 6),
+        (POOLS, {"decode": 8}, 3),
+        (POOLS, {"prefill": 1, "decode": 2}, 4),
+        (POOLS, {}, 12),
     ],
 )
-def test_a_host_of_pools_is_shared_by_those_that_fit_on_it(here, threads):
-    pools = {"cluster.prefill": 4, "cluster.decode": 4, "cluster.pools": True}
-    assert torch_threads(load_config(None, pools), here | {"CPU": 12.0}) == threads
+def test_the_cores_of_a_host_are_shared_by_the_workers_that_may_be_on_it(
+    flags, here, threads, monkeypatch
+):
+    """Of pools as many as fit there."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    engine = of_a_share(load_config(None, flags | {"engine.memory_share": 0.8}), 0.5, here).engine
+    assert (engine.memory_share, engine.torch_threads) == (0.4, threads)
 
 
 def take_kept(monkeypatch: pytest.MonkeyPatch) -> None:

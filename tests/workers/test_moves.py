@@ -20,8 +20,7 @@ from disagg.workers import dispatch
 from disagg.workers.decode import Departure
 from tests.model.tiny import random_prompt, save_tiny
 from tests.transfer.peer import until
-from tests.workers.fakes import leave
-from tests.workers.pairs import KIVI, paired
+from tests.workers.pairs import KIVI, leave, paired
 
 LONG, HEARD = 300, 20  # tokens of an answer that moves, and of them before it does
 

@@ -19,13 +19,13 @@ from disagg.workers.offering import Offering
 from disagg.workers.prefill import PrefillSide
 from disagg.workers.worker import Worker
 from tests.transfer.peer import until
-from tests.workers.fakes import leave
-from tests.workers.pairs import GREEDY, KIVI, House, alone, house, on_loop, paired
+from tests.workers.pairs import GREEDY, KIVI, House, alone, house, leave, on_loop, paired
 
 
-async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story, monkeypatch):
-    reached, go = threading.Event(), threading.Event()
-    offer = Offering.offer
+@pytest.fixture
+def offering(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The engine has offered pages and waits: set when it does, and what it waits for."""
+    reached, go, offer = threading.Event(), threading.Event(), Offering.offer
 
     def offered(self: Offering, items: list[Item]) -> None:
         offer(self, items)
@@ -33,6 +33,11 @@ async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story
         go.wait(30)
 
     monkeypatch.setattr(Offering, "offer", offered)
+    return reached, go
+
+
+async def test_leaving_while_the_prompt_is_computed_frees_both_sides(offering, home, story):
+    reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
     await leave(asking)
@@ -40,17 +45,9 @@ async def test_leaving_while_the_prompt_is_computed_frees_both_sides(home, story
 
 
 async def test_a_hand_off_that_was_given_up_while_its_pages_came_is_no_failure(
-    home, story, monkeypatch
+    offering, home, story
 ):
-    reached, go = threading.Event(), threading.Event()
-    offer = Offering.offer
-
-    def offered(self: Offering, items: list[Item]) -> None:
-        reached.set()
-        go.wait(30)
-        offer(self, items)
-
-    monkeypatch.setattr(Offering, "offer", offered)
+    reached, go = offering
     asking = asyncio.create_task(home.complete(story, KIVI))
     await until(reached.is_set)
     decode, (rid,) = home.workers["d"], home.router.dispatch.entries
@@ -116,14 +113,6 @@ async def test_of_three_attempts_at_a_prefill_worker_the_last_goes_on(monkeypatc
         await side.abort("r", 3)
 
 
-async def test_a_draining_worker_finishes_what_it_has(home, story):
-    asking = await home.begin(story, KIVI, heard=3, max_tokens=60)
-    leaving = home.workers.pop("d")
-    leaving.stop(30.0)
-    assert len((await asking)[0]) == 60
-    await until(lambda: leaving.wait(0.0))
-
-
 async def test_a_worker_that_leaves_waits_until_its_last_words_were_heard(home, story):
     asking = await home.begin(story, KIVI, heard=5, max_tokens=25)
     leaving = home.workers.pop("d")
@@ -147,16 +136,6 @@ def cut_off(home: House) -> None:
     """The router says nothing more, as if it had been killed."""
     for peer in home.router.peers.values():
         peer.task.cancel()
-
-
-async def test_a_worker_whose_router_is_silent_for_a_lease_frees_everything(runners, story):
-    async with paired(runners, Config(transfer=TransferConfig(lease_s=0.05))) as home:
-        asking = await home.begin(story, KIVI)
-        cut_off(home)
-        decode = home.workers["d"]
-        await until(lambda: not decode.decode.attempts)
-        await until(lambda: not decode.engine.pool.referenced_pages)
-        await leave(asking)
 
 
 async def test_what_comes_to_a_worker_that_nobody_follows_is_dropped_too(runners, story):

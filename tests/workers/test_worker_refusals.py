@@ -79,27 +79,12 @@ async def test_a_request_that_cannot_be_is_refused_by_name(prompt, params, error
         await home.complete(prompt, KIVI, **params)
 
 
-async def test_a_prompt_that_no_pool_can_hold_is_refused(runners, story):
-    async with paired(runners, Config("raw", engine=EngineConfig(arena_bytes=1 << 20))) as home:
-        with pytest.raises(PromptTooLongError):
-            await home.complete(story * 8, "raw")
-
-
 def test_an_arena_that_holds_no_prompt_of_a_listed_codec_is_refused_at_the_start(runners):
     config = Config("raw", [KIVI], engine=EngineConfig(arena_bytes=1 << 20))
     with pytest.raises(ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"):
         Worker(config, Role.DECODE, "w", runner=runners[0])
     with pytest.raises(ConfigError, match=f"arena_bytes is {1 << 20}; kivi.* {2 << 20}$"):
         LLM(codec=KIVI, config=config.engine)
-
-
-async def test_an_answer_that_outgrows_its_pool_ends_with_what_it_has(runners, story):
-    small = EngineConfig(arena_bytes=2 << 20, watermark=0.0)
-    async with paired(runners, Config("raw", engine=small)) as home:
-        tokens, last = await home.complete(story, "raw", max_tokens=2000)
-        assert last.finish_reason == "length"
-        assert 12 < len(tokens) < 2000
-        assert home.router.dispatch.retries == 0
 
 
 async def test_prompts_wait_for_room_at_the_decode_worker(runners, story):
