@@ -6,7 +6,6 @@ import torch
 from disagg.kernels.formats import ExactFormat
 from disagg.kernels.reference import codes, encode, exact
 from disagg.kernels.reference.pages import (
-    append_raw,
     gather_raw,
     load_blocks,
     pack_words,
@@ -15,7 +14,7 @@ from disagg.kernels.reference.pages import (
 )
 from disagg.kernels.reference.quantize import quantize
 from disagg.kernels.reference.softmax import merge
-from disagg.kernels.sealing import Segmentation, Target
+from disagg.kernels.sealing import NewRows, Segmentation, Target
 from tests.kernels.cases import (
     BASE,
     FORMATS,
@@ -178,7 +177,7 @@ def test_appended_tokens_are_gathered_in_order(dtype):
     table = torch.tensor([[5, 0, 3]], dtype=torch.int32) * stride
     for i in range(n):
         page, slot = table[0, i // 16 : i // 16 + 1], torch.tensor([i % 16], dtype=torch.int32)
-        append_raw(arena, k[i : i + 1], v[i : i + 1], page, slot, fmt, BASE)
+        encode.append(arena, k[i : i + 1], v[i : i + 1], NewRows(page, slot, fmt, BASE))
     gathered_k, gathered_v = gather_raw(arena, table, fmt, BASE, heads)
     assert torch.equal(gathered_k[0, :, :n], k.transpose(0, 1))
     assert torch.equal(gathered_v[0, :, :n], v.transpose(0, 1))
