@@ -259,7 +259,7 @@ class PagedLayer:
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
-        views = self.codec.views(self.arena, self.tables[0], self.group, LAYER)
+        views = views_of(self.codec, self.group, LAYER, self.arena, self.tables[:1])
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, Prompt, require
-from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.reference.aligned import read_planes
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.sealing import Target
-from disagg.kernels.view import View
 from disagg.page import Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -57,26 +55,23 @@ class AlignedKV(Codec):
     def encode(
         self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None
     ) -> Encoded:
-        return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]), target=target)[0])
+        fmt = aligned_format(self.page_layout(k.shape[2]), k.shape[2])
+        return Encoded(ops.encode(k, v, fmt, target=target)[0])
 
-    def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
-        return Encoded(ops.encode(k, v, aligned_format(self, k.shape[2]))[0])
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        return [table.view(arena, group, layer, aligned_format(self, group.head_dim))]
+    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> AlignedFormat:
+        return aligned_format(page, head_dim)
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        fmt, blocks = aligned_format(self, group.head_dim), DenseBlocks(encoded.blocks)
+        fmt, blocks = aligned_format(group.page, group.head_dim), DenseBlocks(encoded.blocks)
         k = read_planes(blocks, fmt, "k", 16).transpose(2, 3)
         v = read_planes(blocks, fmt, "v", 16)
         return k.to(dtype).transpose(0, 1).flatten(1, 2), v.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 @lru_cache
-def aligned_format(codec: AlignedKV, head_dim: int) -> AlignedFormat:
+def aligned_format(page: Layout, head_dim: int) -> AlignedFormat:
     """What a kernel needs to know of an AlignedKV page."""
-    layout = codec.page_layout(head_dim)
-    offsets = {plane.name: plane.offset for plane in layout.planes}
-    return AlignedFormat(layout.tokens, head_dim, layout.block_bytes, **offsets)
+    offsets = {plane.name: plane.offset for plane in page.planes}
+    return AlignedFormat(page.tokens, head_dim, page.block_bytes, **offsets)

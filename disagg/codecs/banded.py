@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, require
-from disagg.codecs.quantized import Planes, SinkCodec, prompt_format
+from disagg.codecs.contract import LEAD_END, Encoded, Prompt, lead_of, one_of, require
+from disagg.codecs.quantized import SINKS, Planes, SinkCodec, prompt_format
 from disagg.kernels import ops
 from disagg.kernels.formats import TURN, PageFormat, Scale, Side, Turn
 from disagg.kernels.reference.lowrank import seeded_uniform
@@ -54,12 +54,8 @@ class Banded(SinkCodec):
     segment_tokens: ClassVar[int] = 512
     lead: ClassVar[int] = LEAD_END
 
-    bits: int = 3
-    sink: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.bits in BANDS, f"banded:bits is {self.bits}; 2 and 3 are known")
+    bits: int = one_of(3, (*BANDS,))
+    sink: int = one_of(64, SINKS)
 
     @property
     def tail_tokens(self) -> int:

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.contract import Encoded, LayerCodec, Queries
-from disagg.codecs.layer import (
-    read_blocks,
-    read_kept,
-    read_tail,
-    views_of,
-    write_prompt,
-    write_step,
-)
+from disagg.codecs.layer import LayerRecords, views_of, write_prompt, write_step
 from disagg.codecs.seals import Growth, segment_layout, take_records
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.errors import RequestError
@@ -138,9 +131,9 @@ class CompressedKV:
 
     def reconstruct(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(k', v') [H, n, D] of dtype: what attention sees, in token order."""
-        group, arena = self.group, self._arena.bytes
+        group = self.group
         tokens = self._state.num_pages * group.page.tokens
-        tail = read_tail(group, self._state.tail, self.layer, arena)
+        tail = self._records.read_tail(self._state.tail)
         exact = [x[:, : self.num_tokens - tokens].to(dtype) for x in tail]
         sink, rest = [x[:, : group.sink] for x in exact], [x[:, group.sink :] for x in exact]
         sealed = [self.codec.decode(encoded, group, dtype) for encoded in self.runs()]
@@ -184,18 +177,19 @@ class CompressedKV:
 
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
-        group, arena, found = self.group, self._arena.bytes, []
+        group, records, found = self.group, self._records, []
         for run in self._state.runs:
-            blocks = read_blocks(group, run.layout, self.layer, arena, run.pages.tolist())
-            flushed = run.layout == group.flush_page
-            segments = None
-            if run.segment is not None:
-                layout = segment_layout(group, run.layout)
-                assert layout is not None
-                segments = read_blocks(group, layout, self.layer, arena, [run.segment])
-            kept = read_kept(group, self._state, self.layer, arena)
+            blocks, segments = records.read(run.layout, run.pages), None
+            layout = segment_layout(group, run.layout)
+            if layout is not None and run.segment is not None:
+                segments = records.read(layout, [run.segment])
+            kept, flushed = records.read_kept(self._state), run.layout == group.flush_page
             found.append(Encoded(blocks, segments, *kept, flushed, run.first))
         return found
+
+    @property
+    def _records(self) -> LayerRecords:
+        return LayerRecords(self.group, self.layer, self._arena.bytes)
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ It is stateless over one layer:
     encode    exact K and V of sealed tokens   ->  the bytes of pages (and segments, side records)
     flush     the same for one page sealed while decoding; where a page can be sealed by itself, the
               codec only says its `seal_format`, and the append of a decode step writes it
-    views     page tables                      ->  what attention reads, over disjoint tokens
+    format_of the layout of pages              ->  what attention needs to know to read them
     decode    those bytes                      ->  the K' and V' that attention sees, for tests
 
 `encode` writes what travels, what the pool stores and what attention reads. Nothing on the way from
@@ -14,18 +14,19 @@ prefill to a token calls `decode`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.tables import PageTable
+from disagg.codecs.exact import exact_format
 from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
+from disagg.kernels.formats import Format
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
-from disagg.kernels.view import Softmax, View
+from disagg.kernels.view import Softmax
 from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -111,9 +112,21 @@ def sum_lead(squares: Tensor, total: int) -> Tensor:
     return squares[first // RAW_TOKENS : -(-end // RAW_TOKENS)].sum(0)
 
 
+def one_of(default: object, known: Sequence[object], wanted: str = "") -> Any:
+    """An option of a codec, a field with its default, and the values that it may have.
+
+    wanted: what a ConfigError says of them, where a list of all would say less
+    """
+    wanted = wanted or f"{', '.join(map(str, known[:-1]))} and {known[-1]} are known"
+    return field(default=default, metadata={"known": known, "wanted": wanted})
+
+
+WHOLE_RAWS = range(0, 1 << 40, RAW_TOKENS), "a multiple of 16 tokens is wanted"
+
+
 @dataclass(frozen=True)
 class LayerCodec(ABC):
-    """One method with its options. A subclass's fields are its options.
+    """One method with its options. A subclass's fields are its options: see `one_of`.
 
     final_at:      when the bytes of its pages are final
     last_queries:  of a prompt's end, how many `encode` wants to see
@@ -130,6 +143,14 @@ class LayerCodec(ABC):
     lead: ClassVar[int] = 0
     no_sink: ClassVar[str] = ""
     attend_errors: ClassVar[Mapping[str, float]] = CODE_ERRORS
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, known = getattr(self, option.name), option.metadata.get("known")
+            if known is not None and value not in known:
+                raise ConfigError(
+                    f"{self.name}:{option.name} is {value!r}; {option.metadata['wanted']}"
+                )
 
     @property
     def spec(self) -> str:
@@ -154,6 +175,11 @@ class LayerCodec(ABC):
     def sink_tokens(self) -> int:
         """First tokens that stay exact in front of the pages."""
         return 0
+
+    @property
+    def kept_tokens(self) -> tuple[int, int]:
+        """Exact tokens that a seal, and that all of them, set aside in raw pages."""
+        return 0, 0
 
     def raw_dtype(self, model_dtype: str) -> str:
         """The dtype of the tail: 16 bits for lossy codecs, whatever the model computes in."""
@@ -185,6 +211,7 @@ class LayerCodec(ABC):
         window: int | None = None,
     ) -> LayerGroup:
         """The layouts of this codec for layers of `heads` KV heads."""
+        kept, kept_limit = self.kept_tokens
         return LayerGroup(
             layers=layers,
             codec=self.spec,
@@ -198,6 +225,8 @@ class LayerCodec(ABC):
             segment=self.segment_layout(head_dim),
             side=self.side_layout(head_dim),
             flush_page=self.flush_page_layout(head_dim),
+            kept=kept,
+            kept_limit=kept_limit,
             sink=self.sink_tokens if window is None else 0,
             lead=self.lead,
         )
@@ -226,20 +255,18 @@ class LayerCodec(ABC):
 
     def flush(self, k: Tensor, v: Tensor, first: int, layer: int, before: Encoded) -> Encoded:
         """One page sealed while decoding that an append does not seal by itself: k, v [H, T, D].
+        Here: as if a prompt had no other.
 
         first:  position of the first token
         before: `segments` [1, H, bytes] is the segment that the page joins, None if it begins one;
                 `side` and `kept` as they are, with room for what this seal may set aside
         """
-        raise NotImplementedError(f"{self.name} has no page that an append cannot seal")
+        return self.encode(k, v, first, layer, Prompt(k.shape[1], k), None)
 
-    @abstractmethod
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        """What attention over the sealed tokens of a table reads, over disjoint tokens.
-
-        arena: [bytes] u8 - what page ids address
-        table: which pages each sequence has, which of their tokens each query sees
-        """
+    def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> Format:
+        """What kernels need to know of pages with a layout, and of the segments that they join.
+        Here: exact K and V."""
+        return exact_format(page)
 
     @abstractmethod
     def decode(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.contract import require
+from disagg.codecs.contract import one_of
 from disagg.codecs.quantized import Planes, QuantizedCodec, code_planes, half_planes
 from disagg.page import FinalAt
 
@@ -30,16 +30,11 @@ class DecoQuant(QuantizedCodec):
     final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
     k_by: ClassVar[str] = "row"
 
-    bits: int = 4
-    block: int = 16
-
-    def __post_init__(self) -> None:
-        require(self.bits in (2, 4, 8), f"decoquant:bits is {self.bits}; 2, 4 and 8 are known")
-        require(self.block > 1, f"decoquant:block is {self.block}; 2 channels or more are wanted")
+    bits: int = one_of(4, (2, 4, 8))
+    block: int = one_of(16, range(2, 1 << 40), "2 channels or more are wanted")
 
     def page_planes(self, head_dim: int) -> Planes:
-        divides = head_dim % self.block == 0 and head_dim % 16 == 0
-        require(divides, f"decoquant:block={self.block} does not divide the head dim {head_dim}")
+        self.parts(head_dim, "block")
         scales = half_planes(k_scale=(1, self.page_tokens), v_scale=(1, self.page_tokens))
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 

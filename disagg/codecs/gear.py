@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from disagg.codecs.contract import require
+from disagg.codecs.contract import one_of, require
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
-BACKBONES = ("kcvt", "kivi")
 KIVI_TAIL = 64  # exact tokens that the paper keeps with the KIVI backbone
+RANKS = range(1, 17), "1 to 16 is wanted"
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,11 @@ class GearL(SinkCodec):
     name: ClassVar[str] = "gear-l"
     final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
 
-    bits: int = 4
-    backbone: str = "kivi"
-    group: int = 64
-    rank: int = 4
-    decode_rank: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = self.name
-        require(self.bits in (2, 4, 8), f"{name}:bits is {self.bits}; 2, 4 and 8 are known")
-        known = ", ".join(BACKBONES)
-        require(self.backbone in BACKBONES, f"{name}:backbone is {self.backbone!r}; known: {known}")
-        require(self.group in (16, 32, 64), f"{name}:group is {self.group}; 16, 32, 64 are known")
-        for option, rank in (("rank", self.rank), ("decode_rank", self.decode_rank)):
-            require(1 <= rank <= 16, f"{name}:{option} is {rank}; 1 to 16 is wanted")
+    bits: int = one_of(4, (2, 4, 8))
+    backbone: str = one_of("kivi", ("kcvt", "kivi"))
+    group: int = one_of(64, (16, 32, 64))
+    rank: int = one_of(4, *RANKS)
+    decode_rank: int = one_of(2, *RANKS)
 
     @property
     def tail_tokens(self) -> int:
@@ -79,13 +69,10 @@ class GearL(SinkCodec):
 
     def _scales(self, head_dim: int) -> Planes:
         """Scales and zeros of the backbone, wherever they are stored."""
-        require(head_dim % 16 == 0, f"{self.name} packs 16 channels; the head dim is {head_dim}")
         k, v = (1, head_dim), (1, self.page_tokens)
         if self.backbone == "kivi":
-            message = f"{self.name}:group={self.group} does not divide the head dim {head_dim}"
-            require(head_dim % self.group == 0, message)
             k = (self.page_tokens // self.group, head_dim)
-            v = (head_dim // self.group, self.page_tokens)
+            v = (self.parts(head_dim), self.page_tokens)
         return half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
 
 
@@ -105,13 +92,11 @@ class Gear(GearL):
 
     name: ClassVar[str] = "gear"
 
-    sparsity: float = 1 / 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        valid = self.sparsity * 64 in range(1, 17)
-        wanted = "a multiple of 1/64, which is 0.015625, up to 0.25 is wanted"
-        require(valid, f"gear:sparsity is {self.sparsity}; {wanted}")
+    sparsity: float = one_of(
+        1 / 64,
+        [slots / 64 for slots in range(1, 17)],
+        "a multiple of 1/64, which is 0.015625, up to 0.25 is wanted",
+    )
 
     def outlier_planes(self, head_dim: int) -> Planes:
         require(head_dim <= 256, f"gear counts 256 channels; the head dim is {head_dim}")

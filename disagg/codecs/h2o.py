@@ -12,7 +12,6 @@ from disagg.codecs.contract import Encoded, Prompt, require
 from disagg.codecs.exact import exact_format
 from disagg.codecs.quantized import Planes, half_planes
 from disagg.codecs.seals import flush_layout
-from disagg.codecs.tables import PageTable
 from disagg.errors import RequestError
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.formats import ExactFormat
@@ -21,7 +20,7 @@ from disagg.kernels.reference.kept import heaviest_and_recent, weights_received
 from disagg.kernels.reference.pages import DenseBlocks, exact_tokens
 from disagg.kernels.reference.quantize import to_fp16
 from disagg.kernels.sealing import SealFormat, Target
-from disagg.kernels.view import Softmax, View
+from disagg.kernels.view import Softmax
 from disagg.page import FinalAt, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
@@ -97,9 +96,6 @@ class H2O(Codec):
     def seal_format(self, head_dim: int) -> SealFormat | None:
         layout = self.flush_page_layout(head_dim)
         return exact_format(layout) if layout else None
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        return [table.view(arena, group, layer, exact_format(table.layout))]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

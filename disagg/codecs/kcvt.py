@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.contract import require
+from disagg.codecs.contract import one_of
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 from disagg.page import FinalAt, Kind, Layout, make_layout
 
@@ -26,14 +26,9 @@ class Kcvt(SinkCodec):
     name: ClassVar[str] = "kcvt"
     final_at: ClassVar[FinalAt] = FinalAt.SEGMENT
 
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.bits in (2, 4, 8), f"kcvt:bits is {self.bits}; 2, 4 and 8 are known")
+    bits: int = one_of(4, (2, 4, 8))
 
     def page_planes(self, head_dim: int) -> Planes:
-        require(head_dim % 16 == 0, f"kcvt packs 16 channels; the head dim is {head_dim}")
         scales = half_planes(v_scale=(1, self.page_tokens), v_zero=(1, self.page_tokens))
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.contract import require
+from disagg.codecs.contract import WHOLE_RAWS, one_of
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
-from disagg.page import RAW_TOKENS
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,16 @@ class Kivi(SinkCodec):
 
     name: ClassVar[str] = "kivi"
 
-    bits: int = 2
-    group: int = 64
-    residual: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.bits in (2, 4), f"kivi:bits is {self.bits}; 2 and 4 are known")
-        require(self.group in (16, 32, 64), f"kivi:group is {self.group}; 16, 32 and 64 are known")
-        valid = self.residual >= 0 and self.residual % RAW_TOKENS == 0
-        require(valid, f"kivi:residual is {self.residual}; a multiple of 16 tokens is wanted")
+    bits: int = one_of(2, (2, 4))
+    group: int = one_of(64, (16, 32, 64))
+    residual: int = one_of(128, *WHOLE_RAWS)
 
     @property
     def tail_tokens(self) -> int:
         return self.residual
 
     def page_planes(self, head_dim: int) -> Planes:
-        divides = head_dim % self.group == 0 and head_dim % 16 == 0
-        require(divides, f"kivi:group={self.group} does not divide the head dim {head_dim}")
         tokens = self.page_tokens
-        k, v = (tokens // self.group, head_dim), (head_dim // self.group, tokens)
+        k, v = (tokens // self.group, head_dim), (self.parts(head_dim), tokens)
         scales = half_planes(k_scale=k, k_zero=k, v_scale=v, v_zero=v)
         return [*code_planes(self.bits, tokens, head_dim), *scales]

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
-from disagg.codecs.seals import Seal, flush_layout, segment_layout
+from disagg.codecs.seals import flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.cpu.step import LayerCalls
+from disagg.kernels.formats import Format
 from disagg.kernels.ops import (
     append,
     attend,
-    gather_raw,
     load_blocks,
     prepare,
     rounded,
     store_blocks,
 )
+from disagg.kernels.reference.pages import exact_tokens
 from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Kind, Layout
@@ -37,6 +38,51 @@ class Written:
 
     kind: Kind
     indices: range
+
+
+@dataclass(frozen=True)
+class LayerRecords:
+    """The records of a layer group in an arena: what they hold of one layer."""
+
+    group: LayerGroup
+    layer: int
+    arena: Tensor
+
+    def target(self, layout: Layout, pages: Sequence[int]) -> Target:
+        """Where the layer pages of some records lie."""
+        ids = torch.tensor(pages, dtype=torch.int32, device=self.arena.device)
+        return Target(self.arena, ids, self.group.layer_offset(layout, self.layer))
+
+    def write(self, layout: Layout, pages: Sequence[int], blocks: Tensor) -> None:
+        """Fill records with blocks [P, H, block_bytes] u8."""
+        store_blocks(self.target(layout, pages), blocks)
+
+    def read(self, layout: Layout, pages: Sequence[int]) -> Tensor:
+        """The blocks of some records: [P, H, block_bytes] u8."""
+        there = self.target(layout, pages)
+        heads, nbytes = self.group.heads, layout.block_bytes
+        return load_blocks(self.arena, there.pages, there.base, heads, nbytes)
+
+    def read_tail(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The exact tokens of raw pages of a tail: k, v [H, n, D] in the raw dtype."""
+        raw = self.group.raw
+        return exact_tokens(self.read(raw, pages), exact_format(raw))
+
+    def write_kept(self, state: GroupState, encoded: Encoded) -> None:
+        """Fill the side record, and the raw pages that it names."""
+        if encoded.side is not None and self.group.side is not None and state.side is not None:
+            self.write(self.group.side, [state.side], encoded.side.unsqueeze(0))
+        if encoded.kept is not None and state.kept:
+            self.write(self.group.raw, state.kept, encoded.kept)
+
+    def read_kept(self, state: GroupState) -> tuple[Tensor | None, Tensor | None]:
+        """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
+        side = kept = None
+        if self.group.side is not None and state.side is not None:
+            side = self.read(self.group.side, [state.side])[0]
+        if state.kept:
+            kept = self.read(self.group.raw, state.kept)
+        return side, kept
 
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
@@ -75,7 +121,7 @@ def write_prompt(
     there:   leading pages that whoever gets the records has already: they are left out
     """
     done, sink, raw = first + k.shape[1], group.sink, exact_format(group.raw)
-    prompt = Prompt(total, k, queries)
+    prompt, records = Prompt(total, k, queries), LayerRecords(group, layer, arena)
     written: list[Written] = []
     dropped, end = group.dropped(total), encodable(group, done, total)
     start = max(dropped + there * group.page.tokens, encodable(group, before, total))
@@ -83,27 +129,26 @@ def write_prompt(
         some = slice(sink + start - first, sink + end - first)
         page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
         pages = state.page_ids()[page : page + count]
-        target = _target(group, group.page, layer, arena, pages)
+        target = records.target(group.page, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
         encoded = codec.encode(new_k, new_v, sink + start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
             index = (start - dropped) // group.segment_tokens
             ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
             chosen = ids[index : index + encoded.segments.shape[0]]
-            _store(group, group.segment, layer, arena, encoded.segments, chosen)
+            records.write(group.segment, chosen, encoded.segments)
             written.append(Written(Kind.SEGMENT, range(index, index + len(chosen))))
         written.append(Written(Kind.PAGE, range(page, page + count)))
-        _store_kept(group, layer, arena, encoded, state)
+        records.write_kept(state, encoded)
     if done == total:
         if group.is_side_sent(total):
             written.append(Written(Kind.SIDE, range(1)))
         if not end and group.side is not None:
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
-            _store_kept(group, layer, arena, early, state)
+            records.write_kept(state, early)
         if state.tail:
             ends = [torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)]
-            blocks = raw_blocks(*(rounded(x, raw) for x in ends))
-            _store(group, group.raw, layer, arena, blocks, state.tail)
+            records.write(group.raw, state.tail, raw_blocks(*(rounded(x, raw) for x in ends)))
         if raws := len(state.tail) + len(state.kept):
             written.append(Written(Kind.RAW, range(raws)))
     return written
@@ -120,13 +165,16 @@ def write_step(
     sealing = _sealing(codec, step, layer)
     append(arena, k, v, _new_rows(step, layer), sealing)
     for seal in step.seals if sealing is None else ():
-        tail = read_tail(group, seal.tail, layer, arena)
-        encoded = codec.flush(*tail, seal.first, layer, _before(group, seal, layer, arena))
-        _store(group, flush_layout(group), layer, arena, encoded.blocks, [seal.page])
+        records, segments = LayerRecords(group, layer, arena), None
+        if group.segment is not None and seal.segment is not None and not seal.fresh:
+            segments = records.read(group.segment, [seal.segment])
+        before = Encoded(arena.new_zeros(0), segments, *records.read_kept(seal.state))
+        tail = records.read_tail(seal.tail)
+        encoded = codec.flush(*tail, seal.first, layer, before)
+        records.write(flush_layout(group), [seal.page], encoded.blocks)
         if seal.fresh and encoded.segments is not None and seal.segment is not None:
-            layout = group.layout(Kind.SEGMENT)
-            _store(group, layout, layer, arena, encoded.segments, [seal.segment])
-        _store_kept(group, layer, arena, encoded, seal.state)
+            records.write(group.layout(Kind.SEGMENT), [seal.segment], encoded.segments)
+        records.write_kept(seal.state, encoded)
 
 
 class StepLayers:
@@ -176,13 +224,30 @@ def views_of(
     codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
     """What attention over all tables reads, over disjoint tokens."""
-    views: list[View] = []
+    views = []
     for table in tables:
-        if table.layout == group.raw:
-            fmt = exact_format(group.raw, group.side if table.sides is not None else None)
-            views.append(table.view(arena, group, layer, fmt))
+        exact, side, segment = table.layout == group.raw, None, None
+        if exact:
+            side = group.side if table.sides is not None else None
+            fmt: Format = exact_format(group.raw, side)
         else:
-            views += codec.views(arena, table, group, layer)
+            segment = segment_layout(group, table.layout)
+            fmt = codec.format_of(table.layout, segment, group.head_dim)
+        view = View(
+            arena=arena,
+            pages=table.pages,
+            lo=table.lo,
+            hi=table.hi,
+            fmt=fmt,
+            base=group.layer_offset(table.layout, layer),
+            heads=group.heads,
+            segments=table.segments if segment else None,
+            owner=table.owner if segment else None,
+            segment_base=group.layer_offset(segment, layer) if segment else 0,
+            sides=table.sides,
+            side_base=group.layer_offset(side, layer) if side else 0,
+        )
+        views.append(view)
     return views
 
 
@@ -190,37 +255,6 @@ def _new_rows(step: GroupStep, layer: int) -> NewRows:
     """Where a layer's new tokens go."""
     raw = step.group.raw
     return NewRows(step.pages, step.slots, exact_format(raw), step.group.layer_offset(raw, layer))
-
-
-def read_tail(
-    group: LayerGroup, pages: Sequence[int], layer: int, arena: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The exact tokens of raw pages of a tail: k, v [H, n, D] in the raw dtype."""
-    ids = torch.tensor([pages], dtype=torch.int32, device=arena.device)
-    base = group.layer_offset(group.raw, layer)
-    k, v = gather_raw(arena, ids, exact_format(group.raw), base, group.heads)
-    return k[0], v[0]
-
-
-def read_blocks(
-    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, pages: list[int]
-) -> Tensor:
-    """The layer pages of some records: [P, H, block_bytes] u8."""
-    ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
-    base = group.layer_offset(layout, layer)
-    return load_blocks(arena, ids, base, group.heads, layout.block_bytes)
-
-
-def read_kept(
-    group: LayerGroup, state: GroupState, layer: int, arena: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
-    side = kept = None
-    if group.side is not None and state.side is not None:
-        side = read_blocks(group, group.side, layer, arena, [state.side])[0]
-    if state.kept:
-        kept = read_blocks(group, group.raw, layer, arena, state.kept)
-    return side, kept
 
 
 def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
@@ -233,35 +267,3 @@ def _sealing(codec: LayerCodec, step: GroupStep, layer: int) -> Sealing | None:
     segment = segment_layout(group, page)
     offset = group.layer_offset(segment, layer) if segment else 0
     return Sealing(rows, fmt, group.layer_offset(page, layer), offset, seed_of(layer, 0))
-
-
-def _before(group: LayerGroup, seal: Seal, layer: int, arena: Tensor) -> Encoded:
-    """What a flush may look at: the segment that its page joins, the side record, kept tokens."""
-    segments = None
-    if group.segment is not None and seal.segment is not None and not seal.fresh:
-        segments = read_blocks(group, group.segment, layer, arena, [seal.segment])
-    return Encoded(arena.new_zeros(0), segments, *read_kept(group, seal.state, layer, arena))
-
-
-def _store_kept(
-    group: LayerGroup, layer: int, arena: Tensor, encoded: Encoded, state: GroupState
-) -> None:
-    """The side record and the raw pages that it names."""
-    if encoded.side is not None and group.side is not None and state.side is not None:
-        _store(group, group.side, layer, arena, encoded.side.unsqueeze(0), [state.side])
-    if encoded.kept is not None and state.kept:
-        _store(group, group.raw, layer, arena, encoded.kept, state.kept)
-
-
-def _store(
-    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, blocks: Tensor, pages: list[int]
-) -> None:
-    store_blocks(_target(group, layout, layer, arena, pages), blocks)
-
-
-def _target(
-    group: LayerGroup, layout: Layout, layer: int, arena: Tensor, pages: list[int]
-) -> Target:
-    """Where the layer pages of some records lie."""
-    ids = torch.tensor(pages, dtype=torch.int32, device=arena.device)
-    return Target(arena, ids, group.layer_offset(layout, layer))

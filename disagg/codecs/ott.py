@@ -1,12 +1,12 @@
 """OTT: KIVI with the tokens that would ruin their group kept exact (arXiv:2505.10938)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from disagg.codecs.contract import Encoded, Prompt, require, seed_of
+from disagg.codecs.contract import WHOLE_RAWS, Encoded, Prompt, one_of, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks, slots_format
 from disagg.codecs.quantized import (
     Planes,
@@ -30,6 +30,8 @@ from disagg.page import (
     make_raw_layout,
 )
 from disagg.plan import LayerGroup
+
+UP_TO_128 = range(129), "0 to 128 is wanted"
 
 
 @dataclass(frozen=True)
@@ -57,24 +59,13 @@ class Ott(QuantizedCodec):
     final_at: ClassVar[FinalAt] = FinalAt.PROMPT
     page_tokens: ClassVar[int] = 128
 
-    bits: int = 2
-    group: int = 64
-    residual: int = 32
-    outliers: int = 3
-    aux: int = 32
-    skip_layers: int = 2
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.bits in (2, 4, 8), f"ott:bits is {self.bits}; 2, 4 and 8 are known")
-        known = self.group in (16, 32, 64, 128)
-        require(known, f"ott:group is {self.group}; 16, 32, 64 and 128 are known")
-        whole = self.residual >= 0 and self.residual % RAW_TOKENS == 0
-        require(whole, f"ott:residual is {self.residual}; a multiple of 16 tokens is wanted")
-        for option in ("outliers", "aux", "skip_layers"):
-            value = getattr(self, option)
-            require(0 <= value <= 128, f"ott:{option} is {value}; 0 to 128 is wanted")
-        require(0 <= self.rank <= 16, f"ott:rank is {self.rank}; 0 to 16 is wanted")
+    bits: int = one_of(2, (2, 4, 8))
+    group: int = one_of(64, (16, 32, 64, 128))
+    residual: int = one_of(32, *WHOLE_RAWS)
+    outliers: int = one_of(3, *UP_TO_128)
+    aux: int = one_of(32, *UP_TO_128)
+    skip_layers: int = one_of(2, *UP_TO_128)
+    rank: int = one_of(0, range(17), "0 to 16 is wanted")
 
     @property
     def tail_tokens(self) -> int:
@@ -86,11 +77,9 @@ class Ott(QuantizedCodec):
         return self.outliers + self.aux
 
     def page_planes(self, head_dim: int) -> Planes:
-        v_group = min(self.group, head_dim)
-        divides = head_dim % v_group == 0 and head_dim % 16 == 0
-        require(divides, f"ott:group={self.group} does not divide the head dim {head_dim}")
         tokens = self.page_tokens
-        k, v = (tokens // self.group, head_dim), (head_dim // v_group, tokens)
+        v_groups = self.parts(head_dim) if self.group < head_dim else 1
+        k, v = (tokens // self.group, head_dim), (v_groups, tokens)
         factor = (tokens, self.rank)
         return [
             *code_planes(self.bits, tokens, head_dim),
@@ -114,16 +103,9 @@ class Ott(QuantizedCodec):
         planes = [(name, dtype, (self.slots,)) for name, dtype in names]
         return make_layout(self.spec, Kind.SIDE, 0, planes)
 
-    def layer_group(
-        self,
-        layers: tuple[int, ...],
-        heads: int,
-        head_dim: int,
-        model_dtype: str,
-        window: int | None = None,
-    ) -> LayerGroup:
-        group = super().layer_group(layers, heads, head_dim, model_dtype, window)
-        return replace(group, kept=self.outliers, kept_limit=self.slots)
+    @property
+    def kept_tokens(self) -> tuple[int, int]:
+        return self.outliers, self.slots
 
     def encode(
         self, k: Tensor, v: Tensor, first: int, layer: int, prompt: Prompt, target: Target | None

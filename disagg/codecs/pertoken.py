@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from disagg.codecs.contract import require
+from disagg.codecs.contract import one_of
 from disagg.codecs.quantized import Planes, SinkCodec, code_planes, half_planes
 
 
@@ -23,17 +23,10 @@ class PerToken(SinkCodec):
     name: ClassVar[str] = "pertoken"
     k_by: ClassVar[str] = "row"
 
-    bits: int = 4
-    group: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.bits in (2, 4, 8), f"pertoken:bits is {self.bits}; 2, 4 and 8 are known")
-        require(self.group > 0, f"pertoken:group is {self.group}; a positive number is wanted")
+    bits: int = one_of(4, (2, 4, 8))
+    group: int = one_of(64, range(1, 1 << 40), "a positive number is wanted")
 
     def page_planes(self, head_dim: int) -> Planes:
-        divides = head_dim % self.group == 0 and head_dim % 16 == 0
-        require(divides, f"pertoken:group={self.group} does not divide the head dim {head_dim}")
-        shape = (head_dim // self.group, self.page_tokens)
+        shape = (self.parts(head_dim), self.page_tokens)
         scales = half_planes(k_scale=shape, k_zero=shape, v_scale=shape, v_zero=shape)
         return [*code_planes(self.bits, self.page_tokens, head_dim), *scales]

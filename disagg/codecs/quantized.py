@@ -10,7 +10,7 @@ A scale without a zero belongs to symmetric codes. A page sealed while decoding 
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -18,17 +18,16 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require, seed_of
+from disagg.codecs.contract import Encoded, Prompt, one_of, require, seed_of
 from disagg.codecs.seals import flush_layout, segment_layout
-from disagg.codecs.tables import PageTable
 from disagg.kernels import ops
 from disagg.kernels.formats import LowRank, PageFormat, Rotation, Scale, Side, Sparse, parts_of_word
 from disagg.kernels.sealing import SealFormat, Segmentation, Target
-from disagg.kernels.view import View
 from disagg.page import SEGMENT_TOKENS, Kind, Layout, make_layout
 from disagg.plan import LayerGroup
 
 Planes = list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
+SINKS = (0, 64)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,15 @@ class QuantizedCodec(Codec):
         """The planes of a segment, or none."""
         return []
 
+    def parts(self, head_dim: int, option: str = "group") -> int:
+        """How many groups of channels a head has, of as many as an option says."""
+        size: int = getattr(self, option)
+        message = f"{self.name}:{option}={size} does not divide the head dim {head_dim}"
+        require(head_dim % size == 0, message)
+        return head_dim // size
+
     def page_layout(self, head_dim: int) -> Layout:
+        require(head_dim % 16 == 0, f"{self.name} packs 16 channels; the head dim is {head_dim}")
         planes = self.page_planes(head_dim)
         return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
 
@@ -60,7 +67,6 @@ class QuantizedCodec(Codec):
         return make_layout(self.spec, Kind.SEGMENT, self.segment_tokens, planes) if planes else None
 
     def format_of(self, page: Layout, segment: Layout | None, head_dim: int) -> PageFormat:
-        """The numbers of a page layout of this codec and its segment."""
         return page_format(page, segment, head_dim, self.k_by, self.v_by)
 
     def encode(
@@ -77,11 +83,6 @@ class QuantizedCodec(Codec):
         frozen = None if before.segments is None else before.segments[0]
         cut = Segmentation(self.segment_tokens, seed_of(layer, first), frozen)
         return Encoded(*ops.encode(k, v, flush_format(self, k.shape[2]), cut), flush=True)
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        segment = segment_layout(group, table.layout)
-        fmt = self.format_of(table.layout, segment, group.head_dim)
-        return [table.view(arena, group, layer, fmt, segment)]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32
@@ -105,10 +106,7 @@ class SinkCodec(QuantizedCodec):
     sink: 0 or 64 - so many; attention hangs on them, and they would widen the first page's ranges
     """
 
-    sink: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        require(self.sink in (0, 64), f"{self.name}:sink is {self.sink}; 0 and 64 are known")
+    sink: int = one_of(0, SINKS)
 
     @property
     def sink_tokens(self) -> int:

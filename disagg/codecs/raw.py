@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, require
+from disagg.codecs.contract import Encoded, Prompt, one_of
 from disagg.codecs.exact import exact_format, raw_blocks
-from disagg.codecs.tables import PageTable
 from disagg.kernels.cpu.library import EXACT_ERRORS
 from disagg.kernels.ops import store_blocks
 from disagg.kernels.reference.pages import exact_tokens
 from disagg.kernels.sealing import Target
-from disagg.kernels.view import View
 from disagg.page import RAW_TOKENS, Layout, make_raw_layout
 from disagg.plan import LayerGroup
 
@@ -36,11 +34,7 @@ class Raw(Codec):
     page_tokens: ClassVar[int] = RAW_TOKENS
     attend_errors: ClassVar[Mapping[str, float]] = EXACT_ERRORS
 
-    dtype: str = "model"
-
-    def __post_init__(self) -> None:
-        known = ["model", *DTYPES]
-        require(self.dtype in known, f"raw:dtype is {self.dtype!r}; known: {', '.join(known)}")
+    dtype: str = one_of("model", ("model", *DTYPES))
 
     def raw_dtype(self, model_dtype: str) -> str:
         known = model_dtype if model_dtype in DTYPES.values() else "float32"
@@ -67,9 +61,6 @@ class Raw(Codec):
         if target is not None:
             store_blocks(target, blocks)
         return Encoded(blocks)
-
-    def views(self, arena: Tensor, table: PageTable, group: LayerGroup, layer: int) -> list[View]:
-        return [table.view(arena, group, layer, exact_format(table.layout))]
 
     def decode(
         self, encoded: Encoded, group: LayerGroup, dtype: torch.dtype = torch.float32

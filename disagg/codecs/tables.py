@@ -11,7 +11,7 @@ the last layer is done. Layers only follow it; no bookkeeping happens between th
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
@@ -31,11 +31,10 @@ from disagg.codecs.seals import (
     seal_tails,
     segment_layout,
 )
-from disagg.kernels.formats import Format
 from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans
 from disagg.kernels.sealing import SealRows
-from disagg.kernels.view import Units, View
-from disagg.page import Layout
+from disagg.kernels.view import Units
+from disagg.page import Layout, align
 from disagg.plan import LayerGroup
 from disagg.state import GroupState, Run
 
@@ -62,31 +61,6 @@ class PageTable:
     segments: Tensor | None = None
     owner: Tensor | None = None
     sides: Tensor | None = None
-
-    def view(
-        self,
-        arena: Tensor,
-        group: LayerGroup,
-        layer: int,
-        fmt: Format,
-        segment: Layout | None = None,
-    ) -> View:
-        """These pages in one layer, of a format; segment: the layout of their segments."""
-        side = group.side if self.sides is not None else None
-        return View(
-            arena=arena,
-            pages=self.pages,
-            lo=self.lo,
-            hi=self.hi,
-            fmt=fmt,
-            base=group.layer_offset(self.layout, layer),
-            heads=group.heads,
-            segments=self.segments if segment else None,
-            owner=self.owner if segment else None,
-            segment_base=group.layer_offset(segment, layer) if segment else 0,
-            sides=self.sides,
-            side_base=group.layer_offset(side, layer) if side else 0,
-        )
 
 
 @dataclass(frozen=True)
@@ -260,7 +234,7 @@ def _span(group: LayerGroup, table: PageTable) -> Span:
 
 
 T = TypeVar("T")
-PARTS = (tuple, GroupStep, PageTable, SealRows, Units)  # where tensors of a step are
+PARTS = (GroupStep, PageTable, SealRows, Units)  # where tensors of a step are
 
 
 class Upload(Generic[T]):
@@ -271,11 +245,11 @@ class Upload(Generic[T]):
 
     def __init__(self, tree: T, device: torch.device):
         self._buffer = _packed(tree).to(device)
-        parts = self._buffer.split([_room(x) for x in _tensors(tree)])
-        shaped = (
-            part[: x.numel()].view(x.shape) for x, part in zip(_tensors(tree), parts, strict=True)
-        )
-        self.tree: T = _rebuilt(tree, shaped)
+        shapes = [x.shape for x in _tensors(tree)]
+        parts = self._buffer.split([_room(shape) for shape in shapes])
+        there = zip(parts, shapes, strict=True)
+        shaped = (part[: shape.numel()].view(shape) for part, shape in there)
+        self.tree: T = _mapped(tree, lambda _: next(shaped))
 
     def fill(self, tree: T) -> None:
         """Take the numbers of another tree of the same shapes."""
@@ -287,36 +261,34 @@ def upload(tree: T, device: torch.device) -> T:
     return tree if device.type == "cpu" else Upload(tree, device).tree
 
 
-def _room(x: Tensor) -> int:
+def _room(shape: torch.Size) -> int:
     """Items of a tensor, up to where the next one begins: on 16 bytes, as kernels want it."""
-    return -(-x.numel() // 4) * 4
+    return align(shape.numel(), 4)
 
 
 def _packed(tree: Any) -> Tensor:
-    found = list(_tensors(tree))
-    packed = torch.zeros(sum(map(_room, found)), dtype=torch.int32)
-    for x, part in zip(found, packed.split([_room(x) for x in found]), strict=True):
+    found = _tensors(tree)
+    packed = torch.zeros(sum(_room(x.shape) for x in found), dtype=torch.int32)
+    for x, part in zip(found, packed.split([_room(x.shape) for x in found]), strict=True):
         part[: x.numel()] = x.flatten()
     return packed
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, PARTS):
-        for part in tree if isinstance(tree, tuple) else vars(tree).values():
-            yield from _tensors(part)
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(tree, found.append)
+    return found
 
 
-def _rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
+def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same tree with other tensors; they are changed in the order in which it has them."""
     if isinstance(tree, Tensor):
-        return next(tensors)
+        return change(tree)
     if isinstance(tree, tuple):
-        return tuple(_rebuilt(part, tensors) for part in tree)
+        return tuple(_mapped(part, change) for part in tree)
     if not isinstance(tree, PARTS):
         return tree
-    parts: dict[str, Any] = {name: _rebuilt(part, tensors) for name, part in vars(tree).items()}
-    return type(tree)(**parts)
+    return type(tree)(**{name: _mapped(part, change) for name, part in vars(tree).items()})
 
 
 def _tail_run(group: LayerGroup, state: GroupState) -> Run:

@@ -24,17 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import PageFormat, Scale, Side
-from disagg.kernels.reference.pages import (
-    ArenaBlocks,
-    Blocks,
-    DenseBlocks,
-    read_bits,
-    read_codes,
-    read_factor,
-    read_scales,
-    read_sparse,
-)
+from disagg.kernels.formats import LowRank, PageFormat, Scale, Side
+from disagg.kernels.reference.pages import ArenaBlocks, Blocks, DenseBlocks
 from disagg.kernels.reference.quantize import expand
 from disagg.kernels.reference.softmax import (
     columns_of,
@@ -57,22 +48,15 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     fmt = view.fmt
     assert isinstance(fmt, PageFormat)
     first, last = visible_pages(view, fmt.tokens)
-    blocks = ArenaBlocks(
-        view.arena, view.pages[:, first:last], view.base, view.heads, fmt.block_bytes
-    )
-    shared = None
-    if fmt.has_own_basis:
-        each = torch.arange(last - first, device=q.device).expand(q.shape[0], -1)
-        shared = Shared(blocks, each)
-    elif view.segments is not None and view.owner is not None:
-        at = view.arena, view.segments, view.segment_base, view.heads
-        shared = Shared(ArenaBlocks(*at, fmt.segment_bytes), view.owner[:, first:last].long())
-    scores = _scores(columns_of(q * scale, view.heads), blocks, fmt, shared).flatten(2, 3)
+    some = slice(first, last)
+    pages = ArenaBlocks(view.arena, view.pages[:, some], view.base, view.heads, fmt.block_bytes)
+    shared = _shared(view, fmt, pages, some)
+    scores = _scores(columns_of(q * scale, view.heads), pages, fmt, shared).flatten(2, 3)
     seen = seen_tokens(view, first * fmt.tokens, scores.shape[2])
     if fmt.valid is not None:
-        seen = seen & read_bits(blocks, fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
+        seen = seen & pages.bits(fmt.valid, fmt.tokens).flatten(2).unsqueeze(3)
     p, lse = masked_softmax(scores, seen, cap)
-    o = _output(p.unflatten(2, (last - first, fmt.tokens)), blocks, fmt, shared)
+    o = _output(p.unflatten(2, (last - first, fmt.tokens)), pages, fmt, shared)
     return partial_of(o, lse, q.shape[1])
 
 
@@ -84,32 +68,28 @@ def decode(
     segments: [..., segment_bytes] u8 - the segment of each block, if the format has any
     """
     pages = DenseBlocks(blocks)
-    shared = None if segments is None else DenseBlocks(segments)
-    if fmt.has_own_basis:
-        shared = pages
+    shared = pages if segments is None or fmt.has_own_basis else DenseBlocks(segments)
     k = torch.cat([_rebuild(side, pages, shared, dtype) for side in fmt.k_sides], -1)
     v = _rebuild(fmt.v, pages, shared, dtype).transpose(-1, -2)
-    if shared is not None and fmt.turn:
+    if fmt.turn:
         order = read_order(shared, fmt.turn, fmt.head_dim).unsqueeze(-2).expand_as(k)
         k = torch.empty_like(k).scatter_(-1, order, k)
         v = turn_back(v, read_signs(shared, fmt.turn, fmt.head_dim).unsqueeze(-2))
     found = []
     for x, side in ((k, fmt.k), (v, fmt.v)):
-        if shared is not None and side.rotation:
+        if side.rotation:
             blockwise = x.unflatten(-1, (-1, side.rotation.block))
             x = (blockwise @ _matrix(side, shared, dtype).unsqueeze(-3)).flatten(-2)
-        if shared is not None and side.low_rank:
-            rank = side.low_rank.rank
-            a = read_factor(pages, side.low_rank.a, fmt.tokens, rank, dtype)
-            b = read_factor(shared, side.low_rank.b, fmt.head_dim, rank, dtype)
-            x = x + a @ b.transpose(-1, -2)
+        if low := side.low_rank:
+            a = pages.plane(torch.float16, low.a, (fmt.tokens, low.rank)).to(dtype)
+            x = x + a @ _basis(low, fmt, shared, dtype).transpose(-1, -2)
         found.append(x)
     return found[0], found[1]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The segments of B sequences, and which of them each page belongs to.
+    """What pages of B sequences share, in one segment or several, and which each page belongs to.
 
     blocks: [B, S] records; owner: [B, P] i64
     """
@@ -126,71 +106,78 @@ class Shared:
 
     def collect(self, sums: Tensor, x: Tensor, some: slice) -> None:
         """Add pages [B, H, P, ...] to the sums of their segments [B, H, S, ...]."""
+        if sums.shape[2] == 1:
+            sums += x.sum(2, keepdim=True)
+            return
         for row, owner in enumerate(self.owner[:, some]):
             sums[row].index_add_(1, owner, x[row])
 
 
-def _scores(x: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared | None) -> Tensor:
+def _shared(view: View, fmt: PageFormat, pages: ArenaBlocks, some: slice) -> Shared:
+    """The segments of some pages of a view: the pages themselves where each has all of its own; one
+    that nobody reads where nothing is shared."""
+    if fmt.has_own_basis:
+        each = torch.arange(pages.ids.shape[1], device=pages.ids.device)
+        return Shared(pages, each.expand_as(pages.ids))
+    if view.segments is None or view.owner is None:
+        return Shared(pages.some(slice(1)), torch.zeros_like(pages.ids))
+    at = view.arena, view.segments, view.segment_base, view.heads
+    return Shared(ArenaBlocks(*at, fmt.segment_bytes), view.owner[:, some].long())
+
+
+def _scores(x: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared) -> Tensor:
     """Queries x [B, H, D, N] -> scores of every page [B, H, P, tokens, N]."""
     side, plain = fmt.k, x.unsqueeze(2)
     vector, low, bias = plain, None, None
-    if shared is not None:
-        if side.rotation:
-            vector = rotate(vector, _matrix(side, shared.blocks, x.dtype))
-        if side.low_rank:
-            rank = side.low_rank
-            basis = read_factor(shared.blocks, rank.b, fmt.head_dim, rank.rank, x.dtype)
-            low = basis.transpose(-1, -2) @ vector
-        if side.scale.shared:
-            scales, zeros = read_scales(shared.blocks, side, x.dtype)
-            vector = vector * scales.transpose(-1, -2)
-            bias = zeros @ vector
-        if fmt.turn:
-            vector = _ordered(plain, read_order(shared.blocks, fmt.turn, fmt.head_dim))
+    if side.rotation:
+        vector = rotate(vector, _matrix(side, shared.blocks, x.dtype))
+    if side.low_rank:
+        low = _basis(side.low_rank, fmt, shared.blocks, x.dtype).transpose(-1, -2) @ vector
+    if side.scale.shared:
+        scales, zeros = shared.blocks.scales(side, x.dtype)
+        vector = vector * scales.transpose(-1, -2)
+        bias = zeros @ vector
+    if fmt.turn:
+        vector = _ordered(plain, read_order(shared.blocks, fmt.turn, fmt.head_dim))
     found = []
     for some in page_chunks(blocks.ids, blocks.heads * fmt.tokens * fmt.head_dim):
-        pages = blocks.some(some)
-        here = vector if shared is None else shared.spread(vector, some)
-        if shared is not None and bias is not None:
-            out = read_codes(pages, side, x.dtype) @ here + shared.spread(bias, some)
+        pages, here = blocks.some(some), shared.spread(vector, some)
+        if bias is not None:
+            out = pages.codes(side, x.dtype) @ here + shared.spread(bias, some)
         else:
             out = _contract_bands(pages, fmt.k_sides, here)
-        if side.low_rank and shared is not None and low is not None:
-            factor = read_factor(pages, side.low_rank.a, fmt.tokens, side.low_rank.rank, x.dtype)
+        if side.low_rank and low is not None:
+            shape = fmt.tokens, side.low_rank.rank
+            factor = pages.plane(torch.float16, side.low_rank.a, shape).to(x.dtype)
             out += factor @ shared.spread(low, some)
         if side.sparse:
-            add_sparse(out, *read_sparse(pages, side, x.dtype), plain)
+            add_sparse(out, *pages.sparse(side, x.dtype), plain)
         found.append(out)
     return torch.cat(found, 2)
 
 
-def _output(p: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared | None) -> Tensor:
+def _output(p: Tensor, blocks: ArenaBlocks, fmt: PageFormat, shared: Shared) -> Tensor:
     """Weights p [B, H, P, tokens, N] -> the weighted sum of values [B, H, D, N]."""
     side = fmt.v
     batch, heads, _, _, width = p.shape
-    segments = 1 if shared is None else shared.blocks.ids.shape[1]
+    segments, rank = shared.blocks.ids.shape[1], side.low_rank.rank if side.low_rank else 0
     sums = p.new_zeros(batch, heads, segments, side.rows, width)
-    rank = side.low_rank.rank if side.low_rank else 0
     low = p.new_zeros(batch, heads, segments, rank, width)
     for some in page_chunks(blocks.ids, heads * side.rows * side.columns):
         pages, weights = blocks.some(some), p[:, :, some]
-        codes = read_codes(pages, side, p.dtype)
-        out = contract(codes, *read_scales(pages, side, p.dtype), side.scale, weights)
+        codes = pages.codes(side, p.dtype)
+        out = contract(codes, *pages.scales(side, p.dtype), side.scale, weights)
         if side.sparse:
-            add_sparse(out, *read_sparse(pages, side, p.dtype), weights)
-        if shared is None:
-            sums += out.sum(2, keepdim=True)
-            continue
+            add_sparse(out, *pages.sparse(side, p.dtype), weights)
         shared.collect(sums, out, some)
         if side.low_rank:
-            factor = read_factor(pages, side.low_rank.a, fmt.tokens, rank, p.dtype)
+            factor = pages.plane(torch.float16, side.low_rank.a, (fmt.tokens, rank)).to(p.dtype)
             shared.collect(low, factor.transpose(-1, -2) @ weights, some)
-    if shared is not None and side.rotation:
+    if side.rotation:
         sums = rotate(sums, _matrix(side, shared.blocks, p.dtype).transpose(-1, -2))
-    if shared is not None and side.low_rank:
-        basis = read_factor(shared.blocks, side.low_rank.b, fmt.head_dim, rank, p.dtype)
-        sums = sums + basis @ low
-    if shared is not None and fmt.turn:
+    if side.low_rank:
+        sums = sums + _basis(side.low_rank, fmt, shared.blocks, p.dtype) @ low
+    if fmt.turn:
         signs = read_signs(shared.blocks, fmt.turn, fmt.head_dim).unsqueeze(-2)
         sums = turn_back(sums.transpose(-1, -2), signs).transpose(-1, -2)
     return sums.sum(2)
@@ -206,9 +193,9 @@ def _contract_bands(pages: ArenaBlocks, sides: tuple[Side, ...], x: Tensor) -> T
     """Sum over the columns of all bands: x [..., columns, N] -> [..., rows, N]."""
     total = x.new_zeros(())
     for side, part in zip(sides, x.split([side.columns for side in sides], -2), strict=True):
-        scales, zeros = read_scales(pages, side, x.dtype)
+        scales, zeros = pages.scales(side, x.dtype)
         if side.bits:
-            codes = read_codes(pages, side, x.dtype)
+            codes = pages.codes(side, x.dtype)
             total = total + contract(codes, scales, zeros, side.scale, part)
         else:
             total = total + scales @ part
@@ -248,19 +235,25 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     return (matrix.unsqueeze(-3) @ blocks).flatten(-3, -2)
 
 
-def _rebuild(side: Side, pages: Blocks, shared: Blocks | None, dtype: torch.dtype) -> Tensor:
+def _rebuild(side: Side, pages: Blocks, shared: Blocks, dtype: torch.dtype) -> Tensor:
     """What codes and sparse slots stand for: [..., rows, columns] of dtype."""
-    source = shared if side.scale.shared and shared is not None else pages
-    scales, zeros = (expand(y, side) for y in read_scales(source, side, dtype))
+    source = shared if side.scale.shared else pages
+    scales, zeros = (expand(y, side) for y in source.scales(side, dtype))
     if not side.bits:
         return scales
-    x = (read_codes(pages, side, dtype) + zeros) * scales
+    x = (pages.codes(side, dtype) + zeros) * scales
     if side.sparse:
-        x.transpose(-1, -2).scatter_add_(-1, *read_sparse(pages, side, dtype))
+        x.transpose(-1, -2).scatter_add_(-1, *pages.sparse(side, dtype))
     return x
 
 
-def _matrix(side: Side, blocks: Blocks, dtype: torch.dtype) -> Tensor:
+def _basis(low: LowRank, fmt: PageFormat, shared: Blocks, dtype: torch.dtype) -> Tensor:
+    """B of a low-rank product: [..., head_dim, rank] of dtype."""
+    return shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).to(dtype)
+
+
+def _matrix(side: Side, shared: Blocks, dtype: torch.dtype) -> Tensor:
+    """T_S of a rotation: [..., block, block] of dtype."""
     assert side.rotation is not None
     block = side.rotation.block
-    return blocks.plane(torch.float16, side.rotation.matrix, (block, block)).to(dtype)
+    return shared.plane(torch.float16, side.rotation.matrix, (block, block)).to(dtype)

@@ -17,39 +17,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import ExactFormat, PageFormat, Rotation, Side, Turn
+from disagg.kernels.formats import ExactFormat, PageFormat, Side, Turn
+from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
+    ArenaBlocks,
     DenseBlocks,
-    append_raw,
-    codes_plane,
     gather_raw,
     load_blocks,
     pack_bits,
     pack_words,
+    plane_view,
     store_blocks,
 )
-from disagg.kernels.reference.quantize import (
-    LARGEST,
-    choose_outliers,
-    column_means,
-    expand,
-    finite,
-    quantize_side,
-    to_float8,
-    to_fp16,
-    with_group_means,
-    with_means,
-)
+from disagg.kernels.reference.quantize import finite, to_fp16
 from disagg.kernels.reference.turn import read_order, read_signs, turn
-from disagg.kernels.sealing import (
-    HEAD_STRIDE,
-    NewRows,
-    SealFormat,
-    Sealing,
-    Segmentation,
-    Target,
-)
+from disagg.kernels.sealing import HEAD_STRIDE, NewRows, SealFormat, Sealing, Segmentation, Target
 
 # elements of K encoded at once: their floats stay in a core's second-level cache
 CHUNK_ELEMENTS = 1 << 17
@@ -67,7 +50,8 @@ def encode(
     returns: blocks [n / tokens, H, block_bytes] u8, segments [S, H, segment_bytes] u8 if any
     """
     if absent is not None:
-        k, v = (with_group_means(finite(x), absent, fmt.k.scale.group) for x in (k, v))
+        group = fmt.k.scale.group
+        k, v = (quantize.with_group_means(finite(x), absent, group) for x in (k, v))
     heads, n, _ = k.shape
     shape = (n // fmt.tokens, heads, fmt.block_bytes)
     blocks = torch.zeros(shape, dtype=torch.uint8, device=k.device)
@@ -76,10 +60,10 @@ def encode(
         cut = replace(cut, tokens=fmt.tokens)
     shared = blocks if fmt.has_own_basis else segments
     if shared is not None and not fmt.turn:
-        pages = cut.tokens // fmt.tokens
+        count = cut.tokens // fmt.tokens
         for i, seed in enumerate(cut.seeds(n) if n else ()):
             part = slice(i * cut.tokens, (i + 1) * cut.tokens)
-            some = blocks[i * pages : (i + 1) * pages]
+            some = blocks[i * count : (i + 1) * count]
             fresh = cut.frozen is None
             _encode_segment(k[:, part], v[:, part], fmt, some, shared[i], seed, fresh)
     else:
@@ -89,8 +73,9 @@ def encode(
         step = max(1, CHUNK_ELEMENTS // (heads * fmt.tokens * fmt.head_dim))
         for start in range(0, blocks.shape[0], step):
             part = slice(start * fmt.tokens, (start + step) * fmt.tokens)
+            pages = DenseBlocks(blocks[start : start + step])
             for x, side in (*sides, (v, fmt.v)):
-                _encode(x[:, part], side, fmt, DenseBlocks(blocks[start : start + step]))
+                _encode(x[:, part], side, fmt, pages, pages)
     if fmt.valid is not None:
         mask = DenseBlocks(blocks).plane(torch.uint8, fmt.valid, (1, fmt.tokens // 8))
         mask.fill_(255)
@@ -108,10 +93,12 @@ def append(
     k, v:    [N, H, D] of the raw dtype
     sealing: which rows complete a page, as sealing.py draws it; None: no row does
     """
-    written = rows.pages >= 0
-    there = slice(None) if bool(written.all()) else written
-    at = rows.pages[there], rows.slots[there], rows.fmt, rows.base
-    append_raw(arena, k[there], v[there], *at)
+    written, fmt = rows.pages >= 0, rows.fmt
+    pages, slots = rows.pages[written].long(), rows.slots[written].long()
+    blocks = ArenaBlocks(arena, rows.pages, rows.base, k.shape[1], fmt.block_bytes)
+    for offset, x in ((fmt.k, k), (fmt.v, v)):
+        plane = plane_view(blocks, x.dtype, offset, (fmt.slots, fmt.head_dim))
+        plane[pages, :, slots] = x[written]
     if sealing is not None:
         for tail_k, tail_v, cut, target in completed_pages(arena, k.shape[1], rows, sealing):
             store_blocks(target, seal_page(tail_k, tail_v, sealing.fmt, cut))
@@ -162,26 +149,29 @@ def _encode(
     side: Side,
     fmt: PageFormat,
     pages: DenseBlocks,
-    shared: DenseBlocks | None = None,
+    shared: DenseBlocks,
     seed: int = 0,
     fresh: bool = True,
 ) -> None:
-    """Write one side of x [H, n, D] into its pages and its segment."""
+    """Write one side of x [H, n, D] into its pages, and into the segment that they share."""
     x = finite(x)
-    if side.rotation and shared is not None:
-        x = _rotate(x, side.rotation, shared, fresh)
+    if by := side.rotation:
+        matrix = shared.plane(torch.float16, by.matrix, (by.block, by.block))
+        if fresh:
+            matrix.copy_(rotation(x, by.block))
+        x = unrotate(x, matrix)
     values = x.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
     if side is fmt.v:
         values = values.transpose(2, 3)
     missing = _encode_codes(values, side, pages, shared)
-    if side.low_rank and shared is not None and missing is not None:
+    if (low := side.low_rank) and missing is not None:
         if side is fmt.v:
             missing = missing.transpose(2, 3)
-        tokens, factors = missing.transpose(0, 1).flatten(1, 2), side.low_rank
-        a, b = low_rank(tokens, factors.rank, torch.tensor([seed], device=x.device))
+        tokens = missing.transpose(0, 1).flatten(1, 2)
+        a, b = low_rank(tokens, low.rank, torch.tensor([seed], device=x.device))
         by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
-        pages.plane(torch.float16, factors.a, (fmt.tokens, factors.rank)).copy_(by_page)
-        shared.plane(torch.float16, factors.b, (fmt.head_dim, factors.rank)).copy_(b)
+        pages.plane(torch.float16, low.a, (fmt.tokens, low.rank)).copy_(by_page)
+        shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).copy_(b)
 
 
 def _turned(k: Tensor, v: Tensor, by: Turn, segment: DenseBlocks) -> tuple[Tensor, Tensor]:
@@ -192,44 +182,34 @@ def _turned(k: Tensor, v: Tensor, by: Turn, segment: DenseBlocks) -> tuple[Tenso
     return k.gather(2, order), turn(finite(v), signs)
 
 
-def _encode_codes(
-    x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks | None
-) -> Tensor | None:
+def _encode_codes(x: Tensor, side: Side, pages: DenseBlocks, shared: DenseBlocks) -> Tensor | None:
     """Write codes, scales and slots of x [P, H, rows, columns]; what they miss of x, if needed."""
     if side.floating:
-        codes, scales = to_float8(x)
-        codes_plane(pages, side).copy_(codes)
+        codes, scales = quantize.to_float8(x)
+        pages.words(side).copy_(codes)
         pages.plane(torch.float32, side.scale.scale, (1, 1)).copy_(scales)
         return None
-    index, plain = None, x
-    if side.sparse:
-        mean = column_means(x, side.scale.shared)
-        index = choose_outliers(x, mean, side.sparse)
-        plain = with_means(x, mean, index)
-    codes, scales, zeros = quantize_side(plain, side)
+    plain, sparse = x, side.sparse
+    if sparse:
+        mean = quantize.column_means(x, side.scale.shared)
+        index = quantize.choose_outliers(x, mean, sparse)
+        plain = quantize.with_means(x, mean, index)
+    codes, scales, zeros = quantize.quantize_side(plain, side)
     if side.bits:
-        codes_plane(pages, side).copy_(pack_words(codes, side.bits))
-    there = shared if side.scale.shared and shared is not None else pages
+        pages.words(side).copy_(pack_words(codes, side.bits))
+    there = shared if side.scale.shared else pages
     there.plane(torch.float16, side.scale.scale, side.scale_shape).copy_(scales)
     if side.scale.zero is not None:
         there.plane(torch.float16, side.scale.zero, side.scale_shape).copy_(zeros)
-    if side.sparse is None and side.low_rank is None:
+    if not sparse and not side.low_rank:
         return None
-    seen = (codes + expand(zeros.float(), side)).mul_(expand(scales.float(), side))
-    missing = x - seen
-    if side.sparse and index is not None:
-        shape = (side.columns, side.sparse.slots)
+    scales, zeros = (quantize.expand(y.float(), side) for y in (scales, zeros))
+    missing = x - (codes + zeros).mul_(scales)
+    if sparse:
+        shape = (side.columns, sparse.slots)
         by_column = missing.transpose(2, 3)
-        pages.plane(torch.uint8, side.sparse.index, shape).copy_(index)
-        delta = by_column.gather(3, index).clamp_(-LARGEST, LARGEST)
-        pages.plane(torch.float16, side.sparse.delta, shape).copy_(delta)
+        pages.plane(torch.uint8, sparse.index, shape).copy_(index)
+        delta = by_column.gather(3, index).clamp_(-quantize.LARGEST, quantize.LARGEST)
+        pages.plane(torch.float16, sparse.delta, shape).copy_(delta)
         by_column.scatter_(3, index, 0.0)
     return missing
-
-
-def _rotate(x: Tensor, turn: Rotation, shared: DenseBlocks, fresh: bool) -> Tensor:
-    """T_L of x [1, n, D], by the segment's T_S."""
-    matrix = shared.plane(torch.float16, turn.matrix, (turn.block, turn.block))
-    if fresh:
-        matrix.copy_(rotation(x, turn.block))
-    return unrotate(x, matrix)

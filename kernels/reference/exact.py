@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import FREE, ExactFormat
+from disagg.kernels.formats import FREE, ExactFormat, SlotsFormat
 from disagg.kernels.reference.pages import ArenaBlocks, gather_raw
 from disagg.kernels.reference.softmax import (
     columns_of,
@@ -24,33 +24,26 @@ def attend(q: Tensor, view: View, scale: float, cap: float = 0.0) -> Partial:
     returns: o [B, M, Hq, D], lse [B, M, Hq] of the dtype of q - the natural log of
              sum exp(score); a query that sees nothing has o = 0 and lse = -inf
     """
-    fmt, pages = view.fmt, view.pages
+    fmt = view.fmt
     assert isinstance(fmt, ExactFormat)
-    first = 0
-    if fmt.counted:
-        first, last = visible_pages(view, fmt.tokens)
-        pages = pages[:, first:last]
-    k, v = gather_raw(view.arena, pages, fmt, view.base, view.heads)
+    first, last = visible_pages(view, fmt.tokens) if fmt.counted else (0, view.pages.shape[1])
+    k, v = gather_raw(view.arena, view.pages[:, first:last], fmt, view.base, view.heads)
     if fmt.counted:
         seen = seen_tokens(view, first * fmt.tokens, k.shape[2])
     elif fmt.side is not None:
         k, v = k[:, :, : fmt.side.slots], v[:, :, : fmt.side.slots]
-        seen = _seen_of_side(view, fmt, k.shape[2])
+        seen = _seen_of_side(view, fmt.side, k.shape[2])
     else:
         seen = _seen_of_pages(view, fmt)
     p, lse = masked_softmax(k.to(q.dtype) @ columns_of(q * scale, view.heads), seen, cap)
     return partial_of(v.to(q.dtype).transpose(2, 3) @ p, lse, q.shape[1])
 
 
-def _seen_of_side(view: View, fmt: ExactFormat, room: int) -> Tensor:
+def _seen_of_side(view: View, side: SlotsFormat, room: int) -> Tensor:
     """[B, H, room, M] bool: which slots of the side record each query sees."""
-    side, sides = fmt.side, view.sides
-    assert side is not None
-    assert sides is not None
-    record = ArenaBlocks(
-        view.arena, sides.unsqueeze(1), view.side_base, view.heads, side.block_bytes
-    )
-    shape = (1, side.slots)
+    assert view.sides is not None
+    at = view.sides.unsqueeze(1), view.side_base, view.heads, side.block_bytes
+    record, shape = ArenaBlocks(view.arena, *at), (1, side.slots)
     positions = record.plane(torch.int32, side.positions, shape)[:, :, 0, 0, :room]
     states = record.plane(torch.uint8, side.states, shape)[:, :, 0, 0, :room]
     return seen_at(view, positions) & (states != FREE).unsqueeze(3)

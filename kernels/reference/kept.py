@@ -47,46 +47,27 @@ def view_kept(side: Tensor, blocks: Tensor, fmt: SlotsFormat, raw: ExactFormat) 
 
 
 def keep_outliers(kept: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:
-    """Let tokens first .. first+n-1 compete by |K|_1 and keep the winners.
+    """Let tokens first .. first+n-1 compete with the pool by |K|_1, and keep the winners.
 
-    k, v:    [H, n, D] of the raw dtype; count: of tokens in a head's pool
-    returns: [H, n] bool - the winners; `kept` holds them
+    The `count` lowest scores of a head are its pool from then on; of equals the earlier wins. A
+    head with too few free slots for its winners stays as it is.
+
+    k, v:    [H, n, D] of the raw dtype
+    returns: [H, n] bool - the winners; they lie in free slots in order of position, and who they
+             have beaten is retired
     """
     scores = k.float().abs().sum(2)
-    won = compete(kept, scores, count)
-    keep(kept, won, scores, k, v, first)
-    return won
-
-
-def compete(kept: KeptSlots, scores: Tensor, count: int) -> Tensor:
-    """Let new tokens compete with the pool: the `count` lowest scores of a head are its pool.
-
-    scores:  [H, n] fp32 - of the new tokens; of equals the earlier wins
-    returns: [H, n] bool - the new tokens that won; the states of those they beat are changed. A
-             head with too few free slots for its winners stays as it is
-    """
     heads, n = scores.shape
-    slots = kept.states.shape[1]
-    pool = kept.states == POOL
+    slots, room = kept.states.shape[1], min(kept.states.shape[1], kept.k.shape[1])
+    pool, used = kept.states == POOL, (kept.states != FREE).sum(1, keepdim=True)
+
     ranked = torch.cat([kept.scores.masked_fill(~pool, torch.inf), scores], 1)
     best = torch.zeros(heads, slots + n, dtype=torch.bool, device=scores.device)
     best.scatter_(1, ranked.sort(dim=1, stable=True).indices[:, :count], True)
-    won = best[:, slots:]
-    room = (kept.states == FREE).sum(1)
-    fits = (won.sum(1) <= room).unsqueeze(1)
-    beaten = pool & ~best[:, :slots] & fits
-    kept.states.masked_fill_(beaten, RETIRED)
-    return won & fits
+    fits = used + best[:, slots:].sum(1, keepdim=True) <= slots
+    won = best[:, slots:] & fits
+    kept.states.masked_fill_(pool & ~best[:, :slots] & fits, RETIRED)
 
-
-def keep(kept: KeptSlots, won: Tensor, scores: Tensor, k: Tensor, v: Tensor, first: int) -> None:
-    """Put the winners among tokens first .. first+n-1 into free slots, in order of position.
-
-    won, scores: [H, n]; k, v: [H, n, D] of the raw dtype
-    """
-    heads, n = won.shape
-    slots, room = kept.states.shape[1], min(kept.states.shape[1], kept.k.shape[1])
-    used = (kept.states != FREE).sum(1, keepdim=True)
     slot = torch.where(won, used + won.long().cumsum(1) - 1, slots)  # `slots`: nowhere
     source = slot.new_full((heads, slots + 1), -1)
     source.scatter_(1, slot, torch.arange(n, device=slot.device).expand(heads, n))
@@ -98,6 +79,7 @@ def keep(kept: KeptSlots, won: Tensor, scores: Tensor, k: Tensor, v: Tensor, fir
     taken, token = taken[:, :room, None], token[:, :room, None].expand(-1, -1, k.shape[2])
     for into, x in ((kept.k, k), (kept.v, v)):
         into[:, :room] = torch.where(taken, x.gather(1, token), into[:, :room])
+    return won
 
 
 def weights_received(q: Tensor, k: Tensor, softmax: Softmax, total: int) -> Tensor:

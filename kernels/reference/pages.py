@@ -4,6 +4,7 @@ A plane is read through `ArenaBlocks`, from pages at their addresses, or `DenseB
 in order. Nothing here computes; attention is in codes.py and exact.py, sealing in encode.py.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +14,54 @@ from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side, parts_of_word
 from disagg.kernels.sealing import Target
 
 
+class Blocks(ABC):
+    """Blocks of equal layout: of pages, segments or side records; what is read is [..., *shape]."""
+
+    @abstractmethod
+    def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        """One plane of every block, of the dtype that is stored."""
+
+    def words(self, side: Side) -> Tensor:
+        """The stored codes of a side: int16 words, or floats."""
+        if side.floating:
+            return self.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
+        shape = side.rows // side.fields, side.columns // side.halves
+        return self.plane(torch.int16, side.codes, shape)
+
+    def codes(self, side: Side, dtype: torch.dtype) -> Tensor:
+        """[..., rows, columns] of dtype."""
+        words = self.words(side)
+        return words.to(dtype) if side.floating else unpack_words(words, side.bits, dtype)
+
+    def scales(self, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scales and zeros [..., *side.scale_shape] of dtype; of the segment where it has them."""
+        stored = torch.float32 if side.scale.by == "block" else torch.float16
+        scales = self.plane(stored, side.scale.scale, side.scale_shape).to(dtype)
+        if side.scale.zero is None:
+            return scales, scales.new_tensor(float(side.scale.center)).expand_as(scales)
+        return scales, self.plane(stored, side.scale.zero, side.scale_shape).to(dtype)
+
+    def sparse(self, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows (int64) and deltas (dtype) of the sparse slots: both [..., columns, slots]."""
+        assert side.sparse is not None
+        shape = (side.columns, side.sparse.slots)
+        index = self.plane(torch.uint8, side.sparse.index, shape).long()
+        return index, self.plane(torch.float16, side.sparse.delta, shape).to(dtype)
+
+    def exact(self, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
+        """K and V as they are stored: both [..., slots, head_dim]."""
+        dtype, shape = getattr(torch, fmt.dtype), (fmt.slots, fmt.head_dim)
+        return self.plane(dtype, fmt.k, shape), self.plane(dtype, fmt.v, shape)
+
+    def bits(self, offset: int, count: int) -> Tensor:
+        """A bit for each token or channel: [..., count] bool."""
+        packed = self.plane(torch.uint8, offset, (count // 8, 1))
+        bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        return ((packed >> bits) & 1).bool().flatten(-2)
+
+
 @dataclass(frozen=True)
-class ArenaBlocks:
+class ArenaBlocks(Blocks):
     """The blocks of one layer of records `ids` [B, P] in an arena; planes are [B, H, P, ...]."""
 
     arena: Tensor
@@ -24,7 +71,6 @@ class ArenaBlocks:
     block_bytes: int
 
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
-        """One plane of every block: [..., *shape] of dtype."""
         found = plane_view(self, dtype, offset, shape).index_select(0, self.ids.flatten())
         return found.unflatten(0, self.ids.shape).transpose(1, 2)
 
@@ -34,7 +80,7 @@ class ArenaBlocks:
 
 
 @dataclass(frozen=True)
-class DenseBlocks:
+class DenseBlocks(Blocks):
     """Blocks [..., block_bytes] u8 in order; planes are views and can be written to."""
 
     blocks: Tensor
@@ -42,9 +88,6 @@ class DenseBlocks:
     def plane(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
         nbytes = shape[0] * shape[1] * dtype.itemsize
         return self.blocks[..., offset : offset + nbytes].view(dtype).unflatten(-1, shape)
-
-
-Blocks = ArenaBlocks | DenseBlocks  # of equal layout: of pages, segments or side records
 
 
 def plane_view(
@@ -90,83 +133,23 @@ def unpack_words(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return codes.flatten(-2).flatten(-3, -2)
 
 
-def codes_plane(blocks: Blocks, side: Side) -> Tensor:
-    """The stored codes of a side: int16 words, or floats."""
-    if side.floating:
-        return blocks.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
-    shape = side.rows // side.fields, side.columns // side.halves
-    return blocks.plane(torch.int16, side.codes, shape)
-
-
-def read_codes(blocks: Blocks, side: Side, dtype: torch.dtype) -> Tensor:
-    """[..., rows, columns] of dtype."""
-    stored = codes_plane(blocks, side)
-    return stored.to(dtype) if side.floating else unpack_words(stored, side.bits, dtype)
-
-
-def read_scales(blocks: Blocks, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and zeros [..., *side.scale_shape] of dtype; `blocks` of the segment if shared."""
-    stored = torch.float32 if side.scale.by == "block" else torch.float16
-    scales = blocks.plane(stored, side.scale.scale, side.scale_shape).to(dtype)
-    if side.scale.zero is None:
-        return scales, scales.new_tensor(float(side.scale.center)).expand_as(scales)
-    return scales, blocks.plane(stored, side.scale.zero, side.scale_shape).to(dtype)
-
-
-def read_factor(blocks: Blocks, offset: int, length: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """A or B of a low-rank product: [..., length, rank] of dtype."""
-    return blocks.plane(torch.float16, offset, (length, rank)).to(dtype)
-
-
-def read_sparse(blocks: Blocks, side: Side, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows (int64) and deltas (dtype) of the sparse slots: both [..., columns, slots]."""
-    assert side.sparse is not None
-    shape = (side.columns, side.sparse.slots)
-    index = blocks.plane(torch.uint8, side.sparse.index, shape).long()
-    return index, blocks.plane(torch.float16, side.sparse.delta, shape).to(dtype)
-
-
-def read_bits(blocks: Blocks, offset: int, count: int) -> Tensor:
-    """A bit for each token or channel: [..., count] bool."""
-    packed = blocks.plane(torch.uint8, offset, (count // 8, 1))
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed >> bits) & 1).bool().flatten(-2)
-
-
 def pack_bits(x: Tensor) -> Tensor:
     """x [..., count] bool, low bit first: [..., count / 8] u8."""
     weights = 1 << torch.arange(8, device=x.device)
     return (x.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
 
 
-def append_raw(
-    arena: Tensor, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, fmt: ExactFormat, base: int
-) -> None:
-    """Write one token per row into raw pages.
-
-    k, v:  [N, H, D] of the raw dtype
-    pages: [N] i32 - page id; slots: [N] i32 - which of its tokens
-    """
-    blocks = ArenaBlocks(arena, pages, base, k.shape[1], fmt.block_bytes)
-    for offset, x in ((fmt.k, k), (fmt.v, v)):
-        plane = plane_view(blocks, x.dtype, offset, (fmt.slots, fmt.head_dim))
-        plane[pages.long(), :, slots.long()] = x
-
-
 def gather_raw(
     arena: Tensor, pages: Tensor, fmt: ExactFormat, base: int, heads: int
 ) -> tuple[Tensor, Tensor]:
     """The tokens of pages [B, P] i32 in order: k, v [B, heads, P * slots, D] of the raw dtype."""
-    blocks = ArenaBlocks(arena, pages, base, heads, fmt.block_bytes)
-    dtype, shape = getattr(torch, fmt.dtype), (fmt.slots, fmt.head_dim)
-    k, v = (blocks.plane(dtype, offset, shape).flatten(2, 3) for offset in (fmt.k, fmt.v))
-    return k, v
+    k, v = ArenaBlocks(arena, pages, base, heads, fmt.block_bytes).exact(fmt)
+    return k.flatten(2, 3), v.flatten(2, 3)
 
 
 def exact_tokens(blocks: Tensor, fmt: ExactFormat) -> tuple[Tensor, Tensor]:
     """The tokens in the slots of blocks [P, H, block_bytes] u8: k, v [H, P * slots, D]."""
-    planes, dtype, shape = DenseBlocks(blocks), getattr(torch, fmt.dtype), (fmt.slots, fmt.head_dim)
-    k, v = (planes.plane(dtype, x, shape).transpose(0, 1).flatten(1, 2) for x in (fmt.k, fmt.v))
+    k, v = (x.transpose(0, 1).flatten(1, 2) for x in DenseBlocks(blocks).exact(fmt))
     return k, v
 
 

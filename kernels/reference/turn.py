@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.formats import TURN, Turn
-from disagg.kernels.reference.pages import Blocks, read_bits
+from disagg.kernels.reference.pages import Blocks
 
 
 def read_order(blocks: Blocks, turn: Turn, head_dim: int) -> Tensor:
@@ -18,7 +18,7 @@ def read_order(blocks: Blocks, turn: Turn, head_dim: int) -> Tensor:
 
 def read_signs(blocks: Blocks, turn: Turn, head_dim: int) -> Tensor:
     """The signs of V's channels: [..., head_dim] fp32, 1 or -1."""
-    return 1.0 - 2.0 * read_bits(blocks, turn.signs, head_dim).float()
+    return 1.0 - 2.0 * blocks.bits(turn.signs, head_dim).float()
 
 
 def turn(x: Tensor, signs: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from disagg.codecs.contract import Encoded, Prompt
 from disagg.codecs.gear import Gear
 from disagg.kernels.formats import Scale, Side, Sparse
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
-from disagg.kernels.reference.pages import DenseBlocks, read_codes, read_scales
+from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import (
     choose_outliers,
     column_means,
@@ -63,9 +63,7 @@ def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits,
     codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
     fmt = codec.format_of(codec.page_layout(128), None, 128)
     blocks = DenseBlocks(encode(codec, k, v).blocks)
-    seen_k, seen_v = (
-        read_codes(blocks, side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v)
-    )
+    seen_k, seen_v = (blocks.codes(side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v))
     reference = golden(f"kivi_b{bits}_g64")
     wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
     wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
@@ -166,13 +164,13 @@ def test_int8_codes_and_scales_are_the_expected_ones():
     blocks = DenseBlocks(encode(codec, k, v).blocks)
     theirs = golden("int8_fp8")
     for side, key in ((fmt.k, "k"), (fmt.v, "v")):
-        codes = read_codes(blocks, side, torch.float32) - 128
+        codes = blocks.codes(side, torch.float32) - 128
         codes = codes if key == "k" else codes.transpose(2, 3)
         wanted = theirs[f"{key}_i8"][0, :, :PREFIX].unflatten(1, (-1, 64)).transpose(0, 1)
         off = (codes - wanted).abs()
         assert off.max() <= 1
         assert (off > 0).float().mean() < 0.001
-        scales = read_scales(blocks, side, torch.float32)[0].transpose(0, 1).flatten(1)
+        scales = blocks.scales(side, torch.float32)[0].transpose(0, 1).flatten(1)
         assert torch.equal(scales, theirs[f"{key}_s"][0, :, :PREFIX, 0].float())
 
 

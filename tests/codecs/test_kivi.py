@@ -23,7 +23,7 @@ def test_the_tail_keeps_the_last_tokens_exact():
         ("kivi:bits=two", ConfigError, "option bits of codec kivi is 'two'; a number"),
         ("kivi:bits", ConfigError, "option 'bits' of codec kivi has no value"),
         ("kivi:bits=2,bits=4", ConfigError, "given twice"),
-        ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; known: model, fp16, bf16, fp32"),
+        ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; model, fp16, bf16 and fp32 are known"),
     ],
 )
 def test_a_spec_that_cannot_be_says_what_would_be_right(spec, error, message):

@@ -9,7 +9,7 @@ from disagg.codecs import codec_names, get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
-from disagg.codecs.layer import read_blocks, write_prompt
+from disagg.codecs.layer import LayerRecords, write_prompt
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
 from disagg.page import FinalAt
@@ -211,7 +211,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
         inventory = group.inventory(n)
         for kind, ids in state.ids_by_kind().items():
             assert len(ids) == inventory[kind]
-            contents.append(read_blocks(group, group.layout(kind), 3, arena.bytes, ids))
+            contents.append(LayerRecords(group, 3, arena.bytes).read(group.layout(kind), ids))
     half = len(contents) // 2
     assert half
     assert all(torch.equal(a, b) for a, b in zip(contents[:half], contents[half:], strict=True))

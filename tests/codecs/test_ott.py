@@ -8,7 +8,7 @@ from disagg.codecs.cache import CompressedKV
 from disagg.codecs.exact import exact_format, slots_format
 from disagg.kernels.formats import POOL, RETIRED
 from disagg.kernels.reference.kept import KeptSlots, view_kept
-from disagg.kernels.reference.pages import DenseBlocks, read_bits, read_codes, read_scales
+from disagg.kernels.reference.pages import DenseBlocks
 from tests.codecs.test_golden import golden
 from tests.synthetic import exact_attention, realistic, relative_error
 
@@ -39,14 +39,14 @@ def test_pools_and_codes_are_those_of_the_paper_s_algorithm() -> None:
     (run,) = cache.runs()
     blocks = DenseBlocks(run.blocks)
     fmt = codec.format_of(codec.page_layout(128), None, 128)
-    there = read_bits(blocks, fmt.valid or 0, 128).transpose(0, 1).flatten(1)
+    there = blocks.bits(fmt.valid or 0, 128).transpose(0, 1).flatten(1)
     for side, name in ((fmt.k, "k"), (fmt.v, "v")):
-        codes = read_codes(blocks, side, torch.float32)
+        codes = blocks.codes(side, torch.float32)
         codes = (codes if name == "k" else codes.transpose(2, 3)).transpose(0, 1).flatten(1, 2)
         off = (codes - found[f"{name}_code"]).abs()[there]
         assert off.max() <= 1
         assert (off > 0).float().mean() < 0.002
-        scales = read_scales(blocks, side, torch.float32)[0].transpose(0, 1)
+        scales = blocks.scales(side, torch.float32)[0].transpose(0, 1)
         wanted = found[f"{name}_scale"].float()
         assert torch.allclose(scales.reshape(wanted.shape), wanted, rtol=2e-3)
 

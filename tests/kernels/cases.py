@@ -21,7 +21,7 @@ from disagg.kernels.formats import (
 )
 from disagg.kernels.reference import aligned, codes
 from disagg.kernels.reference.encode import encode
-from disagg.kernels.reference.pages import store_blocks
+from disagg.kernels.reference.pages import pack_bits, store_blocks
 from disagg.kernels.sealing import Segmentation, Target
 from disagg.kernels.view import View
 
@@ -33,12 +33,16 @@ T = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A ragged batch over shuffled pages; k, v [B, H, n, D] are what the pages hold."""
+    """A ragged batch over shuffled pages; k, v [B, H, n, D] are what the pages hold.
+
+    there: [B, H, n] bool - tokens that a mask does not leave out; None: all
+    """
 
     q: Tensor
     view: View
     k: Tensor
     v: Tensor
+    there: Tensor | None = None
 
     def seeing(self, **tables: Tensor) -> "Case":
         """The same with another lo or hi."""
@@ -218,10 +222,12 @@ def make_case(
 def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
     count = k.shape[2] // fmt.tokens
     pairs = [_encode(a, b, fmt, run) for a, b in zip(k, v, strict=True)]
-    blocks = torch.stack([x for x, _ in pairs])
+    blocks, there = torch.stack([x for x, _ in pairs]), None
     if fmt.valid is not None:
-        bits = torch.randint(0, 256, (*blocks.shape[:3], fmt.tokens // 8), dtype=torch.uint8)
-        blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = bits
+        generator = torch.Generator().manual_seed(3)
+        shown = torch.randint(0, 2, (*blocks.shape[:3], fmt.tokens), generator=generator).bool()
+        blocks[..., fmt.valid : fmt.valid + fmt.tokens // 8] = pack_bits(shown)
+        there = shown.transpose(1, 2).flatten(2)
     arena, pages = place(blocks)
     owned, shared = None, {}
     if fmt.segment_bytes:
@@ -233,7 +239,7 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
         _repeat_first(owner, lengths, fmt.tokens)
     exact = [x.transpose(1, 2).flatten(2, 3) for x in codes.decode(blocks, owned, fmt)]
     _repeat_first(pages, lengths, fmt.tokens)
-    return Case(q, view(arena, pages, **shared, segment_base=SEGMENT_BASE), *exact)
+    return Case(q, view(arena, pages, **shared, segment_base=SEGMENT_BASE), *exact, there)
 
 
 def _encode(k: Tensor, v: Tensor, fmt: PageFormat, run: int) -> tuple[Tensor, Tensor | None]:
@@ -285,15 +291,20 @@ def place(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return arena, pages.view(batch, count)
 
 
-def exact_attention(case: Case, scale: float) -> tuple[Tensor, Tensor]:
+def exact_attention(case: Case, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """o [B, M, Hq, D] and lse [B, M, Hq] in fp64 from the K and V that the pages hold."""
     k, v = case.k.double(), case.v.double()
     width = case.q.shape[2] // k.shape[1]
     k, v = k.repeat_interleave(width, 1), v.repeat_interleave(width, 1)
     scores = torch.einsum("bmhd,bhnd->bmhn", case.q.double(), k) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     position = torch.arange(k.shape[2])
     seen = (position >= case.view.lo[..., None]) & (position < case.view.hi[..., None])
-    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+    seen = seen.unsqueeze(2)
+    if case.there is not None:
+        seen = seen & case.there.repeat_interleave(width, 1).unsqueeze(1)
+    scores = scores.masked_fill(~seen, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("bmhn,bhnd->bmhd", p, v), scores.logsumexp(-1)
 

@@ -1,4 +1,5 @@
-"""The Triton append writes the very bytes of the reference, pages that it completes included."""
+"""Appends of Triton and of the C library write the very bytes of the reference, pages that they
+complete included."""
 
 from dataclasses import replace
 
@@ -6,20 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu.append import append as cpu_append
-from disagg.kernels.formats import ExactFormat
-from disagg.kernels.gpu.append import append
+from disagg.kernels.cpu import append as cpu
+from disagg.kernels.cpu import library
+from disagg.kernels.formats import ExactFormat, PageFormat
+from disagg.kernels.gpu import append as gpu
 from disagg.kernels.reference import codes
 from disagg.kernels.reference import encode as reference
-from disagg.kernels.reference.pages import load_blocks
-from disagg.kernels.sealing import NO_PAGE, NewRows, Sealing, SealRows
+from disagg.kernels.reference.pages import load_blocks, store_blocks
+from disagg.kernels.sealing import NO_PAGE, NewRows, Sealing, SealRows, Target
 from tests.kernels.cases import (
     BASE,
     DEVICE,
     FORMATS,
+    SEGMENT_BASE,
+    banded_format,
     make_format,
     quant_format,
     random_kv,
+    random_segment,
     raw_format,
 )
 from tests.synthetic import relative_error
@@ -32,49 +37,69 @@ SEALED = {
     "D256-in-two-blocks": quant_format(4, 256, 64, 64),
     "dropped": DROPPED,
 }
-SEALED |= {x: make_format(**FORMATS[x]) for x in ("kivi", "pertoken", "pertoken-2bit")}
-SEALED |= {x: make_format(**FORMATS[x]) for x in ("int8", "fp8")}
+KINDS = ("kivi", "pertoken", "pertoken-2bit", "int8", "fp8")
+SEALED |= {name: make_format(**FORMATS[name]) for name in KINDS}
+SEALED |= {f"banded-{b}-D{dim}": banded_format(b, dim) for b, dim in ((2, 64), (3, 64), (2, 256))}
 
 
-def to_device(*tensors: Tensor) -> list[Tensor]:
-    return [x.to(DEVICE) for x in tensors]
+@pytest.fixture(params=["triton", *library.PATHS])
+def append(request):
+    """An append of tensors on a CPU, by either."""
+
+    def by_triton(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing=None) -> None:
+        there = arena.to(DEVICE, copy=True)
+        if sealing is not None:
+            sealing = replace(sealing, rows=moved(sealing.rows))
+        gpu.append(there, k.to(DEVICE), v.to(DEVICE), moved(rows), sealing)
+        arena.copy_(there)
+
+    if request.param == "triton":
+        yield by_triton
+        return
+    if request.param not in library.paths():
+        pytest.skip(f"this machine cannot run {request.param}")
+    with library.forced(request.param):
+        yield cpu.append
+
+
+def moved(tables):
+    """Tables on the device."""
+    there = {name: x.to(DEVICE) for name, x in vars(tables).items() if isinstance(x, Tensor)}
+    return replace(tables, **there)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_bytes_equal_those_of_the_reference(dtype):
+def test_bytes_equal_those_of_the_reference(dtype, append):
     fmt, heads = raw_format(dtype, 80), 3
     rows = torch.randn(6, heads, 3 * 80).to(getattr(torch, dtype))
     k, v = rows[..., 80:160], rows[..., 160:]  # views, as a fused projection gives them
     pages = torch.tensor([600, 0, 300, NO_PAGE, 0, 300], dtype=torch.int32)
     slots = torch.tensor([15, 0, 7, 2, 1, 8], dtype=torch.int32)
-    expected = torch.zeros(1000 * 128, dtype=torch.uint8)
-    arena = expected.to(DEVICE, copy=True)
-    reference.append(expected, k, v, NewRows(pages, slots, fmt, BASE))
-    moved = to_device(k, v, pages, slots)
-    append(arena, *moved[:2], NewRows(*moved[2:], fmt, BASE))
-    assert torch.equal(arena.cpu(), expected)
+    found, expected = (torch.zeros(1000 * 128, dtype=torch.uint8) for _ in range(2))
+    for run, arena in ((append, found), (reference.append, expected)):
+        run(arena, k, v, NewRows(pages, slots, fmt, BASE))
+    assert torch.equal(found, expected)
     item = getattr(torch, dtype).itemsize
     assert (expected != 0).sum() > 5 * heads * 2 * 80 * (item - 1)  # five of six rows
     assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
 
-def test_scattered_channels_and_ids_are_read_where_they_are():
-    """As on a CPU: how a model lays its K out, and a step its tables, is their own affair."""
-    fmt, there = raw_format("float32", 64), torch.zeros(3, 9 * 65536, dtype=torch.uint8)
+def test_scattered_channels_and_ids_are_read_where_they_are(append):
+    """How a model lays its K out, and a step its tables, is their own affair."""
+    fmt = raw_format("float32", 64)
+    found, expected = (torch.zeros(9 << 16, dtype=torch.uint8) for _ in range(2))
     k, v = torch.randn(2, 64, 3).transpose(1, 2)[:, ::2], torch.randn(2, 2, 128)[..., ::2]
     pages, slots = torch.tensor([[0, 3], [600, 9]]).int().unbind(1)
-    for run, arena in zip((reference.append, cpu_append), there, strict=False):
+    for run, arena in ((append, found), (reference.append, expected)):
         run(arena, k, v, NewRows(pages, slots, fmt, BASE))
-    arena, *moved = to_device(there[2], k, v, pages, slots)
-    append(arena, *moved[:2], NewRows(*moved[2:], fmt, BASE))
-    assert there[0].any()
-    assert torch.equal(there[0], there[1])
-    assert torch.equal(there[0], arena.cpu())
+    assert expected.any()
+    assert torch.equal(found, expected)
 
 
 def page_ids(fmt, raw: ExactFormat) -> tuple[int, int]:
     """What a page id grows by, and the id of the page that is sealed."""
-    stride = -(-(BASE + HEADS * max(raw.block_bytes, fmt.block_bytes)) // 128)
+    shared = fmt.segment_bytes if isinstance(fmt, PageFormat) else 0
+    stride = -(-(BASE + HEADS * max(raw.block_bytes, fmt.block_bytes, shared)) // 128)
     return stride, 9 * stride
 
 
@@ -84,16 +109,21 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     own: whether the row's token is the last one of that page; else it goes to another raw page
     """
     stride, page = page_ids(fmt, raw)
+    segment = page + stride
     tails = torch.randperm(8, generator=torch.Generator().manual_seed(5)).view(2, 4) * stride
     pages = torch.tensor([tails[0, 1], tails[1, 3] if own else 8 * stride])
     slots = torch.tensor([6, 15 if own else 0])
     rows = SealRows(
         pages=torch.tensor([NO_PAGE, page]).int(),
         tails=tails.int(),
-        segments=torch.tensor([0, 0]).int(),
+        segments=torch.tensor([segment, segment]).int(),
         stretches=torch.tensor([0, 12]).int(),
     )
-    arena = torch.full((10 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
+    arena = torch.full((11 * stride * 128 + 4096,), 0x5A, dtype=torch.uint8)
+    if isinstance(fmt, PageFormat) and fmt.turn:
+        store_blocks(
+            Target(arena, rows.segments[:1], SEGMENT_BASE), random_segment(fmt, HEADS, 4)[None]
+        )
     whole = (x[0].to(getattr(torch, raw.dtype)) for x in random_kv([64], HEADS, raw.head_dim, 64))
     k, v = (x.transpose(0, 1) for x in whole)  # [T, H, D]
     at = tails[1].int().repeat_interleave(16)
@@ -106,39 +136,36 @@ def make_tail(fmt, raw: ExactFormat, own: bool):
     return arena, new_k, new_v, pages.int(), slots.int(), rows
 
 
-def append_both(fmt, raw: ExactFormat, own: bool, seed: int = 3 << 20) -> tuple[Tensor, Tensor]:
+def append_both(append, fmt, raw: ExactFormat, own: bool) -> tuple[Tensor, Tensor]:
+    """What an append and the reference make of the same arena."""
     expected, k, v, pages, slots, rows = make_tail(fmt, raw, own)
-    found = expected.to(DEVICE, copy=True)
-    sealing = Sealing(rows, fmt, BASE, seed=seed)
-    reference.append(expected, k, v, NewRows(pages, slots, raw, BASE), sealing)
-    moved = SealRows(*to_device(rows.pages, rows.tails, rows.segments, rows.stretches))
-    sealing = replace(sealing, rows=moved)
-    k, v, pages, slots = to_device(k, v, pages, slots)
-    append(found, k, v, NewRows(pages, slots, raw, BASE), sealing)
-    return found.cpu(), expected
+    found, sealing = expected.clone(), Sealing(rows, fmt, BASE, SEGMENT_BASE, seed=3 << 20)
+    for run, arena in ((append, found), (reference.append, expected)):
+        run(arena, k, v, NewRows(pages, slots, raw, BASE), sealing)
+    return found, expected
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float16") for name in SEALED), ("kivi-4bit", "bfloat16")]
 )
-def test_completed_pages_are_those_of_the_reference(name, dtype, own):
+def test_completed_pages_are_those_of_the_reference(name, dtype, own, append):
     fmt = SEALED[name]
     assert fmt.is_sealable
     raw = raw_format(dtype, fmt.head_dim)
-    found, expected = append_both(fmt, raw, own)
+    found, expected = append_both(append, fmt, raw, own)
     assert torch.equal(found, expected)
     block = load_blocks(expected, torch.tensor(page_ids(fmt, raw)[1:2]), BASE, HEADS, 64)
     assert not (block == 0x5A).all()
 
 
 @pytest.mark.parametrize("name", ["gear-l-own", "gear-own", "gear-odd-own"])
-def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(name):
+def test_completed_pages_with_factors_stand_for_what_those_of_the_reference_do(name, append):
     fmt = make_format(**FORMATS[name])
     assert fmt.is_sealable
     raw, decoded = raw_format("float16", fmt.head_dim), []
     page = torch.tensor(page_ids(fmt, raw)[1:])
-    for arena in append_both(fmt, raw, True):
+    for arena in append_both(append, fmt, raw, True):
         block = load_blocks(arena, page, BASE, HEADS, fmt.block_bytes)
         decoded.append(codes.decode(block, None, fmt))
     for x, y in zip(*decoded, strict=True):

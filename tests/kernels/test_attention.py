@@ -1,242 +1,153 @@
-"""The Triton attention kernels against exact attention on what the pages hold."""
+"""Every kind of page, attended by everything that can, against exact attention in fp64 on what the
+pages hold: the torch reference, each path of the C library, and Triton."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from triton.runtime import interpreter
 
-from disagg.kernels import ops
-from disagg.kernels.formats import ExactFormat
+from disagg.kernels.cpu import attend as cpu
+from disagg.kernels.cpu import library
+from disagg.kernels.formats import ExactFormat, Format
 from disagg.kernels.gpu import attend as gpu
-from disagg.kernels.gpu.bits import (
-    MAGIC,
-    PLAIN,
-    PTX,
-    float8,
-    float8_weight,
-    spelling_for,
-    takes_subnormals,
-)
 from disagg.kernels.gpu.plan import is_supported
 from disagg.kernels.gpu.reduce import merge
-from disagg.kernels.reference import codes
-from disagg.kernels.sealing import Target
-from tests.kernels.assembly import assemble
+from disagg.kernels.reference import codes, exact
+from disagg.kernels.view import Partial
 from tests.kernels.cases import (
+    BANDED,
     DEVICE,
     FORMATS,
-    SEGMENT_BASE,
+    SIZES,
     Case,
-    T,
     assert_alike,
+    banded_format,
     exact_attention,
     make_case,
     make_format,
     quant_format,
     raw_format,
 )
-from tests.synthetic import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter: log2(0)
-LO = torch.tensor([[131], [64], [89], [0]], dtype=torch.int32)
+TRITON = "triton"
+SMALL = {"lengths": [140, 1], "heads": 1, "run": 1}  # Triton's interpreter is slow
+LARGE = {"lengths": [390, 70, 0, 700], "heads": 2, "run": 3}
 
 
-def spell(monkeypatch: pytest.MonkeyPatch, codes: str) -> None:
-    """Codes are read in this way from now on."""
-    chip = replace(gpu.chip_of(torch.device(DEVICE)), codes=codes)
-    monkeypatch.setattr(gpu, "chip_of", lambda device: chip)
+@dataclass(frozen=True)
+class Pages:
+    """What is attended; width: query heads for each KV head; m: queries of a sequence."""
+
+    fmt: Format
+    width: int = 3
+    m: int = 1
 
 
-def attend(case: Case, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer and its log-sum-exp, on the CPU."""
-    q, view = case.on(DEVICE)
-    o, lse = merge(gpu.attend(q, [view], scale))
-    return o.cpu(), lse.cpu()
+PAGES = {name: Pages(make_format(**options)) for name, options in FORMATS.items()}
+PAGES |= {name: Pages(fmt, 4) for name, fmt in SIZES.items()}
+PAGES |= {f"banded-{b}-D{dim}": Pages(banded_format(b, dim), 3, 1 + b % 2) for b, dim in BANDED}
+PAGES |= {
+    f"raw-{dtype}-D{dim}": Pages(raw_format(dtype, dim), 7, 2)
+    for dtype in ("float16", "bfloat16", "float32")
+    for dim in (16, 64, 80, 256)
+}
+PAGES |= {
+    f"{name}-for-{width}": Pages(make_format(**options), width, 1 + (width == 16))
+    for width in (1, 2, 4, 5, 7, 8, 16)
+    for name, options in {
+        "b2": {"v_group": 32},
+        "b4": {"bits": 4, "head_dim": 96, "group": 32},
+        "int8": FORMATS["int8"],
+    }.items()
+}
+PAGES["gear-l-for-1"] = Pages(make_format(**FORMATS["gear-l"]), 1)
+PAGES["gear-l-shared-for-7"] = Pages(make_format(**FORMATS["gear-l-shared"]), 7)
+MORE = ("banded-2-D128", "raw-float16-D80")
 
 
-def check(case: Case, tolerance: float = 1e-3) -> None:
+@pytest.fixture(params=[library.TORCH, *library.PATHS, TRITON])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param in (library.TORCH, TRITON):
+        yield request.param
+        return
+    if request.param not in library.paths():
+        pytest.skip(f"this machine cannot run {request.param}")
+    with library.forced(request.param):
+        yield request.param
+
+
+@cache
+def case_of(name: str, small: bool) -> Case:
+    pages = PAGES[name]
+    return make_case(pages.fmt, width=pages.width, m=pages.m, **(SMALL if small else LARGE))
+
+
+def attend(case: Case, backend: str, cap: float = 0.0, scale: float = 0.2) -> Partial:
+    if backend == TRITON:
+        q, view = case.on(DEVICE)
+        o, lse = merge(gpu.attend(q, [view], scale, None, cap))
+        return o.cpu(), lse.cpu()
+    if backend == library.TORCH:
+        room = exact if isinstance(case.view.fmt, ExactFormat) else codes
+        return room.attend(case.q, case.view, scale, cap)
+    return cpu.attend(case.q, [case.view], scale, cap)
+
+
+def check(case: Case, backend: str, cap: float = 0.0) -> None:
+    """Within what the backend states; what it leaves to the reference is skipped."""
     fmt = case.view.fmt
-    assert isinstance(fmt, ExactFormat) or is_supported(fmt)
-    exact = exact_attention(case, 0.2)
-    if getattr(fmt, "valid", None) is not None:  # the reference is held against masks elsewhere
-        exact = codes.attend(case.q.double(), case.view, 0.2)
-    assert_alike(attend(case, 0.2), exact, tolerance, 2e-3, 1e-3)
+    raw = isinstance(fmt, ExactFormat)
+    if backend == TRITON:
+        if not raw and not is_supported(fmt):
+            pytest.skip("left to the reference")
+        bounds = (1e-5 if raw and fmt.dtype == "float32" else 1e-3), 2e-3, 1e-3
+    elif backend == library.TORCH:
+        bounds = 1e-5, 1e-5, 1e-6
+    else:
+        assert cpu.is_served(fmt, case.q)
+        coded = not raw and not fmt.k.floating
+        bounds = (library.CODE_ERRORS[backend], 2e-3, 1e-6) if coded else (1e-6, 1e-5, 1e-6)
+    assert_alike(attend(case, backend, cap), exact_attention(case, 0.2, cap), *bounds)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_attended_as_what_they_hold(name, backend):
+    check(case_of(name, backend == TRITON), backend)
 
 
 @pytest.mark.parametrize(
-    ("bits", "head_dim", "k_group", "v_group", "heads"),
-    [
-        (2, 64, 64, 64, 1),
-        (2, 64, 32, 32, 2),
-        (2, 128, 64, 64, 1),
-        (4, 128, 64, 64, 1),
-        (4, 128, 32, 32, 1),
-        (4, 80, 64, 40, 2),
-        (2, 96, 32, 32, 1),
-        (4, 256, 64, 32, 1),
-    ],
+    ("name", "cap"), [*product((*FORMATS, *MORE), (0.7,)), *product(MORE, (0.3, 50.0))]
 )
-def test_attention_on_codes_equals_exact_attention(bits, head_dim, k_group, v_group, heads):
-    check(make_case(quant_format(bits, head_dim, k_group, v_group), [140, 1], heads, 4))
+def test_scores_are_capped(name, cap, backend):
+    check(case_of(name, backend == TRITON), backend, cap)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_kind_of_page_is_attended_as_what_it_stands_for(name):
-    torch.manual_seed(7)
-    heads = 2 if name in ("kivi", "int8", "gear-l-shared") else 1
-    check(make_case(make_format(**FORMATS[name]), [140, 1], heads, 3, run=1))
+@pytest.mark.parametrize("name", [*FORMATS, *MORE])
+def test_who_sees_nothing_gets_zero_and_minus_infinity(name, backend):
+    case = case_of(name, backend == TRITON)
+    check(case.seeing(hi=torch.zeros_like(case.view.hi)), backend)
 
 
-@pytest.mark.parametrize(
-    ("options", "width"),
-    [
-        *((({"bits": bits, "v_group": 32}), n) for bits, n in ((2, 1), (4, 3), (2, 4), (4, 5))),
-        *((({"bits": bits, "v_group": 32}), n) for bits, n in ((2, 7), (4, 8), (2, 16), (4, 16))),
-        (FORMATS["gear-l"], 1),
-        (FORMATS["gear-l-shared"], 7),
-        (FORMATS["int8"], 16),
-    ],
-)
-def test_any_number_of_query_heads_reads_one_kv_head(options, width):
-    check(make_case(make_format(**options), [70, 63], 1, width))
+LO = torch.tensor([[131, 132], [64, 65], [3, 90], [50, 60]], dtype=torch.int32)
+WINDOWED = [quant_format(bits, 64, 32, 32) for bits in (2, 4)] + [raw_format("float16", 64)]
 
 
-@pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
-def test_several_queries_of_a_sequence_see_different_tokens(fmt):
-    case = make_case(fmt, [75, 63, 3], 1, 3, m=3)
-    check(case)
-    check(case.seeing(lo=torch.maximum(case.view.hi - 40, case.view.lo)))
+@pytest.mark.parametrize("fmt", WINDOWED, ids=["b2", "b4", "raw"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_queries_see_what_their_windows_show(fmt, width, backend):
+    small = backend == TRITON
+    case = make_case(fmt, [300, 170, 90, 40], 1 if small else 2, width, m=2)
+    check(case.seeing(lo=LO), backend)
 
 
-@pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float16", 64)])
-def test_a_window_hides_tokens_on_both_sides(fmt):
-    check(make_case(fmt, [300, 170, 90, 0], 1, 4).seeing(lo=LO))
+def test_long_and_short_sequences_share_the_units_of_work(backend):
+    check(make_case(quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4), backend)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_raw_pages_are_attended_in_their_own_dtype(dtype, head_dim):
-    tolerance = 1e-5 if dtype == "float32" else 1e-3
-    check(make_case(raw_format(dtype, head_dim), [1, 150, 0], 1, 7), tolerance)
-
-
-def test_long_and_short_sequences_share_the_units_of_work():
-    check(make_case(quant_format(2, 64, 64, 64), [450, 5, 64, 130, 0], 1, 4))
-
-
-def test_units_of_work_stay_within_segments_of_any_length():
-    fmt = make_format(rank=2)
-    check(make_case(fmt, [390, 70, 0], 1, 4, run=3))
-    check(make_case(fmt, [130], 1, 4, run=1))
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_queries_that_overflow_fp16_with_scales_or_factors_do_not(rank):
-    case = make_case(make_format(rank=rank), [200], 1, 2)
-    check(replace(case, q=case.q * 300), 5e-3)
-
-
-def test_a_flat_tail_under_a_sink_is_not_lost():
-    fmt = quant_format(2, 64, 64, 64)
-    case = make_case(fmt, [640], 1, 1)
-    k, v = torch.full((1, 640, 64), 0.01), 1 + 0.1 * case.v[0]
-    k[:, 0], v[:, 0] = 4.0, 0.0  # one token takes nearly all weight and gives nothing
-    check(replace(held(case, k, v), q=torch.full((1, 1, 1, 64), 0.28)), 5e-3)
-
-
-def test_values_at_the_end_of_fp16_stay_finite():
-    case = make_case(quant_format(2, 64, 64, 64), [64], 1, 1)
-    case = held(case, torch.randn(1, 64, 64), torch.randn(1, 64, 64) * 1e5)
-    o, lse = attend(case, 0.2)
-    assert torch.isfinite(o).all()
-    assert torch.isfinite(lse).all()
-
-
-def held(case: Case, k: torch.Tensor, v: torch.Tensor) -> Case:
-    """The same pages of one sequence with other k, v [H, n, D] in them."""
-    fmt, view = case.view.fmt, case.view
-    blocks, _ = ops.encode(k, v, fmt)
-    ops.store_blocks(Target(view.arena, view.pages[0], view.base), blocks)
-    exact = [x.transpose(0, 1).flatten(1, 2)[None] for x in codes.decode(blocks, None, fmt)]
-    return replace(case, k=exact[0], v=exact[1])
-
-
-def test_outliers_that_fp16_holds_only_alone_are_not_lost():
-    case = make_case(make_format(slots=2), [130], 1, 2, loud=5e3)
-    o, _ = attend(case, 0.02)
-    assert relative_error(o, exact_attention(case, 0.02)[0]) <= 1e-3
-
-
-def test_a_basis_whose_product_with_q_overflows_fp16_loses_nothing():
-    case = make_case(make_format(rank=2, head_dim=128), [200], 1, 2, run=4)
-    view, low, large = case.view, case.view.fmt.k.low_rank, 2.0**14
-    at = int(view.segments[0, 0]) * 128 + SEGMENT_BASE + low.b
-    b = view.arena[at : at + 4 * 128].view(torch.float16)
-    b *= large
-    for page in set(view.pages[0].tolist()):
-        at = page * 128 + view.base + low.a
-        view.arena[at : at + 4 * T].view(torch.float16).mul_(1 / large)
-    signs = b.view(128, 2)[:, 0].float().sign()
-    assert b.isfinite().all()
-    assert signs @ b.view(128, 2)[:, 0].float() > 65504
-    case = replace(case, q=signs.expand_as(case.q).contiguous())
-    o, _ = attend(case, 0.05)
-    assert relative_error(o, exact_attention(case, 0.05)[0]) <= 5e-3
-
-
-def test_formats_that_do_not_fit_its_tiles_are_left_to_the_reference():
-    for odd in ({"v_by": "row"}, {"block": 64}, {"block": 16, "rank": 2}, {"rank": 32}):
-        assert not is_supported(make_format(**odd))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_the_magic_number_form_equals_exact_attention(bits, monkeypatch):
-    spell(monkeypatch, MAGIC)
-    check(make_case(quant_format(bits, 64, 64, 64), [130], 1, 4))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes it itself")
-@pytest.mark.parametrize(
-    "fmt",
-    [
-        *(quant_format(bits, 64, 64, 64) for bits in (2, 4)),
-        *(make_format(**FORMATS[name]) for name in ("gear", "int8")),
-    ],
-    ids=["2", "4", "sparse", "8"],
-)
-def test_inline_assembly_computes_what_is_spelt_plainly(fmt, monkeypatch):
-    q, view = make_case(fmt, [130], 1, 4).on(DEVICE)
-    spell(monkeypatch, PLAIN)
-    plain = merge(gpu.attend(q, [view], 0.2))
-    spell(monkeypatch, PTX)
-    with pytest.raises(interpreter.InterpreterError):
-        gpu.attend(q, [view], 0.2)
-    assemble(monkeypatch)
-    assert takes_subnormals(torch.device(DEVICE), PTX)
-    found = merge(gpu.attend(q, [view], 0.2))
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-
-
-def test_the_start_up_test_tells_right_from_wrong_spellings():
-    device = torch.device(DEVICE)
-    assert takes_subnormals(device, PLAIN)
-    assert takes_subnormals(device, MAGIC)
-    assert spelling_for(device) in (PLAIN, PTX)
-
-
-@triton.jit
-def float8_kernel(codes_ptr, o_ptr, SPELLING: tl.constexpr):
-    o_256 = tl.arange(0, 256)
-    codes = float8(tl.load(codes_ptr + o_256), SPELLING)
-    tl.store(o_ptr + o_256, codes.to(tl.float32) * float8_weight(SPELLING))
-
-
-def test_every_float8_is_read_by_bit_moves_as_torch_converts_it():
-    codes = torch.arange(256).to(torch.uint8)
-    found = torch.empty(256, device=DEVICE)
-    float8_kernel[(1,)](codes.view(torch.int8).to(DEVICE), found, PLAIN, num_warps=1)
-    numbers = codes & 127 != 127  # the rest are NaN
-    assert torch.equal(found.cpu()[numbers], codes.view(torch.float8_e4m3fn).float()[numbers])
+@pytest.mark.parametrize(("lengths", "run"), [([390, 70, 0], 3), ([130], 1)])
+def test_units_of_work_stay_within_segments_of_any_length(lengths, run, backend):
+    check(make_case(make_format(rank=2), lengths, 1, 4, run=run), backend)

@@ -26,15 +26,8 @@ PAGES = {  # how far the pages of the kernels are from those of the reference, r
     "h2o": 0.0,
     "alignedkv": 0.0,
 }
-ONE = ["attend_kernel", "merge_kernel"]  # whatever tables there are
-LAUNCHES = {  # of attention in one layer
-    "raw:dtype=fp16": ONE,
-    "kivi:bits=4": ONE,
-    "gear:bits=2,backbone=kivi,group=64": ONE,
-    "ott:residual=0,outliers=20,aux=60": ONE,
-    "h2o": ONE,
-    "alignedkv": ["attend_kernel", "plane_scores_kernel", "plane_values_kernel", "merge_kernel"],
-}
+ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, whatever tables there are
+OF_PLANES = ["attend_kernel", "plane_scores_kernel", "plane_values_kernel", "merge_kernel"]
 
 
 def make_cache(spec: str, device: str) -> tuple[CompressedKV, Tensor]:
@@ -69,8 +62,10 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     expected = reference.attend(q.double())
     launched = watch(monkeypatch)
     cache, q = make_cache(spec, DEVICE)
+    assert "append_kernel" in launched
+    launched.clear()
     found = cache.attend(q).cpu()
-    assert {"append_kernel", "attend_kernel", "merge_kernel"} <= set(launched)
+    assert launched == (OF_PLANES if spec == "alignedkv" else ATTENTION)
     assert relative_error(found, expected) <= 1e-3
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
@@ -101,11 +96,3 @@ def test_the_token_that_completes_a_page_takes_one_launch_in_a_layer(spec, monke
     cache.append(k[:, :1], v[:, :1])
     assert len(cache._state.page_ids()) == sealed + 1
     assert launched == ["append_kernel"]
-
-
-@pytest.mark.parametrize("spec", LAUNCHES)
-def test_a_layer_takes_one_launch_for_all_page_tables_and_one_to_merge(spec, monkeypatch):
-    cache, q = make_cache(spec, DEVICE)
-    launched = watch(monkeypatch)
-    cache.attend(q)
-    assert launched == LAUNCHES[spec]

@@ -50,7 +50,10 @@ def dropped_case(fmt: ExactFormat, lengths: list[int], heads: int) -> tuple[Tens
     return arena, pages, torch.tensor(counts) * fmt.tokens
 
 
-def check(q: Tensor, view: View) -> None:
+def check(view: View, width: int, m: int) -> None:
+    """Attention of `width` query heads for each KV head, m queries of a sequence."""
+    batch, head_dim = view.pages.shape[0], view.fmt.head_dim
+    q = torch.randn(batch, m, view.heads * width, head_dim, generator=source(width))
     q_there, there = Case(q, view, q, q).on(DEVICE)
     o, lse = merge(gpu.attend(q_there, [there], 0.15))
     wanted = exact.attend(q.double(), view, 0.15)
@@ -63,11 +66,10 @@ def check(q: Tensor, view: View) -> None:
     [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8)],
 )
 def test_attention_over_what_was_not_dropped_is_that_of_the_reference(slots, head_dim, width):
-    fmt, heads = dropped_format(slots, head_dim), 2
-    arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], heads)
+    fmt = dropped_format(slots, head_dim)
+    arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], 2)
     hi = covered.int().unsqueeze(1)
-    q = torch.randn(4, 1, heads * width, head_dim, generator=source(width))
-    check(q, View(arena, pages, torch.zeros_like(hi), hi, fmt, BASE, heads))
+    check(View(arena, pages, torch.zeros_like(hi), hi, fmt, BASE, 2), width, 1)
 
 
 @pytest.mark.parametrize("slots", [16, 40, 64])
@@ -76,8 +78,7 @@ def test_windows_and_several_queries_see_different_tokens_of_what_was_not_droppe
     arena, pages, covered = dropped_case(fmt, [330, 140, 64], 1)
     hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
     lo = torch.tensor([[201, 202, 203], [63, 64, 65], [0, 60, 64]], dtype=torch.int32)
-    q = torch.randn(3, 3, 5, 64, generator=source(1))
-    check(q, View(arena, pages, lo, hi, fmt, BASE, 1))
+    check(View(arena, pages, lo, hi, fmt, BASE, 1), 5, 3)
 
 
 def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused():
@@ -129,15 +130,12 @@ def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, sl
     used = [min(slots, x) for x in (3, 33, 0, 90)]
     arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)
     hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
-    q = torch.randn(4, 1, 2 * width, head_dim, generator=source(width))
-    tables = torch.zeros_like(hi), hi, fmt, BASE, 2
-    check(q, View(arena, pages, *tables, sides=sides, side_base=SIDE_BASE))
+    tables = pages, torch.zeros_like(hi), hi
+    check(View(arena, *tables, fmt, BASE, 2, sides=sides, side_base=SIDE_BASE), width, 1)
 
 
 def test_windows_and_several_queries_see_different_kept_tokens():
     arena, pages, sides, fmt = kept_case("float16", 64, [35, 20, 1], 35, 1)
     hi = torch.tensor([[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32)
     lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
-    q = torch.randn(3, 3, 5, 64, generator=source(2))
-    tables = lo, hi, fmt, BASE, 1
-    check(q, View(arena, pages, *tables, sides=sides, side_base=SIDE_BASE))
+    check(View(arena, pages, lo, hi, fmt, BASE, 1, sides=sides, side_base=SIDE_BASE), 5, 3)

@@ -1,94 +1,40 @@
-"""The torch reference against exact attention in fp64 on what the pages hold; and its bytes."""
+"""The bytes of the torch reference and its steps; what it attends to is in test_attention.py."""
 
 import pytest
 import torch
 
-from disagg.kernels.formats import ExactFormat
-from disagg.kernels.reference import codes, encode, exact
+from disagg.kernels.reference import codes, encode
 from disagg.kernels.reference.pages import (
-    append_raw,
     gather_raw,
     load_blocks,
     pack_words,
     store_blocks,
     unpack_words,
 )
-from disagg.kernels.reference.quantize import quantize
+from disagg.kernels.reference.quantize import quantize, quantize_fitted
 from disagg.kernels.reference.softmax import merge
-from disagg.kernels.sealing import Segmentation, Target
+from disagg.kernels.reference.turn import turn, turn_back
+from disagg.kernels.sealing import NewRows, Segmentation, Target
 from tests.kernels.cases import (
+    BANDED,
     BASE,
-    FORMATS,
-    SIZES,
-    Case,
-    assert_alike,
+    banded_format,
     exact_attention,
     make_case,
-    make_format,
     quant_format,
     random_kv,
+    random_segment,
     raw_format,
 )
 from tests.synthetic import relative_error
-
-
-def attend(case: Case):
-    room = exact if isinstance(case.view.fmt, ExactFormat) else codes
-    return room.attend(case.q, case.view, 0.2)
-
-
-def check(case: Case) -> None:
-    assert_alike(attend(case), exact_attention(case, 0.2), 1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in FORMATS if "valid" not in FORMATS[name]])
-def test_every_kind_of_page_is_attended_as_what_it_decodes_to(name):
-    check(make_case(make_format(**FORMATS[name]), [390, 70, 0], 2, 3, m=2, run=3))
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_attention_on_codes_equals_exact_attention_on_what_they_decode_to(name):
-    fmt = SIZES[name]
-    check(make_case(fmt, [500, 1, 129], 2, 3))
-
-
-@pytest.mark.parametrize("width", [1, 3, 4, 7, 8, 16])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_any_number_of_query_heads_reads_one_kv_head(bits, width):
-    fmt = quant_format(bits, 64, 64, 32)
-    check(make_case(fmt, [130], 2, width, m=3))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_raw_pages_are_attended_exactly(dtype, head_dim):
-    fmt = raw_format(dtype, head_dim)
-    check(make_case(fmt, [100, 1, 37], 2, 7, m=3))
-
-
-@pytest.mark.parametrize("fmt", [quant_format(2, 64, 32, 32), raw_format("float16", 64)])
-def test_a_window_hides_tokens_on_both_sides(fmt):
-    case = make_case(fmt, [300, 170, 90], 2, 4, m=2)
-    lo = torch.tensor([[131, 132], [64, 65], [3, 90]], dtype=torch.int32)
-    check(case.seeing(lo=lo))
-
-
-@pytest.mark.parametrize("fmt", [quant_format(4, 64, 32, 32), raw_format("float32", 64)])
-def test_a_query_that_sees_nothing_gets_zero_and_minus_infinity(fmt):
-    case = make_case(fmt, [70, 0], 2, 2)
-    o, lse = attend(case)
-    assert torch.equal(o[1], torch.zeros_like(o[1]))
-    assert torch.isneginf(lse[1]).all()
-    check(case)
-    nothing = case.seeing(hi=torch.zeros_like(case.view.hi))
-    assert not attend(nothing)[0].any()
 
 
 def test_merge_of_disjoint_tokens_is_attention_over_all():
     fmt = quant_format(4, 64, 32, 32)
     case = make_case(fmt, [300, 64], 2, 3)
     cut = torch.tensor([[190], [64]], dtype=torch.int32)
-    halves = [attend(case.seeing(hi=torch.minimum(case.view.hi, cut))), attend(case.seeing(lo=cut))]
+    both = case.seeing(hi=torch.minimum(case.view.hi, cut)), case.seeing(lo=cut)
+    halves = [codes.attend(half.q, half.view, 0.2) for half in both]
     assert relative_error(merge(halves), exact_attention(case, 0.2)[0]) <= 1e-5
     unseen = [(torch.zeros(1, 1, 2, 64), torch.full((1, 1, 2), -torch.inf))] * 2
     assert not merge(unseen).any()
@@ -130,32 +76,16 @@ def test_planes_lie_where_the_format_says():
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 0.1, 65504.0, -65504.0, 2.0**-24, 6.1e-5])
-def test_constant_groups_are_exact(bits, value):
-    fmt = quant_format(bits, 64, 64, 64)
-    x = torch.full((2, 128, 64), value).half()
-    for y in decoded(x, x, fmt):
-        assert torch.equal(y.half(), x)
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_what_fp16_cannot_hold_saturates(bits):
+def test_what_fp16_cannot_hold_saturates_and_what_is_no_number_becomes_one(bits):
     fmt = quant_format(bits, 64, 32, 32)
     k, v = (x[0] for x in random_kv([128], 2, 64, 64))
     for place, value in enumerate((torch.inf, -torch.inf, 1e30, -7e4)):
         k[0, place, place], v[1, 70 + place, place] = value, value
+    k[0, 3, 50], v[0, 9, 1] = torch.nan, torch.nan
     for x, y in zip((k, v), decoded(k, v, fmt), strict=True):
         assert torch.isfinite(y).all()
         huge = x.abs() > 65504
         assert torch.allclose(y[huge], x[huge].clamp(-65504, 65504), rtol=2e-3)
-
-
-def test_not_a_number_becomes_a_number():
-    fmt = quant_format(4, 64, 32, 32)
-    k, v = (x[0] for x in random_kv([64], 1, 64, 64))
-    k[0, 3, 5], v[0, 9, 1] = torch.nan, torch.nan
-    for y in decoded(k, v, fmt):
-        assert torch.isfinite(y).all()
 
 
 def test_bytes_do_not_depend_on_how_pages_are_cut_into_chunks(monkeypatch):
@@ -178,7 +108,7 @@ def test_appended_tokens_are_gathered_in_order(dtype):
     table = torch.tensor([[5, 0, 3]], dtype=torch.int32) * stride
     for i in range(n):
         page, slot = table[0, i // 16 : i // 16 + 1], torch.tensor([i % 16], dtype=torch.int32)
-        append_raw(arena, k[i : i + 1], v[i : i + 1], page, slot, fmt, BASE)
+        encode.append(arena, k[i : i + 1], v[i : i + 1], NewRows(page, slot, fmt, BASE))
     gathered_k, gathered_v = gather_raw(arena, table, fmt, BASE, heads)
     assert torch.equal(gathered_k[0, :, :n], k.transpose(0, 1))
     assert torch.equal(gathered_v[0, :, :n], v.transpose(0, 1))
@@ -194,3 +124,55 @@ def test_stored_blocks_are_loaded_from_where_their_ids_say():
     assert torch.equal(load_blocks(arena, pages, 16, 2, 48), blocks)
     assert torch.equal(arena[2 * 128 + 16 : 2 * 128 + 112], blocks[1].flatten())
     assert int((arena != 0).sum()) == int((blocks != 0).sum())
+
+
+@pytest.mark.parametrize(("bits", "head_dim"), BANDED)
+def test_planes_fill_a_block_and_no_two_bands_share_a_byte(bits, head_dim):
+    fmt = banded_format(bits, head_dim)
+    assert fmt.written_bytes == fmt.block_bytes
+    assert sum(side.columns for side in fmt.k_sides) == head_dim
+
+
+def test_a_turn_is_undone_and_keeps_lengths():
+    x = torch.randn(3, 5, 128)
+    signs = torch.randint(0, 2, (128,)) * 2.0 - 1
+    y = turn(x, signs)
+    assert torch.allclose(turn_back(y, signs), x, atol=1e-5)
+    for a, b in zip(y.split(64, 2), x.split(64, 2), strict=True):  # blocks do not mix
+        assert torch.allclose(a.norm(dim=2), b.norm(dim=2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_stretched_scale_keeps_mean_and_energy_of_a_group(bits):
+    x = torch.randn(7, 64, 40) + 3 * torch.randn(7, 1, 40)
+    found, scale, zero = quantize_fitted(x, 64, bits)
+    seen = (found + zero.float()) * scale.float()
+    mean = x.mean(1)
+    d, e = x - mean.unsqueeze(1), seen - seen.mean(1, keepdim=True)
+    assert ((seen.mean(1) - mean).abs() <= 2**-10 * (mean.abs() + x.abs().amax(1))).all()
+    assert torch.allclose((d * d).sum(1), (d * e).sum(1), rtol=2e-3)
+    plain, old_scale, old_zero = quantize(x, 64, bits)
+    old = (plain + old_zero.float()) * old_scale.float()
+    assert (seen - x).norm() < (1 if bits == 2 else 1.02) * (old - x).norm()
+
+
+@pytest.mark.parametrize("way", [quantize, quantize_fitted])
+@pytest.mark.parametrize("value", [0.0, 7.0, -0.1, 65504.0, -65504.0, 2.0**-24, 6.1e-5])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_constant_groups_are_exact(bits, value, way):
+    x = torch.full((1, 64, 16), value).half().float()
+    found, scale, zero = way(x, 64, bits)
+    assert not found.any()
+    seen = (scale.float() * zero.float()).half().float()[:, 0]
+    assert torch.equal(seen, x[:, 0]) or (value, way) == (-0.1, quantize_fitted)
+
+
+def test_pages_want_an_order_and_hold_what_fp16_cannot():
+    fmt = banded_format(2, 64)
+    k, v = (1e5 * x[0] for x in random_kv([128], 2, 64, 64))
+    with pytest.raises(ValueError, match="frozen segment"):
+        encode.encode(k, v, fmt, Segmentation(128))
+    cut = Segmentation(128, 0, random_segment(fmt, 2, 0))
+    blocks, segments = encode.encode(k, v, fmt, cut)
+    found = codes.decode(blocks, segments.expand(2, -1, -1), fmt)
+    assert all(torch.isfinite(x).all() for x in found)
