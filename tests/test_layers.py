@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4236,
-    "cli": 2073,
-    "codecs": 3001,
-    "engine": 1912,
+    "bench": 4179,
+    "cli": 1985,
+    "codecs": 2913,
+    "engine": 1896,
     "eval": 571,
-    "files": 2029,  # disagg/*.py
-    "kernels": 6180,
-    "model": 1871,
-    "report": 162,
-    "server": 1998,
-    "transfer": 3381,
-    "workers": 3114,
-    "tests": 24850,
+    "files": 2043,  # disagg/*.py
+    "kernels": 6111,
+    "model": 1872,
+    "report": 160,
+    "server": 2068,
+    "transfer": 3346,
+    "workers": 3099,
+    "tests": 23059,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21347  # of all these rooms together
+PACKAGE_BUDGET = 21219  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
