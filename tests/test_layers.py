@@ -56,13 +56,13 @@ BUDGETS = {
     "model": 1872,
     "report": 160,
     "server": 2068,
-    "transfer": 3346,
+    "transfer": 3347,
     "workers": 3099,
-    "tests": 23059,
+    "tests": 23061,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21219  # of all these rooms together
+PACKAGE_BUDGET = 21220  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

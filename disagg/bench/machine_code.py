@@ -273,7 +273,7 @@ def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
 
 def _planes(kernel: str, chip: GPUTarget) -> CompiledSource:
     columns = plan.NVIDIA_COLUMNS if chip.backend == "cuda" else plan.AMD_COLUMNS
-    fmt: AlignedFormat = aligned_format(AlignedKV(), HEAD_DIM)
+    fmt: AlignedFormat = aligned_format(AlignedKV().page_layout(HEAD_DIM), HEAD_DIM)
     constants = {"FMT": fmt, "SHAPE": plan.shape_of(fmt, 1, 4, columns)}
     return CompiledSource(getattr(aligned, kernel), constants, 4)
 

@@ -212,8 +212,9 @@ class Reservations:
             return Grant(old.nonce, self.epoch)
         self._refuse_late(job)
         self.cache.check(plan, job.tokens)
+        if job.attempt:  # whether one came here or not: none comes after this one
+            self._bury(job.rid, job.attempt - 1)
         for lower in self._of(job.rid):
-            self._bury(job.rid, lower.attempt)
             self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over")
         return Grant(self._hold(job, plan).nonce, self.epoch)
 

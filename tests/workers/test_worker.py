@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import layer as layers
-from disagg.codecs.kivi import Kivi
 from disagg.config import Config, EngineConfig, TransferConfig
 from disagg.engine.arena import DeviceArena
 from disagg.engine.engine import Engine
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.cpu.step import LayerCalls
+from disagg.kernels.formats import PageFormat
 from disagg.kernels.sealing import Target
 from disagg.kernels.view import View
 from disagg.page import ARENA_UNIT, Kind
@@ -197,7 +197,8 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
     encoded, attended = set[int](), set[int]()
     wired: dict[Item, int] = {}
     stored: dict[Item, int] = {}
-    encode, views, run, admit = ops.encode, Kivi.views, LayerCalls.run, DecodeSide.admit
+    encode, views_of = ops.encode, layers.views_of
+    run, admit = LayerCalls.run, DecodeSide.admit
 
     def encoding(*args: Any, target: Target | None = None) -> tuple[Tensor, Tensor | None]:
         blocks, _ = encode(*args)
@@ -205,12 +206,13 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
         return encode(*args, target=target)
 
     def attending(*args: Any) -> list[View]:
-        (view,) = views(*args)
-        for page in view.pages.flatten().tolist():
-            start = page * ARENA_UNIT + view.base
-            block = view.arena[start : start + view.heads * view.fmt.block_bytes]
-            attended.add(digest(block.numpy().tobytes()))
-        return [view]
+        found = views_of(*args)
+        for view in found:
+            for page in view.pages.flatten().tolist() if isinstance(view.fmt, PageFormat) else ():
+                start = page * ARENA_UNIT + view.base
+                block = view.arena[start : start + view.heads * view.fmt.block_bytes]
+                attended.add(digest(block.numpy().tobytes()))
+        return found
 
     def calling(self: LayerCalls, rank: int, *args: Any) -> Tensor:
         table = self._tables[0]  # of pages; the other one is of the tail
@@ -236,7 +238,7 @@ async def test_encoder_wire_pool_and_kernel_have_the_same_bytes(one_call, home, 
     if one_call:
         monkeypatch.setattr(LayerCalls, "run", calling)
     else:
-        monkeypatch.setattr(Kivi, "views", attending)
+        monkeypatch.setattr(layers, "views_of", attending)
         monkeypatch.setattr(layers, "prepare", lambda *_: None)
     rules = home.workers["d"].receiver.reservations
     rules._on_admit = partial(admitting, home.workers["d"].decode)
