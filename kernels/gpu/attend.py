@@ -95,7 +95,7 @@ class Loop:
         return isinstance(self.fmt, PageFormat)
 
 
-@triton.jit(do_not_specialize=["widths", "queries", "stride_b", "stride_m", "stride_h"])
+@triton.jit(do_not_specialize=["queries", "stride_b", "stride_m", "stride_h"])
 def attend_kernel(
     q_ptr, arenas, tables, bases, widths, units_ptr, o_ptr, lse_ptr,
     scale, queries, stride_b, stride_m, stride_h, LOOPS: tl.constexpr, COUNT: tl.constexpr,
@@ -103,7 +103,9 @@ def attend_kernel(
     """Attention of C columns over one unit of one view; tables as view.py draws them.
 
     q_ptr:  [B, M, Hq, D] of any float dtype, strides in items, all multiples of 8
-    arenas: u8 of each view; tables: (pages, lo, hi, sides) of each; widths: columns of its pages
+    arenas: u8 of each view; tables: (pages, lo, hi, sides) of each
+    widths: of each view's pages, twice the columns and one: Triton compiles anew for integers of a
+            tuple that are 1 or divide by 16, whatever it is told, and these never do
     bases:  (base, that of segments or side records) of each; LOOPS: how each is read, or None
     o_ptr:  [U, M * Hq, D] fp32; lse_ptr: [U, M * Hq] fp32, log2
     """
@@ -114,7 +116,7 @@ def attend_kernel(
     out = (o_ptr, lse_ptr)
     asked = (q_ptr, queries, stride_b, stride_m, stride_h)
     for j in tl.static_range(COUNT):
-        view = (arenas[j], tables[j], bases[j], widths[j])
+        view = (arenas[j], tables[j], bases[j], widths[j] // 2)
         attend_unit(unit_of, asked, view, out, scale, loop_of(LOOPS, j))
 
 
@@ -183,7 +185,7 @@ def attend(
         attend_kernel[(heads, loops[0].shape.blocks(queries), slots)](
             q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
             tuple((x.base, x.segment_base if x.sides is None else x.side_base) for x in some),
-            tuple(x.pages.shape[1] for x in some), units.table, o, lse, scale, queries,
+            tuple(2 * x.pages.shape[1] + 1 for x in some), units.table, o, lse, scale, queries,
             *q.stride()[:3], loops, len(loops), **compile_options(chip.nvidia),
         )  # fmt: skip
     for i, view in enumerate(views):

@@ -16,6 +16,8 @@ from disagg.kernels.view import Partial
 
 COLUMNS = 64  # channels that a program takes together
 FEW, MANY = 16, 64  # units that it takes together, and where a sequence has many
+WARPS = {FEW: 1, MANY: 4}
+compiled: set[tuple[object, ...]] = set()  # what both forms of the kernel were compiled for
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class UnitPartials:
     starts: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_kernel(
     part_o_ptr, part_lse_ptr, starts_ptr, sinks_ptr, o_ptr, lse_ptr, rows,
     D: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
@@ -75,15 +77,22 @@ def merge_kernel(
 def merge(
     found: UnitPartials, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None
 ) -> Partial:
-    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`."""
+    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`.
+
+    The first launch on a GPU takes the other form too, with the same result: so both are compiled
+    then, and not in the step in which a sequence first has many units.
+    """
     o, queries, head_dim = found.o, found.queries, found.o.shape[2]
     batch, rows = queries[0], o.shape[1]
     merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
-    many = o.shape[0] > 2 * FEW * batch
-    merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
-        o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows, head_dim,
-        MANY if many else FEW, COLUMNS, 0 if sinks is None else queries[2],
-        num_warps=4 if many else 1, enable_fp_fusion=False,
-    )  # fmt: skip
+    heads, floats = (0, torch.float32) if sinks is None else (queries[2], sinks.dtype)
+    forms = [FEW, MANY] if o.shape[0] > 2 * FEW * batch else [MANY, FEW]
+    key = o.device, dtype, head_dim, heads, floats
+    for units in forms if o.is_cuda and key not in compiled else forms[1:]:
+        merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
+            o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows,
+            head_dim, units, COLUMNS, heads, num_warps=WARPS[units], enable_fp_fusion=False,
+        )  # fmt: skip
+    compiled.add(key)
     return merged, lse

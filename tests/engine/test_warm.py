@@ -1,19 +1,23 @@
 """Warmed up, a worker records nothing for requests; and serves only what it was warmed up for."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from disagg.config import Config, EngineConfig
 from disagg.engine.engine import Engine
-from disagg.engine.warm import warm_up
+from disagg.engine.warm import REPLAYED, warm_up
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.kernels.cpu import library
+from disagg.kernels.gpu.plan import AMD_COLUMNS, NVIDIA_COLUMNS
+from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from disagg.transfer.messages import Role
 from disagg.workers.worker import Worker
-from tests.engine.serving import make_engine, serve
+from tests.engine.serving import StandIn, make_engine, serve
 from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import random_prompt
 
@@ -40,6 +44,19 @@ def test_prompts_like_those_of_the_start_record_nothing_more(runner, codec):
         serve(engine, [random_prompt(90 + i) for i in range(rows)], codec, 12)
     assert recorder.recorded == recorded
     assert recorder.replayed > 0
+
+
+def test_the_start_feeds_more_known_tokens_at_once_than_one_tile_of_queries_has(runner):
+    widths = Counter[int]()
+
+    def forward(batch: Batch) -> Tensor:
+        widths.update(x.step.queries.shape[1] for x in batch.decodes)
+        return runner.forward(batch)
+
+    engine = make_engine(StandIn(runner, forward))
+    warm_up(engine, [KIVI], 2, runner.info.context_length, print)
+    assert widths.keys() == {1, REPLAYED - 1}
+    assert REPLAYED - 1 > AMD_COLUMNS >= NVIDIA_COLUMNS
 
 
 def test_where_steps_are_recorded_a_request_names_a_listed_codec(runner):
