@@ -49,20 +49,20 @@ BUDGETS = {
     "bench": 4179,
     "cli": 1985,
     "codecs": 2913,
-    "engine": 1896,
+    "engine": 1900,
     "eval": 571,
     "files": 2043,  # disagg/*.py
-    "kernels": 6111,
+    "kernels": 6122,
     "model": 1872,
     "report": 160,
     "server": 2068,
     "transfer": 3347,
     "workers": 3099,
-    "tests": 23061,
+    "tests": 23083,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21220  # of all these rooms together
+PACKAGE_BUDGET = 21224  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
