@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import grpc
@@ -29,7 +29,7 @@ from disagg.errors import (
     VersionError,
 )
 from disagg.protos.v1 import kv_transfer_pb2 as kv
-from disagg.transfer.direct import DirectStream, dial
+from disagg.transfer.direct import dial
 from disagg.transfer.link import LinkReport, Meter, Pace, measure
 from disagg.transfer.messages import KV_SERVICE, Ack, Attach, Attached, Credit, fill, parse
 from disagg.transfer.rpc import Link, connect, failures_of
@@ -65,21 +65,30 @@ class ChannelOptions:
     direct: bool = False
 
 
-class PushStream:
-    """Frames out and answers in over gRPC, as `DirectStream` has it over a socket of its own.
-
-    The one copy of what is sent is made here.
-    """
-
-    def __init__(self, link: Link):
-        self._address = link.address
-        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+class FrameStream(Protocol):
+    """Frames out and answers in, on one connection: gRPC's Push, or a direct one."""
 
     async def send(self, parts: Sequence[Buffer]) -> int:
         """Hand one frame over; waits while the stream is full. The bytes of the message.
 
         0: the stream is over, and `answers` knows why.
         """
+
+    def answers(self) -> AsyncGenerator[bytes, None]:
+        """PushResponses, until the stream ends or raises what ended it."""
+
+    def close(self) -> None:
+        """End it from our side."""
+
+
+class PushStream:
+    """A `FrameStream` over gRPC. The one copy of what is sent is made here."""
+
+    def __init__(self, link: Link):
+        self._address = link.address
+        self._call = link.channel.stream_stream(f"/{KV_SERVICE}/Push")(metadata=link.metadata)
+
+    async def send(self, parts: Sequence[Buffer]) -> int:
         message = frame_message(parts)
         try:
             await self._call.write(message)
@@ -88,13 +97,11 @@ class PushStream:
         return len(message)
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
-        """PushResponses, until the stream ends or raises what ended it."""
         with failures_of(self._address):
             async for reply in self._call:
                 yield reply
 
     def close(self) -> None:
-        """End it from our side."""
         self._call.cancel()
 
 
@@ -187,12 +194,12 @@ class Channel:
                 sender.end(error)
             self._attached.clear()
 
-    async def _open(self, attached: Attached) -> PushStream | DirectStream:
+    async def _open(self, attached: Attached) -> FrameStream:
         if self.options.direct and attached.port:
             return await dial(self.address, attached.port, attached.key, self._security)
         return PushStream(self.link)
 
-    async def _feed(self, stream: PushStream | DirectStream) -> None:
+    async def _feed(self, stream: FrameStream) -> None:
         """Send while there is something; returns when the stream takes no more."""
         size, pace = 1, self.options.pace
         while size:
@@ -219,7 +226,7 @@ class Channel:
                 sender.end(error)
         return None
 
-    async def _listen(self, stream: PushStream | DirectStream) -> None:
+    async def _listen(self, stream: FrameStream) -> None:
         """Take in credit."""
         async with aclosing(stream.answers()) as answers:
             async for data in answers:

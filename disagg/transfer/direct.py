@@ -149,7 +149,7 @@ def _advance(left: deque[memoryview], count: int) -> None:
 
 
 class DirectStream:
-    """As `channel.PushStream`, over a socket. Nothing is copied on the way to the kernel."""
+    """A `channel.FrameStream` over a socket. Nothing is copied on the way to the kernel."""
 
     def __init__(self, sock: AsyncSocket, peer: str):
         self._sock = sock
