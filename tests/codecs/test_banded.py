@@ -44,12 +44,6 @@ def test_bits_a_number_with_scales_zeros_and_order(bits, most, head_dim):
     assert describe(f"banded:bits={bits}", 4, head_dim, 4096).bits_per_element <= most
 
 
-@pytest.mark.parametrize("head_dim", [32, 80, 96, 192])
-def test_a_head_dim_without_such_bands_is_refused_by_name(head_dim):
-    with pytest.raises(ConfigError, match=f"banded.* {head_dim}"):
-        get_codec("banded").layer_group((0,), 1, head_dim, "float16")
-
-
 @pytest.mark.parametrize("n", [300, 600, 1400])
 def test_channels_are_ordered_by_mean_q_squared_times_mean_squared_range(n):
     codec = Banded(bits=2, sink=64)

@@ -15,16 +15,13 @@ from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
 from disagg.codecs.contract import Encoded, Prompt
 from disagg.codecs.gear import Gear
-from disagg.kernels.formats import Scale, Side, Sparse
-from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
+from disagg.codecs.quantized import prompt_format
+from disagg.kernels.formats import Scale, Side
+from disagg.kernels.reference.lowrank import rotation, unrotate
 from disagg.kernels.reference.pages import DenseBlocks
 from disagg.kernels.reference.quantize import (
-    choose_outliers,
-    column_means,
     expand,
-    quantize,
     quantize_side,
-    with_means,
 )
 from tests.synthetic import relative_error
 
@@ -47,7 +44,25 @@ def encode(codec: Codec, k: Tensor, v: Tensor) -> Encoded:
 def inputs() -> tuple[Tensor, Tensor]:
     """k, v [4, 256, 128] fp16."""
     found = golden("inputs")
-    return found["k"][0, :, :PREFIX], found["v"][0, :, :PREFIX]
+    return found["k"][0, :, :PREFIX].clone(), found["v"][0, :, :PREFIX].clone()
+
+
+def stored(codec: Codec, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Codes [H, n, D] and scales [P, H, ...] of K, and of V, as a codec stores them."""
+    fmt, blocks = prompt_format(codec, k.shape[2]), DenseBlocks(encode(codec, k, v).blocks)
+    k_codes, v_codes = (
+        blocks.codes(side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v)
+    )
+    scales = (blocks.scales(side, torch.float32)[0] for side in (fmt.k, fmt.v))
+    codes = k_codes.flatten(1, 2), v_codes.transpose(2, 3).flatten(1, 2)
+    return list(zip(codes, scales, strict=True))
+
+
+def assert_nearly(codes: Tensor, wanted: Tensor, differing: float) -> None:
+    """No code is off by more than one, and no more than this part of them."""
+    off = (codes - wanted).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() <= differing
 
 
 def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
@@ -59,21 +74,14 @@ def unpack_reference(words: Tensor, bits: int, axis: int) -> Tensor:
 
 @pytest.mark.parametrize(("bits", "differing"), [(2, 0.001), (4, 0.005)])
 def test_kivi_codes_are_those_of_its_authors_but_for_their_fp16_arithmetic(bits, differing):
-    k, v = inputs()
-    codec = get_codec(f"kivi:bits={bits},group=64,residual=0")
-    fmt = codec.format_of(codec.page_layout(128), None, 128)
-    blocks = DenseBlocks(encode(codec, k, v).blocks)
-    seen_k, seen_v = (blocks.codes(side, torch.float32).transpose(0, 1) for side in (fmt.k, fmt.v))
-    reference = golden(f"kivi_b{bits}_g64")
+    codec, reference = (
+        get_codec(f"kivi:bits={bits},group=64,residual=0"),
+        golden(f"kivi_b{bits}_g64"),
+    )
     wanted_k = unpack_reference(reference["k_code"][0], bits, 1)
     wanted_v = unpack_reference(reference["v_code"][0], bits, 2)[:, :PREFIX]
-    for seen, wanted in (
-        (seen_k.flatten(1, 2), wanted_k),
-        (seen_v.transpose(2, 3).flatten(1, 2), wanted_v),
-    ):
-        off = (seen - wanted).abs()
-        assert off.max() <= 1
-        assert (off > 0).float().mean() <= differing
+    for (codes, _), wanted in zip(stored(codec, *inputs()), (wanted_k, wanted_v), strict=True):
+        assert_nearly(codes, wanted, differing)
 
 
 @pytest.mark.parametrize("name", ["gear_pertoken_b4_g64", "flexgen_b4_g64"])
@@ -109,25 +117,6 @@ def test_gear_l_errs_as_much_as_the_function_of_its_authors():
         assert relative_error(ours, exact) == pytest.approx(error, rel=0.01)
 
 
-def test_the_steps_of_gear_err_as_much_as_the_function_of_its_authors():
-    """Composed as the reference does: 5 outliers a side of all heads, K over 256 tokens."""
-    slots = Sparse(10, 0, 0, ends=True)
-    theirs = golden("gear_gear_kcvt_b4_s2_r4")
-    for x, key in zip(inputs(), ("k_deq", "v_deq"), strict=True):
-        heads_together = x.float().transpose(0, 1).flatten(1)  # [256, 512]
-        matrix = heads_together if key == "k_deq" else heads_together.T
-        mean = column_means(matrix, False)
-        index = choose_outliers(matrix, mean, slots)
-        codes, scales, zeros = quantize(with_means(matrix, mean, index), matrix.shape[0], 4)
-        missing = matrix - (codes + zeros.float()) * scales.float()
-        missing.T.scatter_(1, index, 0.0)
-        rest = missing if key == "k_deq" else missing.T
-        by_head = rest.unflatten(1, (4, 128)).transpose(0, 1)
-        a, b = low_rank(by_head, 4, torch.arange(4))
-        error = (by_head - a @ b.transpose(1, 2)).norm() / x.float().norm()
-        assert float(error) == pytest.approx(relative_error(theirs[key][0], x), rel=0.01)
-
-
 @pytest.mark.parametrize(("sparsity", "of_k", "of_v"), [(1 / 64, 1.3, 0.88), (3 / 64, 1.04, 0.73)])
 def test_gear_errs_as_much_as_its_authors_where_it_keeps_as_many_outliers(sparsity, of_k, of_v):
     """The codec itself. It has one slot of 64 for a channel of K, or three; theirs are 2 % of
@@ -158,39 +147,24 @@ def test_decoquant_rebuilds_what_its_decomposition_rebuilds():
 
 
 def test_int8_codes_and_scales_are_the_expected_ones():
-    k, v = inputs()
-    codec = get_codec("int8")
-    fmt = codec.format_of(codec.page_layout(128), None, 128)
-    blocks = DenseBlocks(encode(codec, k, v).blocks)
-    theirs = golden("int8_fp8")
-    for side, key in ((fmt.k, "k"), (fmt.v, "v")):
-        codes = blocks.codes(side, torch.float32) - 128
-        codes = codes if key == "k" else codes.transpose(2, 3)
-        wanted = theirs[f"{key}_i8"][0, :, :PREFIX].unflatten(1, (-1, 64)).transpose(0, 1)
-        off = (codes - wanted).abs()
-        assert off.max() <= 1
-        assert (off > 0).float().mean() < 0.001
-        scales = blocks.scales(side, torch.float32)[0].transpose(0, 1).flatten(1)
-        assert torch.equal(scales, theirs[f"{key}_s"][0, :, :PREFIX, 0].float())
+    theirs, found = golden("int8_fp8"), stored(get_codec("int8"), *inputs())
+    for (codes, scales), key in zip(found, "kv", strict=True):
+        assert_nearly(codes - 128, theirs[f"{key}_i8"][0, :, :PREFIX], 0.001)
+        by_token = scales.transpose(0, 1).flatten(1)
+        assert torch.equal(by_token, theirs[f"{key}_s"][0, :, :PREFIX, 0].float())
 
 
 def test_fp8_codes_are_the_expected_ones_at_the_same_scale():
     """Theirs have one scale for all tokens; where a page's is the same, so are its codes."""
     k, v = inputs()
-    codec, theirs = get_codec("fp8"), golden("int8_fp8")
-    fmt = codec.format_of(codec.page_layout(128), None, 128)
-    found = []
+    theirs = golden("int8_fp8")
     for x, key in ((k, "k"), (v, "v")):
-        x = x.clone()
         largest = theirs[f"{key}_fs"][0].float() * 448  # every page and head gets that number
         x[:, ::64, 0] = largest.reshape(-1, 1).expand(4, -1).half()
-        found.append(x)
-    blocks = DenseBlocks(encode(codec, *found).blocks)
-    for side, key in ((fmt.k, "k"), (fmt.v, "v")):
-        codes = blocks.plane(torch.float8_e4m3fn, side.codes, (side.rows, side.columns))
-        codes = (codes if key == "k" else codes.transpose(2, 3)).view(torch.uint8)
-        ours = codes.transpose(0, 1).flatten(1, 2)
-        wanted = theirs[f"{key}_f8"][0, :, :PREFIX].view(torch.uint8)
-        rest = torch.ones_like(ours, dtype=torch.bool)
+    for (codes, _), key in zip(stored(get_codec("fp8"), k, v), "kv", strict=True):
+        equal = (
+            codes.to(torch.float8_e4m3fn).view(torch.uint8) == theirs[f"{key}_f8"][0, :, :PREFIX]
+        )
+        rest = torch.ones_like(equal)
         rest[:, ::64, 0] = False
-        assert (ours == wanted)[rest].float().mean() > 0.999
+        assert equal[rest].float().mean() > 0.999

@@ -23,6 +23,11 @@ def test_the_tail_keeps_the_last_tokens_exact():
         ("kivi:bits=two", ConfigError, "option bits of codec kivi is 'two'; a number"),
         ("kivi:bits", ConfigError, "option 'bits' of codec kivi has no value"),
         ("kivi:bits=2,bits=4", ConfigError, "given twice"),
+        ("kivi:residual=-16", ConfigError, "kivi:residual is -16; a multiple of 16 tokens"),
+        ("gear:sparsity=0.02", ConfigError, "a multiple of 1/64"),
+        ("gear:sparsity=0", ConfigError, "1/64"),
+        ("gear:sparsity=0.3", ConfigError, "1/64"),
+        ("ott:rank=17", ConfigError, "ott:rank is 17; 0 to 16 is wanted"),
         ("raw:dtype=fp8", ConfigError, "raw:dtype is 'fp8'; model, fp16, bf16 and fp32 are known"),
     ],
 )

@@ -74,24 +74,6 @@ def test_the_first_layers_keep_nobody() -> None:
     assert kept_of(codec.compress(k, v, layer=2)).states.any()
 
 
-def test_a_better_token_retires_another_until_the_slots_are_full() -> None:
-    k, v = realistic(1, 700, 64)
-    scale = torch.linspace(1, 0.1, 700)[None, :, None]  # ever smaller keys: every page wins
-    cache = get_codec("ott:outliers=2,aux=3,skip_layers=0,residual=0").compress(
-        k[:, :128] * scale[:, :128], v[:, :128]
-    )
-    before = kept_of(cache)
-    assert positions(before, 0, RETIRED) == []
-    for start in range(128, 640, 128):
-        part = slice(start, start + 128)
-        cache.append((k * scale)[:, part], v[:, part])
-    after = kept_of(cache)
-    used = int((after.states != 0).sum())
-    assert len(positions(after, 0, POOL)) == 2
-    assert 2 < used <= 5
-    assert torch.isfinite(cache.attend(torch.randn(2, 64))).all()
-
-
 @pytest.mark.parametrize("rank", [0, 4])
 def test_low_rank_composes_with_outlier_tokens(rank: int) -> None:
     k, v = (x.half() for x in realistic(2, 2176, 64))

@@ -10,12 +10,6 @@ from disagg.errors import ConfigError
 SHAPE = KVShape(6, 2, 64, "float32", (None,) * 6)
 
 
-def test_one_spec_makes_one_group():
-    plan = parse_plan("kivi:bits=2", SHAPE)
-    assert [group.layers for group in plan.groups] == [(0, 1, 2, 3, 4, 5)]
-    assert plan.spec == "kivi:bits=2,group=64,residual=128"
-
-
 @pytest.mark.parametrize(
     ("head_dim", "group"), [(64, 64), (96, 32), (80, 16), (112, 16), (128, 64)]
 )
@@ -37,14 +31,18 @@ def test_an_explicit_group_that_does_not_divide_is_refused():
         parse_plan("kivi:group=64", KVShape(1, 2, 80, "float32", (None,)))
 
 
-def test_layers_may_have_codecs_of_their_own():
-    plan = parse_plan("0-1,5:kivi:bits=4;2-4:kivi:bits=2", SHAPE)
-    assert [group.layers for group in plan.groups] == [(0, 1, 5), (2, 3, 4)]
-    assert plan.group_of == (0, 0, 1, 1, 1, 0)
-
-
-def test_an_open_range_reaches_the_last_layer():
-    assert parse_plan("0:raw;1-:kivi", SHAPE).group_of == (0, 1, 1, 1, 1, 1)
+@pytest.mark.parametrize(
+    ("spec", "layers", "group_of"),
+    [
+        ("kivi:bits=2", [(0, 1, 2, 3, 4, 5)], (0, 0, 0, 0, 0, 0)),
+        ("0-1,5:kivi:bits=4;2-4:kivi:bits=2", [(0, 1, 5), (2, 3, 4)], (0, 0, 1, 1, 1, 0)),
+        ("0:raw;1-:kivi", [(0,), (1, 2, 3, 4, 5)], (0, 1, 1, 1, 1, 1)),
+    ],
+)
+def test_layers_may_have_codecs_of_their_own(spec, layers, group_of):
+    plan = parse_plan(spec, SHAPE)
+    assert [group.layers for group in plan.groups] == layers
+    assert plan.group_of == group_of
 
 
 def test_layers_with_another_window_form_another_group():
