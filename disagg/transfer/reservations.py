@@ -5,9 +5,9 @@
                        │                 │  ▲ ▲                 │
                        │           frame └──┘ └──── attach ─────┘
                        │                 │ commit, complete and verified (BROKEN too)
-                       │                 └──────────► ADMITTED ──► FINISHED
-                       └─► from HELD, ATTACHED and BROKEN:
-                           EXPIRED (lease over) · ABORTED (router, fence) · SUPERSEDED (attempt+1)
+                       │                 └──────────► ADMITTED
+                       └─► EXPIRED (lease over) · ABORTED (router, fence, attempt+1),
+                           the latter from ADMITTED too, until the engine is done
 
 One thread calls it. A frame is checked, verified and in place within one call. What ended is
 remembered by its names, so that what comes late is refused by name and lands nowhere.
@@ -19,7 +19,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 from disagg.errors import (
     AbortedError,
@@ -93,46 +92,39 @@ class State(StrEnum):
     HELD = "held"
     ATTACHED = "attached"
     BROKEN = "broken"
-    ADMITTED = "admitted"
-    FINISHED = "finished"
+    ADMITTED = "admitted"  # its pages are the engine's, or were
     EXPIRED = "expired"
     ABORTED = "aborted"
-    SUPERSEDED = "superseded"
 
     @property
     def live(self) -> bool:
         """Still waiting for its pages."""
         return self in (State.HELD, State.ATTACHED, State.BROKEN)
 
-    @property
-    def admitted(self) -> bool:
-        """Its pages are the engine's."""
-        return self in (State.ADMITTED, State.FINISHED)
 
-
+@dataclass(frozen=True)
 class Contents:
     """What a live reservation holds: its job, its records, and what has arrived of them."""
 
-    def __init__(self, job: Job, holding: Holding):
-        self.job = job
-        self.holding = holding
-        self.arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
+    job: Job
+    holding: Holding
+    arrivals: Arrivals
 
 
 class Reservation:
     """One hand-off as its decode worker sees it. `contents`: None once given away or freed."""
 
-    def __init__(self, nonce: int, contents: Contents):
+    def __init__(self, nonce: int, job: Job, holding: Holding):
         self.nonce = nonce
-        job = contents.job
         self.rid, self.attempt, self.name = job.rid, job.attempt, job.name
-        self.contents: Contents | None = contents
+        arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
+        self.contents: Contents | None = Contents(job, holding, arrivals)
         self.state = State.HELD
         self.reason = ""
         self.gen = 0
         self.channel: object = None  # what its frames come on
         self.lease_until = self.ended_at = 0.0
-        self.pages = contents.holding.shared  # that others may own too
+        self.pages = holding.shared  # that others may own too
         self.committed = 0  # stands for the commit
         self.ack = Ack()  # the answer to it
         self.verify_ms = 0.0
@@ -141,8 +133,7 @@ class Reservation:
         """What it holds; ReservationError once it is over."""
         if self.state.live and self.contents is not None:
             return self.contents
-        ended = {State.ABORTED: AbortedError, State.SUPERSEDED: AbortedError}
-        kind = ended.get(self.state, ReservationError)
+        kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
 
     def attached(self, ticket: Ticket, *states: State) -> Contents:
@@ -171,7 +162,6 @@ class Reservations:
         pool: Pool,
         on_admit: Callable[[Admission], None],
         on_drop: Callable[[str, int, str], None],
-        nonces: Callable[[], int] = partial(secrets.randbits, 64),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.terms = terms
@@ -180,7 +170,7 @@ class Reservations:
         # "shared_tokens" whose records were here
         self.counts: Counter[str] = Counter()
         self.cache = PrefixCache(pool, terms.share)
-        self._nonces, self._on_admit, self._on_drop = nonces, on_admit, on_drop
+        self._on_admit, self._on_drop = on_admit, on_drop
         self._arena, self._clock = pool.arena, clock
         self._live: OrderedDict[str, Reservation] = OrderedDict()  # by rid; who renewed last, last
         self._running: dict[str, Reservation] = {}  # by rid: the engine has it
@@ -204,7 +194,7 @@ class Reservations:
         if old and old.attempt == job.attempt:
             known = old.live().job
             if known.moved != job.moved and old.state is State.HELD:  # it said more before it left
-                self._stop(old, State.SUPERSEDED, f"room for {job.tokens} tokens is wanted now")
+                self._stop(old, f"room for {job.tokens} tokens is wanted now")
                 return self.reserve(job, epoch)
             if (known.prompt, known.codec, known.moved) != (job.prompt, job.codec, job.moved):
                 raise ReservationError(f"{old.name} is reserved for another prompt")
@@ -215,7 +205,7 @@ class Reservations:
         if job.attempt:  # whether one came here or not: none comes after this one
             self._bury(job.rid, job.attempt - 1)
         for lower in self._of(job.rid):
-            self._stop(lower, State.SUPERSEDED, f"attempt {job.attempt} took over")
+            self._stop(lower, f"attempt {job.attempt} took over")
         return Grant(self._hold(job, plan).nonce, self.epoch)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
@@ -223,7 +213,7 @@ class Reservations:
         self._bury(rid, attempt)
         for reservation in self._of(rid):
             if reservation.attempt <= attempt:
-                self._stop(reservation, State.ABORTED, reason)
+                self._stop(reservation, reason)
 
     def fence(self, epoch: int) -> None:
         """The next epoch: everything of the old one is over. The epoch of now changes nothing."""
@@ -233,7 +223,7 @@ class Reservations:
             raise ReservationError(f"a fence to epoch {epoch}; this worker is in {self.epoch}")
         self.epoch = epoch
         for reservation in self._of():
-            self._stop(reservation, State.ABORTED, f"fenced: epoch {epoch} has begun")
+            self._stop(reservation, f"fenced: epoch {epoch} has begun")
 
     # -- what the sender says
 
@@ -243,7 +233,7 @@ class Reservations:
         """
         self.expire()
         reservation = self._find(attach.ticket)
-        if reservation.state.admitted:
+        if reservation.state is State.ADMITTED:
             return Attached(admitted=True)
         contents, gen = reservation.live(), attach.ticket.gen
         checklist = contents.holding.checklist
@@ -266,7 +256,7 @@ class Reservations:
             reservation = self._by_nonce.get(ticket.nonce) if ticket.epoch == self.epoch else None
             if reservation and reservation.state.live:
                 self._renew(reservation)
-            elif not (reservation and reservation.state.admitted):
+            elif not (reservation and reservation.state is State.ADMITTED):
                 over.append(ticket.nonce)
         return tuple(over)
 
@@ -299,7 +289,7 @@ class Reservations:
         """
         self.expire()
         began, reservation = self._clock(), self._find(commit.ticket)
-        if reservation.state.admitted:
+        if reservation.state is State.ADMITTED:
             if reservation.committed != _hash(commit):
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
@@ -316,7 +306,7 @@ class Reservations:
     def finished(self, rid: str, attempt: int) -> None:
         """The engine is done with a prompt and has freed it."""
         if (running := self._running.get(rid)) and running.attempt == attempt:
-            self._end(running, State.FINISHED, "")
+            self._end(running, State.ADMITTED, "")
 
     def expire(self) -> None:
         """End what is over by now: leases and memories. Every event begins with it."""
@@ -324,7 +314,7 @@ class Reservations:
         while self._live and (first := next(iter(self._live.values()))).lease_until <= now:
             self.counts["expired"] += 1
             why = f"no sign of life for a lease, {self.terms.lease_s:g} s"
-            self._stop(first, State.EXPIRED, why)
+            self._stop(first, why, State.EXPIRED)
         before = now - MEMORY_S
         while self._ended and self._ended[0].ended_at < before:
             self._by_nonce.pop(self._ended.popleft().nonce, None)
@@ -341,7 +331,7 @@ class Reservations:
             error = damaged[note.key]
             hit = [x for x in self._of() if not x.pages.isdisjoint(note.pages)]
             for reservation in hit:
-                self._stop(reservation, State.ABORTED, str(error))
+                self._stop(reservation, str(error))
             struck[error] = [(x.rid, x.attempt) for x in hit]
         self.counts["damaged"] += len(struck)
         return struck
@@ -378,7 +368,7 @@ class Reservations:
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
         holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
-        reservation = Reservation(self._nonces(), Contents(job, holding))
+        reservation = Reservation(secrets.randbits(64), job, holding)
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation)
         return reservation
@@ -403,8 +393,8 @@ class Reservations:
             self._end(reservation, State.ABORTED, str(error))
             raise
 
-    def _stop(self, reservation: Reservation, state: State, reason: str) -> None:
-        admitted = reservation.state.admitted
+    def _stop(self, reservation: Reservation, reason: str, state: State = State.ABORTED) -> None:
+        admitted = reservation.state is State.ADMITTED
         self._end(reservation, state, reason)
         if admitted:
             self._on_drop(reservation.rid, reservation.attempt, reason)

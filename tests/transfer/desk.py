@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from unittest.mock import patch
 
 from disagg.errors import CorruptFrameError
@@ -36,7 +35,6 @@ class Desk:
             self.pool,
             on_admit=lambda admission: self.admit(admission),
             on_drop=lambda *what: self.drop(*what),
-            nonces=count(1000).__next__,
             clock=clock or (lambda: self.now),
         )
 

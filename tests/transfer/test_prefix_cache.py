@@ -50,6 +50,21 @@ def test_of_a_second_prompt_nothing_in_the_shared_part_is_sent_again(tokens, sha
     assert desk.pool.cached_pages > 0
 
 
+def test_a_reservation_says_how_much_is_here_and_what():
+    """One layer group shares its first segment, the other one pages beyond it too."""
+    first, second = make_related(2300, 1, 2110), make_related(2250, 2, 2110)
+    desk = Desk(1 << 21)
+    desk.give(first, "one")
+    grant = desk.reserve(second, rid="two")
+    assert desk.known_tokens("two") == 2048
+    attached = desk.ask(second, grant)
+    units = units_of(PLAN, 2250)
+    named = [*units[0][:1], *units[1][:32]]
+    items = [item for unit in named for item in unit.items(PLAN.groups[unit.group])]
+    sent, place = first.digests(), second.checklist.place
+    assert attached.here() == {place(x): sent[first.checklist.place(x)] for x in items}
+
+
 def test_to_know_a_prompt_a_receiver_makes_no_list_of_its_items(monkeypatch):
     """A long one has 70,000: making them stopped its loop for longer than a decode step takes."""
     prompt, desk = make_prompt(2300), Desk(1 << 21)

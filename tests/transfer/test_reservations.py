@@ -210,6 +210,15 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     desk.store(prompt.frame(other, items))
 
 
+def test_a_lower_attempt_comes_too_late_even_when_the_higher_one_is_over(desk, prompt):
+    desk.reserve(prompt)
+    desk.reserve(prompt, attempt=2)
+    with pytest.raises(ReservationError, match="comes after attempt 2"):
+        desk.reserve(prompt, attempt=1)
+    with pytest.raises(ReservationError, match="superseded"):
+        desk.reserve(prompt, 20.0)
+
+
 # -- leases, and what a frame costs
 
 

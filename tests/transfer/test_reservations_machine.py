@@ -77,35 +77,40 @@ class Machine(RuleBasedStateMachine):
         attempt = self.attempts[rid] = max(0, self.attempts[rid] + later)
         prompt = self.prompts.setdefault((rid, attempt), PROMPTS[rid][which])
         self.engine_waits = waits
-        job, live = prompt.job(rid, attempt), self.ledger._live.get(rid)
-        same = live is not None and live.attempt == attempt and live.lease_until > self.desk.now
+        self.ledger.expire()
+        live = self.ledger._live.get(rid)
+        same = live is not None and live.attempt == attempt
+        known = {(rid, x.attempt) for x in self.ledger._of(rid)}
         try:
-            grant = self.ledger.reserve(job, self.epoch)
+            grant = self.ledger.reserve(prompt.job(rid, attempt), self.epoch)
         except (ReservationError, CapacityError):
             assert not same
             return
         assert (rid, attempt) not in self.gone
         assert same == (grant.nonce in self.grants)
         assert same or not waits
-        assert not any(key > (rid, attempt) for key in self.engine if key[0] == rid)
-        self.gone |= {key for _, key in self.grants.values() if (rid, 0) <= key < (rid, attempt)}
+        assert all(key <= (rid, attempt) for key in known)
+        self.gone |= known - {(rid, attempt)}
         self.grants[grant.nonce] = grant, (rid, attempt)
         self.take_over(grant.nonce, 1)
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), gen=st.integers(1, 4))
     def attach(self, data: st.DataObject, gen: int) -> None:
-        self.take_over(data.draw(st.sampled_from(sorted(self.grants))), gen)
+        self.take_over(data.draw(st.sampled_from([*self.grants])), gen)
 
     def take_over(self, nonce: int, gen: int) -> None:
         grant, key = self.grants[nonce]
         ticket, prompt = Ticket(nonce, grant.epoch, gen), self.prompts[key]
         attach = Attach(ticket, MODEL, prompt.plan.fingerprint, prompt.tokens)
+        self.ledger.expire()
+        admitted = grant.epoch == self.epoch and self.state_of(nonce) is State.ADMITTED
         try:
             attached = self.ledger.attach(attach)
         except ReservationError:
+            assert not admitted
             return
-        assert attached.admitted == (nonce in self.acks)
+        assert attached.admitted == admitted
         if not attached.admitted:
             self.tickets.append((ticket, key))
             self.have[nonce] = attached.here()
@@ -133,10 +138,12 @@ class Machine(RuleBasedStateMachine):
     def write(self, frame: PageFrame, channel: str) -> bool:
         """Whether the frame was taken; what is shared is never written to."""
         reservation = self.ledger._by_nonce.get(frame.ticket.nonce)
+        bound = reservation and reservation.channel
 
         def write(pieces: Sequence[tuple[int, Buffer]]) -> None:
             named = frame.ticket.gen, frame.ticket.epoch
             assert named == (self.gens[frame.ticket.nonce], self.epoch)
+            assert bound in (None, channel)
             assert reservation.channel == channel
             assert not {start // 128 for start, _ in pieces} & reservation.contents.holding.shared
             written(pieces)
@@ -184,18 +191,18 @@ class Machine(RuleBasedStateMachine):
         digests = tuple(have.get(place, seen) for place, seen in enumerate(commit.digests))
         commit, said = replace(commit, digests=digests), (digests, first_token)
         self.ledger.expire()
-        reservation = self.ledger._by_nonce.get(ticket.nonce)
-        state = reservation and ticket.epoch == self.epoch and reservation.state
+        state = self.state_of(ticket.nonce) if ticket.epoch == self.epoch else None
         last = ticket.gen == self.gens[ticket.nonce]
         try:
             ack = self.ledger.commit(commit)
         except ReservationError:
             assert not (state and state.live and last), "though its channel may have broken"
-            assert not (state and state.admitted and self.acks[ticket.nonce][0] == said)
+            assert not (state is State.ADMITTED and self.acks[ticket.nonce][0] == said)
         except CorruptFrameError:
             return
         except TransferError:
-            assert len(reservation.contents.arrivals.here) < len(digests)
+            contents = self.ledger._by_nonce[ticket.nonce].contents
+            assert len(contents.arrivals.here) < len(digests)
         else:
             assert last or ticket.nonce in self.acks
             assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
@@ -205,8 +212,8 @@ class Machine(RuleBasedStateMachine):
     def renew(self, data: st.DataObject) -> None:
         ticket, _ = data.draw(st.sampled_from(self.tickets))
         over = self.ledger.renew([ticket])
-        reservation = self.ledger._by_nonce.get(ticket.nonce)
-        alive = reservation is not None and (reservation.state.live or reservation.state.admitted)
+        state = self.state_of(ticket.nonce)
+        alive = state is not None and (state.live or state is State.ADMITTED)
         assert over == (() if alive and ticket.epoch == self.epoch else (ticket.nonce,))
 
     @rule(channel=st.sampled_from(CHANNELS))
@@ -256,8 +263,15 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.engine)))
+        before = {nonce: self.state_of(nonce) for nonce in self.grants}
         self.free(key)
         self.ledger.finished(*key)
+        assert before == {nonce: self.state_of(nonce) for nonce in self.grants}
+
+    def state_of(self, nonce: int) -> State | None:
+        """None once it is forgotten."""
+        reservation = self.ledger._by_nonce.get(nonce)
+        return reservation.state if reservation else None
 
     # -- what must hold
 
