@@ -222,6 +222,25 @@ def test_a_lower_attempt_comes_too_late_even_when_the_higher_one_is_over(desk, p
 # -- leases, and what a frame costs
 
 
+def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, prompt):
+    one, two = object(), object()
+    tickets = {rid: desk.begin(prompt, rid=rid) for rid in ("a", "b", "c", "d")}
+    for rid, channel in (("a", one), ("b", one), ("c", two)):
+        desk.store(prompt.frames(tickets[rid])[0], channel=channel)
+    with pytest.raises(ReservationError, match="another channel"):
+        desk.store(prompt.frames(tickets["a"])[1], channel=two)
+    again = Ticket(tickets["b"].nonce, EPOCH, 2)
+    desk.attach(prompt, desk.reserve(prompt, rid="b"), 2)
+    desk.store(prompt.frames(again)[1], channel=two)
+    desk.ledger.channel_ended(one)
+    with pytest.raises(ReservationError, match="broken"):
+        desk.store(prompt.frames(tickets["a"])[1], channel=one)
+    assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 0}
+    desk.store(prompt.frames(again)[2], channel=two)
+    desk.store(prompt.frames(tickets["c"])[1], channel=two)
+    desk.store(prompt.frames(tickets["d"])[1], channel=two)
+
+
 def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
     tickets = {
         sign: desk.begin(prompt, rid=sign) for sign in ("none", "renew", "frame", "same job")
