@@ -7,7 +7,7 @@
 
 typedef struct { /* vectors as int16, for each group */
     ALIGNED int16_t x[TILE][OPERANDS];
-    float step[MAX_GROUPS][TILE], bias[MAX_GROUPS][TILE], sum[MAX_GROUPS][TILE];
+    Queries step[MAX_GROUPS], bias[MAX_GROUPS], sum[MAX_GROUPS];
 } Operand;
 
 typedef struct {
@@ -19,7 +19,6 @@ typedef struct {
     const uint8_t *segment; /* what is gathered is in its terms; or NULL */
     Operand k;
 } Tile;
-typedef float Queries __attribute__((vector_size(4 * TILE)));
 typedef struct { /* what a page needs while it is computed; float rows have room for a whole V */
     ALIGNED float s[TILE][LINE], out[TILE][LINE], part[4][LINE]; /* part: or a whole A */
     ALIGNED float lowered[MAX_RANK][MAX_TOKENS];
@@ -54,43 +53,36 @@ static float float8_scale(const Side *s, const uint8_t *block) { /* of what v_fl
 /* Columns of vectors up to `end` and from the span before it on, and the middle of their codes: these
  * are then taken from there, which halves the error of a rounded vector */
 typedef struct { int64_t end; float middle; } Span;
-typedef struct { /* of a group: the largest numbers, products with zeros and middles, sums */
-    V most[4], bias[4], sum[4];
-} Found;
-INLINE void nothing_found(Found *found) { /* not memset: rep stos, which waits */
-#pragma GCC unroll 4
-    for (int h = 0; h < 4; h++) found->most[h] = found->bias[h] = found->sum[h] = v_set(0);
-}
 
-/* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on */
-static void round_group(const float *x, int64_t first, const Span *spans, int count, const Found *found,
-                        int64_t g, int64_t to, Operand *op) {
+/* x [4][LINE], columns from `first` on, as int16 in group g of an operand, from `to` on; the zeros that
+ * make a pair of the last vector of a span are written over by what follows it */
+static void round_group(const float *x, int64_t first, const Span *spans, int count, const V *mosts,
+                        V *bias, int64_t g, int64_t to, Operand *op) {
     const int64_t columns = spans[count - 1].end - first;
     const float limit = columns > PART ? 32767.0f * PART / columns : 32767.0f;
-    V all[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) all[i] = v_set(0);
-    const V most = v_mosts(found->most) + v_set(1e-30f);
-    float inverse[LANES], step[LANES];
-    v_store(inverse, v_set(limit) / most), v_store(step, most * v_set(1 / limit));
-    memcpy(op->step[g], step, sizeof op->step[g]);
+    const V all = v_fours(mosts, 0);
+    Queries most;
+    memcpy(&most, &all, sizeof most);
+    most += 1e-30f;
+    const Queries inverse = limit / most, step = most * (1 / limit);
+    op->step[g] = step;
     for (int h = 0; h < TILE; h++) {
         V rounded = v_set(0), by = v_set(inverse[h]);
+        int16_t *place = op->x[h] + to - first;
         int64_t c = first;
         for (const Span *span = spans; span < spans + count; span++) {
             W sum = {0};
-#pragma GCC unroll 2
-            for (; c < span->end; c += LANES)
-                sum += v_store_rounded(op->x[h] + to + c - first, v_load(x + h * LINE + c) * by);
+            for (; c < span->end; c += 2 * LANES) {
+                const V a = v_load(x + h * LINE + c), b = v_load(x + h * LINE + c + LANES);
+                v_store_rounded(place + c, a * by, c + LANES < span->end ? b * by : v_set(0), &sum);
+            }
+            c = span->end;
             rounded = v_fma(__builtin_convertvector(sum, V), v_set(span->middle), rounded);
         }
-        all[h] = found->bias[h] - v_set(step[h]) * rounded;
-        all[TILE + h] = found->sum[h];
+        bias[h] = bias[h] - v_set(step[h]) * rounded;
     }
-    float sums[16];
-    for (int i = 0; i < 2 * TILE; i += LANES) v_store(sums + i, v_sums(all + i));
-    memcpy(op->bias[g], sums, sizeof op->bias[g]);
-    memcpy(op->sum[g], sums + TILE, sizeof op->sum[g]);
+    const V sums = v_fours(bias, 1);
+    memcpy(op->bias + g, &sums, sizeof *op->bias);
 }
 
 /* Blocks of some pages, and what is read after each of them */
@@ -101,41 +93,40 @@ typedef struct {
 
 /* The operand of columns with a scale for groups of rows: of one page in bands, or of some pages;
  * a band without codes has the means of its columns; x [4][LINE] */
-static void fold_columns(const Side *bands, int count, const Strip *strip, const float *x, Room *room,
+APART void fold_columns(const Side *bands, int count, const Strip *strip, const float *x, Room *room,
                          Operand *op) {
     for (int64_t g = 0; g < bands->rows / bands->group; g++) {
-        Found found;
+        V most[4], bias[4];
         Span spans[MAX_BANDS];
         int used = 0;
         int64_t at = 0;
-        nothing_found(&found);
+#pragma GCC unroll 4
+        for (int h = 0; h < 4; h++) most[h] = bias[h] = v_set(0);
         for (const Side *s = bands; s < bands + count; s++) {
-            const V middle = v_set(s->bits ? middle_of(s) : 1);
-            for (int page = 0; page < strip->count; page++, at += s->columns) {
-                const int64_t group = 2 * g * s->columns;
+            const int64_t columns = s->columns, group = 2 * g * columns;
+            const int coded = s->bits != 0, zeroed = s->zero >= 0;
+            const V middle = v_set(coded ? middle_of(s) : 1);
+            for (int page = 0; page < strip->count; page++, at += columns) {
                 const uint8_t *scale = strip->blocks[page] + s->scale + group;
                 const uint8_t *zero = strip->blocks[page] + s->zero + group;
-                const uint8_t *next = strip->next[page] + group;
-                for (int64_t c = 0; c < s->columns; c += LANES) {
-                    if (c % 32 == 0) {
-                        __builtin_prefetch(next + s->scale + 2 * c);
-                        __builtin_prefetch(next + s->zero + 2 * c);
-                    }
-                    V by = v_half(scale + 2 * c), z = v_set(0);
-                    if (s->zero >= 0 || !s->bits) z = middle;
-                    if (s->zero >= 0) z = z + v_half(zero + 2 * c);
+                const int64_t ahead = strip->next[page] - strip->blocks[page];
+                for (int64_t c = 0; c < columns; c += LANES) {
+                    if (c % 32 == 0)
+                        __builtin_prefetch(scale + ahead + 2 * c), __builtin_prefetch(zero + ahead + 2 * c);
+                    V by = v_half(scale + 2 * c), z = zeroed || !coded ? middle : v_set(0);
+                    if (zeroed) z = z + v_half(zero + 2 * c);
+#pragma GCC unroll 4
                     for (int h = 0; h < TILE; h++) {
-                        V t = v_load(x + h * LINE + at + c) * by;
-                        found.bias[h] = v_fma(t, z, found.bias[h]);
-                        if (!s->bits) continue;
+                        const V t = v_load(x + h * LINE + at + c) * by;
+                        bias[h] = v_fma(t, z, bias[h]);
                         v_store(room->rows[h] + at + c, t);
-                        found.most[h] = v_max(v_abs(t), found.most[h]);
+                        if (coded) most[h] = LARGER(t, most[h]);
                     }
                 }
             }
             if (s->bits) spans[used++] = (Span){at, middle_of(s)};
         }
-        round_group(room->rows[0], 0, spans, used, &found, g, g * at, op);
+        round_group(room->rows[0], 0, spans, used, most, bias, g, g * at, op);
     }
 }
 
@@ -145,17 +136,18 @@ static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
     for (int h = 0; h < TILE; h++) memset(op->x[h] + ZEROS, 0, sizeof *op->x - 2 * ZEROS);
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         const Span span = {(g + 1) * s->group, middle_of(s)};
-        Found found;
-        nothing_found(&found);
+        V most[4] = {0}, bias[4] = {0}, all[4] = {0};
         for (int h = 0; h < TILE; h++) {
             for (int64_t c = g * s->group; c < span.end; c += LANES) {
                 V t = v_load(x[h] + c);
-                found.most[h] = v_max(v_abs(t), found.most[h]);
-                found.sum[h] = found.sum[h] + t;
+                most[h] = LARGER(t, most[h]);
+                all[h] = all[h] + t;
             }
-            found.bias[h] = found.sum[h] * middle;
+            bias[h] = all[h] * middle;
         }
-        round_group(x[0], g * s->group, &span, 1, &found, g, g * s->group, op);
+        const V sums = v_fours(all, 1);
+        memcpy(op->sum + g, &sums, sizeof *op->sum);
+        round_group(x[0], g * s->group, &span, 1, most, bias, g, g * s->group, op);
     }
 }
 
@@ -178,44 +170,44 @@ static void add_parts(Products *p, const Side *s, const uint8_t *block, const ui
 /* Products of parts with group g of an operand; or, below 0, with the groups that rows belong to, of
  * `columns` each */
 static void multiply(Products *p, const Side *s, const Operand *op, int64_t g, int64_t columns, float *out) {
-    int64_t group[4];
-    p->fields = s->bits == 8 ? 2 : 4, p->plane = s->rows / p->fields, p->out = out;
-    p->odd = s->bits == 8 ? 0 : 4;
-    for (int i = 0; i < p->count; i++)
-        if (p->parts[i].bits == 2) p->odd = 2;
-    const float up = 1.0f / (float)(1 << p->odd);
+    p->fields = p->bits == 8 ? 2 : 4, p->plane = s->rows / p->fields, p->out = out;
     for (p->first = 0; p->first < p->plane; p->first = p->end) {
         p->end = (int)p->plane; /* as far as every field stays in its group */
         for (int f = 0; f < p->fields; f++) {
-            group[f] = g < 0 ? (f * p->plane + p->first) / s->group : g;
-            int64_t last = g < 0 ? (group[f] + 1) * s->group - f * p->plane : p->end;
+            const int64_t group = g < 0 ? (f * p->plane + p->first) / s->group : g;
+            const int64_t last = g < 0 ? (group + 1) * s->group - f * p->plane : p->end;
             if (last < p->end) p->end = (int)last;
-            p->x[f] = op->x[0] + (g < 0 ? group[f] * columns : 0);
-        }
-        for (int i = 0; i < 16; i++) {
-            const int f = i / 4 & (p->fields - 1); /* there are two or four */
-            p->times[i] = op->step[group[f]][i % TILE] * (i / 4 % 2 ? up : 1);
-            p->add[i] = op->bias[group[f]][i % TILE];
+            p->x[f] = op->x[0] + (g < 0 ? group * columns : 0);
+            p->times[f] = op->step[group] * (1.0f / (float)(1 << f * p->bits % 8));
+            p->add[f] = p->runs ? (Queries){0} : op->bias[group];
         }
         products(p);
     }
 }
 
-static void contract_columns(const Side *bands, int count, const Strip *strip, const Operand *op, float *out) {
+/* In a run for each width of codes; `more` is room for what the second one adds */
+static void contract_columns(const Side *bands, int count, const Strip *strip, const Operand *op,
+                             float (*more)[LINE], float (*out)[LINE]) {
     Products p;
-    p.count = 0; /* and not all of it, by rep stos */
-    int64_t at = 0;
-    for (const Side *s = bands; s < bands + count; s++)
-        for (int i = 0; i < strip->count && s->bits; i++, at += s->columns)
-            add_parts(&p, s, strip->blocks[i], strip->next[i], at, 0, s->columns);
-    multiply(&p, bands, op, -1, at, out);
+    p.runs = 0; /* and not all of it, by rep stos */
+    for (p.bits = 2; p.bits <= 8; p.bits *= 2) {
+        int64_t at = p.count = 0;
+        for (const Side *s = bands; s < bands + count; s++)
+            for (int i = 0; i < strip->count && s->bits; i++, at += s->columns)
+                if (s->bits == p.bits) add_parts(&p, s, strip->blocks[i], strip->next[i], at, 0, s->columns);
+        if (!p.count) continue;
+        multiply(&p, bands, op, -1, at, (p.runs ? more : out)[0]);
+        for (int h = 0; h < TILE && p.runs; h++)
+            for (int64_t r = 0; r < bands->rows; r++) out[h][r] += more[h][r];
+        p.runs++;
+    }
 }
 
 static void contract_rows(const Side *s, const Strip *strip, const Operand *op, Room *room, float *out) {
     const uint8_t *block = strip->blocks[0];
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         Products p;
-        p.count = 0;
+        p.count = p.runs = 0, p.bits = (int)s->bits;
         add_parts(&p, s, block, strip->next[0], 0, g * s->group, (g + 1) * s->group);
         multiply(&p, s, op, g, 0, room->part[0]);
         for (int64_t r = 0; r < s->rows; r += LANES) {
@@ -418,7 +410,7 @@ static void soften(Tile *t, float (*s)[LINE], int64_t first, int64_t tokens, flo
         most[h] = v_set(t->top[h]);
         for (int64_t i = 0; i < tokens; i += LANES) most[h] = v_max(most[h], v_load(s[h] + i));
     }
-    v_store(top, v_mosts(most));
+    v_store(top, v_fours(most, 0));
     for (int h = 0; h < TILE; h++) down[h] = t->top[h] - top[h];
     v_store(down, v_exp2(v_load(down)));
     for (int h = 0; h < TILE; h++) {
@@ -457,7 +449,7 @@ static void score_page(Tile *t, const Format *f, const Strip *strip, Room *room,
         contract_rows(k, strip, &t->k, room, out);
     } else {
         if (!k->shared) fold_columns(k, (int)f->bands, strip, x, room, &t->k);
-        contract_columns(k, (int)f->bands, strip, &t->k, out);
+        contract_columns(k, (int)f->bands, strip, &t->k, room->rows, (float(*)[LINE])out);
     }
     if (k->rank) {
         lay_factor(block + k->a, strip->next[0] + k->a, f->tokens, k->rank, room);
@@ -485,7 +477,7 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
         }
     } else {
         fold_columns(v, 1, strip, room->s[0], room, &room->v);
-        contract_columns(v, 1, strip, &room->v, out[0]);
+        contract_columns(v, 1, strip, &room->v, room->rows, out);
     }
     if (v->slots) add_sparse(v, strip, room->s[0], room->sparse, out[0]);
     for (int h = 0; h < TILE; h++)

@@ -158,7 +158,7 @@ static void encode_float8(const Side *s, float *x, uint8_t *block) {
     V largest = v_set(0);
     const int64_t count = s->rows * s->columns;
     for (int64_t i = 0; i < count; i += LANES) largest = v_max(v_abs(v_load(x + i)), largest);
-    float scale = v_mosts((V[4]){largest, largest, largest, largest})[0] / 448.0f;
+    float scale = v_fours((V[4]){largest, largest, largest, largest}, 0)[0] / 448.0f;
     if (scale < 0x1p-100f) scale = 0x1p-100f;
     memcpy(block + s->scale, &scale, 4);
     for (int64_t i = 0; i < count; i += LANES) {

@@ -11,6 +11,7 @@
 
 enum { SUMS = LANES == 16 ? 16 : 8 }; /* vectors of sums that registers hold */
 typedef float V __attribute__((vector_size(4 * LANES)));
+typedef float Queries __attribute__((vector_size(4 * TILE)));
 typedef int32_t W __attribute__((vector_size(4 * LANES)));
 typedef int16_t Short __attribute__((vector_size(2 * LANES)));
 typedef uint16_t Word __attribute__((vector_size(2 * LANES)));
@@ -33,12 +34,14 @@ INLINE void v_store_int16(int16_t *p, W x) { /* the low 16 bits */
 
 /* Of a and b: LOW_ONES and HIGH_ONES take the first ones and the last ones of every 128 bits, in turn,
  * LOW_TWOS and HIGH_TWOS two by two, EVEN_FOURS and ODD_FOURS every other 128 bits. ACROSS: the first
- * ones of all 128 bits, then the second ones, and so on. NARROW: int32 as int16, of whatever is larger
- * the largest. dot: products of pairs of int16, z being none below 0. eight_words: of every fourth row */
+ * ones of all 128 bits, then the second ones, and so on. IN_ORDER: what was
+ * packed of two, one after the other. LARGER: the larger size, of numbers. dot: products of pairs of
+ * int16, z being none below 0. eight_words: of every fourth row */
 #define WORDS(i) _mm_loadu_si128((const void *)(p + at[i]))
 #if LANES == 16
 #define MM(name) _mm512_##name
-#define NARROW _mm512_cvtsepi32_epi16
+#define IN_ORDER(a) __builtin_shufflevector((__v8di)a, (__v8di)a, 0, 2, 4, 6, 1, 3, 5, 7)
+#define LARGER(a, b) _mm512_range_ps(a, b, 11)
 #define EVEN_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0x88)
 #define ODD_FOURS(a, b) (V) _mm512_shuffle_f32x4(a, b, 0xdd)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
@@ -52,7 +55,8 @@ INLINE V eight_words(const uint8_t *p, const int64_t *at) {
 }
 #elif LANES == 8
 #define MM(name) _mm256_##name
-#define NARROW(x) _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1))
+#define IN_ORDER(a) __builtin_shufflevector((__v4di)a, (__v4di)a, 0, 2, 1, 3)
+#define LARGER(a, b) v_max(v_abs(a), b)
 #define EVEN_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x20)
 #define ODD_FOURS(a, b) (V) _mm256_permute2f128_ps(a, b, 0x31)
 #define ACROSS(a) __builtin_shufflevector(a, a, 0, 4, 1, 5, 2, 6, 3, 7)
@@ -83,11 +87,10 @@ INLINE V v_half(const void *p) {
     Half h;
     return MM(cvtph_ps)(*(const Half *)memcpy(&h, p, sizeof h));
 }
-INLINE W v_store_rounded(int16_t *p, V a) { /* what it stores */
-    const __auto_type x = MM(cvtps_epi32)(a);
-    const Half h = NARROW(x);
-    memcpy(p, &h, sizeof h);
-    return (W)x;
+INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) {
+    const __auto_type x = IN_ORDER(MM(packs_epi32)(MM(cvtps_epi32)(a), MM(cvtps_epi32)(b)));
+    memcpy(p, &x, sizeof x);
+    dot(sum, (W){0} + 0x10001, (W)x);
 }
 #else
 #define LOW_ONES(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
@@ -97,6 +100,7 @@ INLINE W v_store_rounded(int16_t *p, V a) { /* what it stores */
 #define EVEN_FOURS(a, b) a
 #define ODD_FOURS(a, b) b
 #define ACROSS(a) a
+#define LARGER(a, b) v_max(v_abs(a), b)
 #if defined(__SSE2__)
 INLINE void dot(W *sum, W z, W y) { *sum += (W)_mm_madd_epi16((__m128i)z, (__m128i)y); }
 #else
@@ -124,10 +128,10 @@ INLINE void v_store_half(void *p, V a) { /* to nearest, ties to even; of numbers
     const W most = (0x7c00 & large) | (usual & ~large), bits = (tiny & small) | (most & ~small);
     v_store_int16(p, bits | ((W)a >> 16 & 0x8000));
 }
-INLINE W v_store_rounded(int16_t *p, V a) {
-    const W x = __builtin_convertvector(v_round(a), W);
-    v_store_int16(p, x);
-    return x;
+INLINE void v_store_rounded(int16_t *p, V a, V b, W *sum) { /* one after the other, added to a sum */
+    const W x = __builtin_convertvector(v_round(a), W), y = __builtin_convertvector(v_round(b), W);
+    v_store_int16(p, x), v_store_int16(p + LANES, y);
+    *sum += x + y;
 }
 #endif
 
@@ -147,13 +151,14 @@ INLINE float v_sum(V a) {
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
 }
-/* The largest number of each of four vectors, in every 128 bits */
-INLINE V v_mosts(const V *a) {
-    const V u = v_max(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]));
-    const V v = v_max(LOW_ONES(a[2], a[3]), HIGH_ONES(a[2], a[3]));
-    V most = v_max(LOW_TWOS(u, v), HIGH_TWOS(u, v));
-    for (int n = 4; n < LANES; n *= 2) most = v_max(EVEN_FOURS(most, most), ODD_FOURS(most, most));
-    return most;
+/* Of each of four vectors, in every 128 bits: its sum, or its largest number */
+INLINE V v_join(V a, V b, int sum) { return sum ? a + b : v_max(a, b); }
+INLINE V v_fours(const V *a, int sum) {
+    const V u = v_join(LOW_ONES(a[0], a[1]), HIGH_ONES(a[0], a[1]), sum);
+    const V v = v_join(LOW_ONES(a[2], a[3]), HIGH_ONES(a[2], a[3]), sum);
+    V all = v_join(LOW_TWOS(u, v), HIGH_TWOS(u, v), sum);
+    for (int n = 4; n < LANES; n *= 2) all = v_join(EVEN_FOURS(all, all), ODD_FOURS(all, all), sum);
+    return all;
 }
 
 /* LANES vectors -> the sum of each */
@@ -215,40 +220,42 @@ typedef struct {
 } Part;
 
 /* x:    what codes of field f are multiplied by: int16 [4 queries] at OPERANDS numbers
- * times, add: [fields][4 queries], of a sum s: s * times + add; 8 bits have two fields, both twice
- * odd:  bits that every other field is up in its sum: as the narrowest part has them in its words
+ * times, add: [fields], of a sum s: s * times + add
  * out:  [4 queries] at LINE numbers: [fields] at `plane` numbers: rows `first` to `end` */
 typedef struct {
     Part parts[2 * STRIP];
     const int16_t *x[4];
-    float times[16], add[16], *out;
+    Queries times[4], add[4];
+    float *out;
     int64_t plane;
-    int count, fields, odd, first, end;
+    int count, fields, bits, runs, first, end; /* runs: there were before, of other bits */
 } Products;
 
 typedef uint16_t Codes __attribute__((vector_size(4 * LANES)));
 enum { FIELDS = LANES == 16 ? 4 : 2 }; /* whose sums registers hold, of four queries */
-/* Two words of each of LANES rows: FIELDS fields of them from `bit` on, times the columns that x has
- * at `to`. A sum of a row stays in one lane. same: x is, of every two fields */
-INLINE void add_codes(W *a, Codes words, int bits, int bit, const int16_t *const *x, int64_t to, int odd,
+/* Whether the first field of a byte is not parted from the others, which are multiplied by the same: what
+ * they add to its sum is taken away at the end */
+INLINE int is_whole(int bits, int same) { return bits * (same + 1) >= 8; }
+/* Two words of each of LANES rows: FIELDS fields of them, times the columns that x has at `to`. A field
+ * stays where its byte has it, and a sum of a row in one lane. same: x is, of fields f and f & ~same */
+INLINE void add_codes(W *a, Codes words, int bits, int field, const int16_t *const *x, const int64_t *to,
                       int same) {
-    const uint16_t mask = (1 << bits) - 1;
-    for (int f = 0; f < FIELDS && f * bits < 16; f += 2) {
-        const int at = bit + f * bits;
-        const Codes y = words >> at & mask, z = words >> (at + bits - odd) & (uint16_t)(mask << odd);
-        for (int h = 0; h < TILE; h++) {
-            int32_t b, c;
-            memcpy(&b, x[f] + to + h * OPERANDS, sizeof b);
-            memcpy(&c, x[same ? f : f + 1] + to + h * OPERANDS, sizeof c);
-            dot(a + 4 * f + h, (W)y, (W){0} + b);
-            dot(a + 4 * f + 4 + h, (W)z, (W){0} + c);
-        }
+#pragma GCC unroll 32
+    for (int n = 0; n < 2 * TILE * 8 / bits; n++) { /* of a byte, a query and a field of the byte */
+        const int byte = n / (TILE * 8 / bits), h = n * bits / 8 % TILE, i = n % (8 / bits);
+        const int f = (bits == 2 ? i : byte * 8 / bits + i) - field;
+        if (f < 0 || f >= FIELDS) continue;
+        Codes y = byte ? words >> 8 : words & 0xff;
+        if (i || !is_whole(bits, same)) y &= (uint16_t)(((1 << bits) - 1) << i * bits);
+        int32_t b;
+        memcpy(&b, x[f & ~same] + to[bits == 2 ? byte : 0] + h * OPERANDS, sizeof b);
+        dot(a + 4 * f + h, (W)y, (W){0} + b);
     }
 }
 
 /* Rows from `row` on; there are `rows` of them: lanes without one take another one's words */
 INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, int field,
-                     const int16_t *const *x, int odd, int same) {
+                     const int16_t *const *x, int same) {
     const uint8_t *from = p->words + row * p->stride, *next = p->next + row * p->stride;
     int64_t at[LANES / 4];
     for (int i = 0; i < LANES / 4; i++) at[i] = (4 * i < rows ? 4 * i : 0) * p->stride;
@@ -260,14 +267,13 @@ INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, i
         v_transpose4(words);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) { /* words 2 i and 2 i + 1 of all rows */
-            const Codes two = (Codes)words[i];
-            add_codes(a, two, bits, field * bits, x, p->at[0] + c + 2 * i, odd, same);
-            if (bits == 2) add_codes(a, two, bits, field * bits + 8, x, p->at[1] + c + 2 * i, odd, same);
+            const int64_t to[2] = {p->at[0] + c + 2 * i, p->at[1] + c + 2 * i};
+            add_codes(a, (Codes)words[i], bits, field, x, to, same);
         }
     }
 }
 
-INLINE void products_in(const Products *p, int fields, int field, int same) {
+INLINE void products_in(const Products *p, int bits, int field, int same) {
     const int16_t *const *x = p->x + field;
     for (int64_t row = p->first; row < p->end; row += LANES) {
         const int64_t start = row + LANES < p->plane ? row : p->plane > LANES ? p->plane - LANES : 0;
@@ -275,32 +281,34 @@ INLINE void products_in(const Products *p, int fields, int field, int same) {
         const int64_t left = p->end - row < most ? p->end - row : most;
         W a[4 * FIELDS];
         for (int i = 0; i < 4 * FIELDS; i++) a[i] = (W){0};
-        for (const Part *part = p->parts; part < p->parts + p->count; part++) {
-            if (fields == 2) add_part(a, part, start, rows, 8, field, x, 0, same);
-            else if (p->odd == 4) add_part(a, part, start, rows, 4, field, x, 4, same);
-            else if (part->bits == 4) add_part(a, part, start, rows, 4, field, x, 2, same);
-            else add_part(a, part, start, rows, 2, field, x, 2, same);
-        }
+        for (const Part *part = p->parts; part < p->parts + p->count; part++)
+            add_part(a, part, start, rows, bits, field, x, same);
+#pragma GCC unroll 16
+        for (int i = 0, n; i < 4 * FIELDS; i++)
+            if ((n = i / 4 % (8 / bits)) && is_whole(bits, same)) a[i - 4 * n] -= a[i];
 #pragma GCC unroll 16
         for (int i = 0; i < 4 * FIELDS; i++) { /* of a field and a query */
-            const int f = field + i / 4;
-            if (i % 4 >= TILE || f >= fields) continue;
-            const V sums = v_fma(__builtin_convertvector(a[i], V), v_set(p->times[4 * f + i % 4]),
-                                 v_set(p->add[4 * f + i % 4]));
-            float *to = p->out + i % 4 * LINE + f * p->plane + row;
-            if (left == LANES) v_store(to, sums);
-            else memcpy(to, (float *)&sums + lane, 4 * left);
+            const int f = field + i / 4, h = i % 4;
+            if (h >= TILE || f * bits >= 16) continue;
+            const V y = v_fma(__builtin_convertvector(a[i], V), v_set(p->times[f][h]), v_set(p->add[f][h]));
+            float *to = p->out + h * LINE + f * p->plane + row;
+            if (left == LANES) v_store(to, y);
+            else memcpy(to, (float *)&y + lane, 4 * left);
         }
     }
 }
 
-INLINE void products_of(const Products *p, int same) {
-    if (p->fields == 2) products_in(p, 2, 0, same);
-    else products_in(p, 4, 0, same);
-    if (p->fields == 4 && FIELDS == 2) products_in(p, 4, 2, same);
+INLINE void products_of(const Products *p, int bits, int field) {
+    const int pairs = p->x[0] == p->x[1] && p->x[2 % p->fields] == p->x[3 % p->fields];
+    if (FIELDS == 4 && pairs && p->x[0] == p->x[2 % p->fields]) products_in(p, bits, field, 3);
+    else if (pairs) products_in(p, bits, field, 1);
+    else products_in(p, bits, field, 0);
 }
 
 static void products(const Products *p) {
-    if (p->x[0] == p->x[1] && p->x[2 % p->fields] == p->x[3 % p->fields]) products_of(p, 1);
-    else products_of(p, 0);
+    if (p->bits == 8) products_of(p, 8, 0);
+    else if (p->bits == 4) products_of(p, 4, 0);
+    else products_of(p, 2, 0);
+    if (FIELDS == 2 && p->bits == 4) products_of(p, 4, 2);
+    if (FIELDS == 2 && p->bits == 2) products_of(p, 2, 2);
 }
