@@ -41,15 +41,14 @@ class LayerCalls:
 
         q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
         """
-        queries, k, v = (
-            x if x.dtype is dtype and x.stride(2) == 1 else x.to(dtype).contiguous()
-            for x, dtype in ((q, torch.float32), (k, self._dtype), (v, self._dtype))
-        )
+        queries = _readable(q, torch.float32)
         o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=torch.float32)
         append, attention = self._job.append, self._job.attention
         append.rows = 0 if written else self._rows
-        append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
-        append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
+        if not written:
+            k, v = _readable(k, self._dtype), _readable(v, self._dtype)
+            append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
+            append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
         attention.q, attention.o = queries.data_ptr(), o.data_ptr()
         attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)
         attention.width = q.shape[0] // k.shape[0]
@@ -60,4 +59,8 @@ class LayerCalls:
         call("disagg_step", self._job)
         if lse is not None:
             o = merge([(o, lse)], softmax.sinks)
-        return o.to(q.dtype)
+        return o if q.dtype is torch.float32 else o.to(q.dtype)
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype and x.stride(2) == 1 else x.to(dtype).contiguous()
