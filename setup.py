@@ -14,8 +14,8 @@ PAGES = Extension(
     sources=[str(path) for path in sorted(HERE.glob("*.c"))],
     depends=[str(path) for path in sorted(HERE.glob("*.h"))],
     # encoders promise the reference's bytes: a * b + c is rounded as often as they say
-    extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-Wno-psabi", "-pthread"],
-    extra_link_args=["-pthread", "-lm"],
+    extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-Wno-psabi"],
+    extra_link_args=["-lm"],
     optional=True,
 )
 

@@ -1,77 +1,30 @@
 /* The calls that library.py makes: which path this machine runs, and threads that share units of
  * work. A unit is computed alike by any thread, so answers do not depend on their number. */
-#include <pthread.h>
 #include <stdatomic.h>
 #include "pages.h"
 
-enum { MOST_THREADS = 256 };
 typedef void (*Work)(const void *job, int64_t unit);
-
-static struct {
-    pthread_mutex_t busy, lock;
-    pthread_cond_t go, done;
-    int threads, wanted, running;
-    unsigned long turn;
+typedef struct {
     Work work;
     const void *job;
     int64_t units;
     atomic_llong next;
-} pool = {.busy = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER,
-          .go = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
+} Shared;
 
-static void take_units(void) {
-    for (int64_t i; (i = atomic_fetch_add(&pool.next, 1)) < pool.units;) pool.work(pool.job, i);
-}
+/* Of the OpenMP that torch brings. Its threads wait for work in a loop, and would keep any others
+ * from the cores that torch may use; where torch has no such call, one thread does all. */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 
-static void *serve(void *number) {
-    unsigned long seen = 0;
-    pthread_mutex_lock(&pool.lock);
-    for (;;) {
-        while (pool.turn == seen || (intptr_t)number >= pool.wanted) {
-            seen = pool.turn;
-            pthread_cond_wait(&pool.go, &pool.lock);
-        }
-        seen = pool.turn;
-        pthread_mutex_unlock(&pool.lock);
-        take_units();
-        pthread_mutex_lock(&pool.lock);
-        if (--pool.running == 0) pthread_cond_signal(&pool.done);
-    }
-    return NULL;
-}
-
-static void forget(void) { /* a child has no threads but the one that forked, and nobody to unlock */
-    pool.threads = 0;
-    pthread_mutex_init(&pool.busy, NULL), pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.go, NULL), pthread_cond_init(&pool.done, NULL);
-}
-__attribute__((constructor)) static void watch_forks(void) {
-    pthread_atfork(NULL, NULL, forget);
+static void take_units(void *shared) {
+    Shared *s = shared;
+    for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->units;) s->work(s->job, i);
 }
 
 static void share(Work work, const void *job, int64_t units, int64_t threads) {
-    if (threads > units) threads = units;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    if (threads <= 1 || pthread_mutex_trylock(&pool.busy)) { /* somebody else's turn: work alone */
-        for (int64_t i = 0; i < units; i++) work(job, i);
-        return;
-    }
-    pthread_mutex_lock(&pool.lock);
-    for (pthread_t id; pool.threads < threads - 1; pool.threads++) { /* as many as there can be */
-        if (pthread_create(&id, NULL, serve, (void *)(intptr_t)pool.threads)) break;
-        pthread_detach(id);
-    }
-    pool.work = work, pool.job = job, pool.units = units;
-    atomic_store(&pool.next, 0);
-    pool.wanted = pool.running = pool.threads < threads - 1 ? pool.threads : (int)threads - 1;
-    pool.turn++;
-    pthread_cond_broadcast(&pool.go);
-    pthread_mutex_unlock(&pool.lock);
-    take_units();
-    pthread_mutex_lock(&pool.lock);
-    while (pool.running) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
-    pthread_mutex_unlock(&pool.busy);
+    Shared shared = {work, job, units, 0};
+    if (threads > 1 && units > 1 && GOMP_parallel)
+        GOMP_parallel(take_units, &shared, (unsigned)threads, 0);
+    else take_units(&shared);
 }
 
 static const Path *find_path(int64_t path) { /* NULL where this machine cannot run it */

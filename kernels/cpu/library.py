@@ -5,6 +5,7 @@ Knows ctypes and pages.h; what is computed is in attend.py and encode.py.
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -25,6 +26,7 @@ BY = {"column": 0, "row": 1, "block": 2}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 NO_TYPE = 4
 MAX_BANDS = 3
+PROCESS = os.getpid()
 
 _forced: list[str] = []
 
@@ -121,11 +123,12 @@ def forced(name: str) -> Iterator[None]:
 
 
 def call(name: str, job: ctypes.Structure) -> None:
-    """Run a job on the threads that torch may use."""
+    """Run a job on the threads that torch may use; a child has none of its parent's threads."""
     library = load()
     assert library is not None
     path = PATHS.index(backend())
-    getattr(library, name)(path, ctypes.addressof(job), torch.get_num_threads())
+    threads = torch.get_num_threads() if os.getpid() == PROCESS else 1
+    getattr(library, name)(path, ctypes.addressof(job), threads)
 
 
 def address(x: Tensor | None) -> int | None:
