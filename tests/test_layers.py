@@ -46,23 +46,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4179,
+    "bench": 4162,
     "cli": 1985,
     "codecs": 2913,
     "engine": 1900,
     "eval": 571,
     "files": 2043,  # disagg/*.py
-    "kernels": 6125,
+    "kernels": 6128,
     "model": 1872,
     "report": 160,
     "server": 2068,
     "transfer": 3344,
     "workers": 3099,
-    "tests": 23046,
+    "tests": 23036,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21221  # of all these rooms together
+PACKAGE_BUDGET = 21204  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
@@ -178,8 +178,10 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_files_and_functions_fit_a_screen_or_two():
-    every = [*sources(), *written("training")]
-    wrong = [f"{path.relative_to(ROOT)}: {lines(path)}" for path in every if lines(path) > MAX_FILE]
+    every, in_c = [*sources(), *written("training")], [*(ROOT / "kernels/cpu").glob("*.[ch]")]
+    files = [*every, *in_c]
+    wrong = [f"{path.relative_to(ROOT)}: {lines(path)}" for path in files if lines(path) > MAX_FILE]
+    assert sum(map(lines, in_c)) <= 1500
     wrong += [
         f"{path.relative_to(ROOT)}, {name}: {length}"
         for path in every

@@ -11,8 +11,8 @@ Overlap: time to the first decode token through a token bucket of 50 Mb/s, in bu
 bound is max(compute, wire). Beside it: when pages leave only after the whole prompt is computed.
 
 Load: 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one
-pair of workers. Each should wait for those with less work left and for one chunk of a longer one,
-where a step takes as long as steps of that many tokens at those depths took in the same run.
+pair of workers. Each should wait for those with less work left and for one chunk of a longer one:
+the rule is followed through the very steps that the worker took.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +48,7 @@ LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
 PROMPT_TOKENS = 1500
 CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
-Step = tuple[float, int, int]  # seconds, tokens, and pairs of tokens of which one sees the other
+Step = tuple[float, float]  # from when to when
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
 LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
@@ -70,8 +69,8 @@ class NotingWorker(Worker):
 
     def _timed(self, batch: Batch) -> Tensor:
         began, logits = time.monotonic(), self._forward(batch)
-        if chunks := [(chunk.before, chunk.count) for chunk in batch.chunks]:
-            self.steps.append((time.monotonic() - began, *sizes_of(chunks)))
+        if batch.chunks:
+            self.steps.append((began, time.monotonic()))
         return logits
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -339,85 +338,69 @@ def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
 def measure_load(long: int = 8, others: int = 40) -> Row:
     """A row for every prompt, in seconds: how long it waited for its first token, and should have.
 
-    rule_s:       by the rule, in steps of `chunk_tokens` that take what such steps took here
+    rule_s:       by the rule, had it shared the tokens of the steps that the worker took
     busy:         share of the time in which the prefill worker computed
-    worst_chunks: the most that any waited longer than by the rule, in mean steps of that size
+    worst_chunks: the most that any waited longer than by the rule, in mean steps
     """
     pick, config = random.Random(1), Config(transfer=TransferConfig(min_disagg_tokens=0))
-    arrivals = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
+    sizes = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
-    arrivals = sorted([*arrivals, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
+    sizes = sorted([*sizes, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
     with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
-        waits = asyncio.run(_arrive(pair, prefill, arrivals))
-        steps = prefill.ask("steps")
-    chunk, cost = config.engine.max_batch_tokens, fit_cost(steps)
-    rules = waits_by_rule(arrivals, cost, chunk)
-    mean_s = cost(chunk, chunk * PROMPT_TOKENS // 2)
-    late = [(wait - rule) / mean_s for wait, rule in zip(waits, rules, strict=True)]
-    span_s = max(at + wait for (at, _), wait in zip(arrivals, waits, strict=True))
+        came, waits = zip(*asyncio.run(_arrive(pair, prefill, sizes)), strict=True)
+        steps: list[Step] = prefill.ask("steps")
+    chunk = config.engine.max_batch_tokens
+    arrivals = [(at, tokens) for at, (_, tokens) in zip(came, sizes, strict=True)]
+    rules = waits_by_rule(arrivals, steps, chunk)
+    computed = sum(end - began for began, end in steps)
+    late = max(wait - rule for wait, rule in zip(waits, rules, strict=True))
     rows = [
-        {"arrived_s": at, "tokens": tokens, "waited_s": wait, "rule_s": rule}
+        {"arrived_s": at - came[0], "tokens": tokens, "waited_s": wait, "rule_s": rule}
         for (at, tokens), wait, rule in zip(arrivals, waits, rules, strict=True)
     ]
-    measured = {"busy": sum(seconds for seconds, *_ in steps) / span_s, "chunk_s": mean_s}
-    return result_of(rows, LOAD_NOTES, **measured, chunk_tokens=chunk, worst_chunks=max(late))
+    measured = {
+        "busy": computed / (max(map(sum, zip(came, waits, strict=True))) - came[0]),
+        "chunk_s": computed / len(steps),
+        "chunk_tokens": chunk,
+        "worst_chunks": late * len(steps) / computed,
+    }
+    return result_of(rows, LOAD_NOTES, **measured)
 
 
 async def _arrive(
-    pair: Sequence[Started], prefill: Child, arrivals: Sequence[tuple[float, int]]
-) -> list[float]:
-    """Send every prompt when its time has come; the seconds until its first token."""
-    prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(arrivals)]
-    told = tell(arrivals, "a prompt of {0[1]} tokens".format)
+    pair: Sequence[Started], prefill: Child, sizes: Sequence[tuple[float, int]]
+) -> list[tuple[float, float]]:
+    """Send every prompt in its turn; when that was, and the seconds to its first token."""
+    prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(sizes)]
+    told = tell(sizes, "a prompt of {0[1]} tokens".format)
     async with routed(pair) as router:
         await visit(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
         prefill.ask("steps")
 
-        async def one(at: float, prompt: tuple[int, ...]) -> float:
+        async def one(at: float, prompt: tuple[int, ...]) -> tuple[float, float]:
             await asyncio.sleep(at)
             next(told)
+            came = time.monotonic()
             seen, _ = await visit(router, prompt, "")
-            return seen.ttft_s
+            return came, seen.ttft_s
 
-        calls = [one(at, prompt) for (at, _), prompt in zip(arrivals, prompts, strict=True)]
+        calls = [one(at, prompt) for (at, _), prompt in zip(sizes, prompts, strict=True)]
         return await asyncio.gather(*calls)
 
 
-def sizes_of(chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Tokens of chunks (before, count) of prompts, and the pairs of which one sees the other."""
-    pairs = sum(count * before + count * (count + 1) // 2 for before, count in chunks)
-    return sum(count for _, count in chunks), pairs
-
-
-def fit_cost(steps: Sequence[Step]) -> Callable[[int, int], float]:
-    """Seconds of a step by its tokens and pairs: least squares of a constant and a rate of each."""
-    seconds, tokens, pairs = np.array(steps).T
-    terms = np.stack([np.ones_like(tokens), tokens, pairs], 1)
-    rates = np.linalg.lstsq(terms, seconds)[0].tolist()
-    return lambda count, seen: rates[0] + rates[1] * count + rates[2] * seen
-
-
 def waits_by_rule(
-    arrivals: Sequence[tuple[float, int]], cost: Callable[[int, int], float], chunk: int
+    arrivals: Sequence[tuple[float, int]], steps: Sequence[Step], chunk: int
 ) -> list[float]:
     """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent.
 
-    cost: seconds of a step, by its tokens and pairs
+    arrivals: when, and of how many tokens · steps: enough of them for all
     """
-    left = [tokens for _, tokens in arrivals]
-    ends, now = [0.0] * len(left), 0.0
-    while any(left):
-        there = [x for x, (at, _) in enumerate(arrivals) if left[x] and at <= now]
-        there.sort(key=lambda x: urgency(left[x], now - arrivals[x][0]))
-        if not there:
-            now = min(at for (at, _), tokens in zip(arrivals, left, strict=True) if tokens)
-            continue
-        spare, chunks = chunk, list[tuple[int, int]]()
-        for x in there:
+    left, ends = [tokens for _, tokens in arrivals], [0.0] * len(arrivals)
+    for began, end in steps:
+        there = [x for x, (at, _) in enumerate(arrivals) if left[x] and at <= began]
+        spare = chunk
+        for x in sorted(there, key=lambda x: urgency(left[x], began - arrivals[x][0])):
             share = min(left[x], spare)
-            chunks.append((arrivals[x][1] - left[x], share))
             left[x], spare = left[x] - share, spare - share
-        now += cost(*sizes_of(chunks))
-        for x in there:
-            ends[x] = now  # until its last step
+            ends[x] = end  # until its last step
     return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]

@@ -9,12 +9,10 @@ from disagg.bench.handoff import (
     Answer,
     LatencyOptions,
     draw_latency,
-    fit_cost,
     measure_latency,
     measure_load,
     measure_side,
     prompt_of,
-    sizes_of,
     summarise,
     waits_by_rule,
 )
@@ -68,21 +66,11 @@ def test_prompts_have_the_length_they_say_and_share_no_begin():
     assert first[0] != second[0]
 
 
-def by_tokens(tokens: int, pairs: int) -> float:
-    return tokens / 100
-
-
-def test_the_cost_of_a_step_is_found_from_steps():
-    sizes = [sizes_of(x) for x in ([(0, 512)], [(512, 512)], [(0, 40)], [(0, 30), (900, 200)])]
-    steps = [(0.01 + 1e-4 * tokens + 1e-7 * pairs, tokens, pairs) for tokens, pairs in sizes]
-    assert sizes[1] == (512, 512 * 512 + 512 * 513 // 2)
-    assert fit_cost(steps)(100, 5000) == pytest.approx(0.01 + 0.01 + 0.0005)
-
-
 def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_one():
-    assert waits_by_rule([(0.0, 400), (0.5, 100)], by_tokens, 100) == [5.0, 1.5]
-    assert waits_by_rule([(0.0, 100), (0.5, 400)], by_tokens, 100) == [1.0, 4.5]
-    assert waits_by_rule([(3.0, 50), (0.0, 50)], by_tokens, 100) == [0.5, 0.5]
+    steps = [(float(second), second + 1.0) for second in range(5)]
+    assert waits_by_rule([(0.0, 400), (0.5, 100)], steps, 100) == [5.0, 1.5]
+    assert waits_by_rule([(0.0, 100), (0.5, 400)], steps, 100) == [1.0, 4.5]
+    assert waits_by_rule([(3.0, 50), (0.0, 50)], steps, 100) == [1.0, 1.0]
 
 
 def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
