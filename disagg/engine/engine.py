@@ -192,6 +192,7 @@ class Engine:
             self._scheduler.activate(sequence)
         else:
             sequence.handoff = message.handoff
+            sequence.born -= message.waited_s
             self._scheduler.queue(sequence)
         if emitted:
             self._say(sequence, sequence.finish_reason(self._runner.info))

@@ -17,12 +17,14 @@ log = logging.getLogger(__name__)
 class Prefill:
     """Compute a prompt and go on, behind the tokens that were emitted so far.
 
-    handoff: where its records are offered: they are held from the first token on, until Abort
+    handoff:  where its records are offered: they are held from the first token on, until Abort
+    waited_s: that the request is old already
     """
 
     request: Request
     handoff: Handoff | None = None
     emitted: tuple[int, ...] = ()
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class Sequence:
     cached:    leading tokens of the prompt that were known when it started, or started again
     known:     what that was at first: later some of it is its own; None: it has not started
     keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
-    born:      when it came, on the clock of the engine · order: who came first keeps its place
+    born:      when it was asked, on the clock of the engine · order: who came first keeps its place
     crowd:     bytes that others had when it was preempted: where they compute, it waits for fewer
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it

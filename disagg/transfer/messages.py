@@ -83,7 +83,8 @@ class Role(StrEnum):
 class Job(Told, form=pb.Job):
     """One attempt of a request, as its workers know it. `sampling`: by the names of the engine.
 
-    moved: tokens in the records of a sequence that moves while it decodes; 0: those of the prompt
+    moved:    tokens in the records of a sequence that moves while it decodes; 0: of the prompt
+    waited_s: that the request is old when the attempt begins
     """
 
     rid: str
@@ -94,6 +95,7 @@ class Job(Told, form=pb.Job):
     codec: str = ""
     deadline_s: float = 300.0
     moved: int = 0
+    waited_s: float = 0.0
 
     @property
     def tokens(self) -> int:

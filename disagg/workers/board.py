@@ -15,7 +15,7 @@ from disagg.workers.members import Member
 if TYPE_CHECKING:
     from disagg.workers.dispatch import Entry
 
-AHEAD = 2  # more urgent prompts at a prefill worker: one computes, one is ready behind it
+AHEAD = 3  # more urgent prompts at a prefill worker: what is left of one, and what fills its step
 STEP_TOKENS = EngineConfig.max_batch_tokens  # or as many as are computed in one step anyway
 AFFINITY = 4  # sequences that a decode worker may have more if it has all pages of a prompt
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones

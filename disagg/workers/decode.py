@@ -85,7 +85,7 @@ class DecodeSide:
         request = request_of(job, LOCAL)
         if request.rid not in self._jobs:
             self._jobs[request.rid] = job
-            self.way.engine.submit(Prefill(request, emitted=job.emitted))
+            self.way.engine.submit(Prefill(request, None, job.emitted, job.waited_s))
 
     def move(self, submit: Submit) -> None:
         """Begin to hand a sequence over; it decodes on for as long as it can.

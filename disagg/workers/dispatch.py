@@ -298,7 +298,7 @@ class Dispatch:
         entry.computed, entry.began = False, now
         job, emitted, left_s = entry.job, tuple(entry.emitted), entry.deadline - now
         job = replace(job, attempt=job.attempt + 1, emitted=emitted, deadline_s=left_s)
-        entry.job = replace(job, moved=0)
+        entry.job = replace(job, moved=0, waited_s=now - entry.arrived)
         entry.phase = Phase.PREFILL if prefill is decode else Phase.RESERVE
         if prefill is decode:
             return Start(prefill.name, entry.job, Work.LOCAL)

@@ -94,7 +94,7 @@ class PrefillSide:
         self._computed[request.rid] = computed
         try:
             async with Offering(self.way, submit, self.overlap).sending() as offering:
-                self.way.engine.submit(Prefill(request, offering))
+                self.way.engine.submit(Prefill(request, offering, waited_s=job.waited_s))
                 await self._tell(job, offering, await offering.unless_over(computed))
         finally:
             del self._computed[request.rid]

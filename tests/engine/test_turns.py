@@ -52,10 +52,11 @@ class Load:
         self.now += STEP_S
         return torch.zeros(len(batch.outputs), VOCAB)
 
-    def submit(self, name: int, length: int, max_tokens: int = 1) -> None:
+    def submit(self, name: int, length: int, max_tokens: int = 1, waited_s: float = 0.0) -> None:
         self.lengths[name], self.born[name] = length, self.now
         params = SamplingParams(max_tokens=max_tokens)
-        self.engine.submit(Prefill(Request(str(name), (name,) * length, params, "raw")))
+        request = Request(str(name), (name,) * length, params, "raw")
+        self.engine.submit(Prefill(request, waited_s=waited_s))
 
     def step(self) -> StepOutput:
         output = self.engine.step()
@@ -104,6 +105,14 @@ def test_a_prompt_waits_only_for_those_with_less_work_left_and_one_chunk_of_a_lo
                 assert done.total() == BUDGET
     for name in load.lengths:  # its submission waited for the chunk that was being computed
         assert steps[name] <= math.ceil(ahead[name] / BUDGET)
+
+
+def test_a_prompt_that_waited_for_its_worker_is_as_old_there():
+    load = Load()
+    load.submit(1, 1000)
+    load.submit(2, 1500, waited_s=AGEING_S)
+    load.step()
+    assert load.steps[0][1] == {2: BUDGET}
 
 
 def test_short_prompts_without_end_hold_a_long_one_back_for_so_long_and_no_longer():

@@ -31,8 +31,8 @@ def job(rid: str = "r", tokens: int = 3, length: int = 4) -> Job:
     return Job(rid, 0, prompt, sampling={"max_tokens": length}, deadline_s=100.0)
 
 
-def at(job: Job, attempt: int, *emitted: int, left_s: float = 100.0) -> Job:
-    return replace(job, attempt=attempt, emitted=emitted, deadline_s=left_s)
+def at(job: Job, attempt: int, *emitted: int, age_s: float = 0.0) -> Job:
+    return replace(job, attempt=attempt, emitted=emitted, deadline_s=100.0 - age_s, waited_s=age_s)
 
 
 def house(*names: str, **config: float) -> Rules:
@@ -100,7 +100,7 @@ def test_a_gap_starts_another_attempt_with_what_was_delivered() -> None:
     dispatch = told("d")
     assert set(dispatch.token("d", "r", 1, 2, 9, 0.0)) == {Forget("p", "r", 1), Forget("d", "r", 1)}
     assert dispatch.tick(0.05) == []
-    assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, left_s=99.9))]
+    assert dispatch.tick(0.1) == [Reserve("d", at(job(), 2, 7, age_s=0.1))]
     assert dispatch.known("d") == {"r": 1}
 
 
@@ -127,7 +127,7 @@ def test_a_worker_that_talks_of_what_is_over_is_told_again_but_not_all_the_time(
 
 def test_tokens_of_an_old_attempt_are_not_delivered() -> None:
     dispatch = started("p", "d", "p2")
-    again = Reserve("d", at(job(), 2, left_s=99.0))
+    again = Reserve("d", at(job(), 2, age_s=1.0))
     assert dispatch.worker_down("p", 1.0) == [Forget("d", "r", 1), again]
     assert dispatch.token("d", "r", 1, 0, 7, 1.0) == []
     assert dispatch.finished("d", "r", 1, 0, "stop", 1.0) == []
@@ -328,12 +328,12 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 # -- who gets what
 
 
-def test_a_prompt_starts_where_fewer_than_two_shorter_ones_are_before_it() -> None:
+def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
-    for rid, tokens in (("long", 5000), ("a", 500), ("b", 600), ("c", 700), ("d", 200)):
+    for rid, tokens in (("long", 5000), ("a", 500), ("b", 600), ("e", 650), ("c", 700), ("d", 200)):
         dispatch.submit(job(rid, tokens), 0.0)
     waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
-    assert waiting == ["c"]  # a and b are before it; d is before all, long was alone
+    assert waiting == ["c"]  # a, b and e are before it; d is before all, long was alone
     begin(dispatch, "p", "d")  # computed
     assert dispatch.entries["c"].phase is Phase.QUEUED
     begin(dispatch, "p", "a")
@@ -435,9 +435,9 @@ def test_a_request_goes_to_the_workers_that_it_names_while_they_are_there() -> N
 
 def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
     dispatch = house("p1", "p2", "d")
-    for number in range(3):
+    for number in range(4):
         dispatch.submit(job(f"{number}", 1000), 0.0, ("p1", "d"))
-    assert dispatch.entries["2"].phase is Phase.QUEUED
+    assert dispatch.entries["3"].phase is Phase.QUEUED
     dispatch.submit(job("last", 2000), 0.0)
     assert pairs(dispatch, "last") == [("p2", "d")]
 
@@ -455,11 +455,11 @@ def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
 def test_a_prompt_that_waits_long_for_prefill_holds_no_short_one_up() -> None:
     dispatch = house("p")
     dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
-    for number in range(3):
+    for number in range(4):
         dispatch.submit(job(f"{number}", 8000), 0.0)
-    dispatch.submit(job("short", 299), 12.0)  # now the third has the less work to wait for
+    dispatch.submit(job("short", 299), 12.0)  # now the fourth has the less work to wait for
     phases = [entry.phase for entry in dispatch.entries.values()]
-    assert phases == [Phase.RESERVE, Phase.RESERVE, Phase.QUEUED, Phase.PREFILL]
+    assert phases == [Phase.RESERVE] * 3 + [Phase.QUEUED, Phase.PREFILL]
 
 
 def test_a_full_worker_is_asked_again_as_soon_as_it_says_that_it_has_more_room() -> None:

@@ -33,7 +33,7 @@ ROLE_BOTH: Role
 ROLE_NONE: Role
 
 class Job(_message.Message):
-    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved")
+    __slots__ = ("rid", "attempt", "prompt", "emitted", "sampling", "codec", "deadline_s", "moved", "waited_s")
     RID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Job(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     rid: str
     attempt: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -50,7 +51,8 @@ class Job(_message.Message):
     codec: str
     deadline_s: float
     moved: int
-    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, rid: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., emitted: _Optional[_Iterable[int]] = ..., sampling: _Optional[str] = ..., codec: _Optional[str] = ..., deadline_s: _Optional[float] = ..., moved: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("job", "epoch", "router")
