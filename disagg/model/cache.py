@@ -4,10 +4,12 @@
 our attention. `Workspace` holds exact K and V of one prompt, dense, until its last chunk is done.
 """
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from disagg.codecs.contract import LEAD_UNITS, Queries, squares_by_unit, sum_lead
@@ -26,6 +28,12 @@ class PassThrough(Cache):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+
+def pass_through(model: PreTrainedModel) -> dict[str, object]:
+    """The arguments that give a model a `PassThrough`, by the name that its transformers has."""
+    known = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": PassThrough(), "use_cache": True}
 
 
 class Workspace:

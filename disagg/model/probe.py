@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from disagg.errors import ModelError
 from disagg.kernels.view import Softmax
 from disagg.model.attention import IMPLEMENTATION, attend_exact, disagg_attention
-from disagg.model.cache import PassThrough
+from disagg.model.cache import pass_through
 from disagg.model.describe import ModelInfo
 
 MASKED = "disagg-masked"  # our attention, and masks that only say which window they are of
@@ -74,9 +74,8 @@ def check_attention(model: PreTrainedModel, info: ModelInfo) -> None:
         name,
         input_ids=prompts[None],
         position_ids=positions[None],
-        past_key_values=PassThrough(),
-        use_cache=True,
         disagg=probe.attend,
+        **pass_through(model),
     )
     expected = [
         (layer, info.query_heads, info.heads, info.head_dim) for layer in range(info.num_layers)

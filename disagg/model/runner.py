@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from disagg.codecs.tables import upload
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
-from disagg.model.cache import PassThrough, Workspace
+from disagg.model.cache import Workspace, pass_through
 from disagg.model.capacity import kv_shape
 from disagg.model.describe import ModelInfo, describe_model
 from disagg.model.graphs import CudaRecorder, DecodeGraphs
@@ -38,6 +38,7 @@ class Runner:
         self.device = model.device
         self.shape = kv_shape(info)
         self._model = model
+        self._cache = pass_through(model)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._graphs: DecodeGraphs | None = None
         if model.device.type == "cuda":
@@ -118,8 +119,7 @@ class Runner:
         return self._model(
             input_ids=tokens.long(),
             position_ids=positions.long(),
-            past_key_values=PassThrough(),
-            use_cache=True,
             disagg=BatchAttention(batch, self.info.windows).attend,
+            **self._cache,
             **selection,
         ).logits[0]
