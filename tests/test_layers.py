@@ -49,20 +49,20 @@ BUDGETS = {
     "bench": 4162,
     "cli": 1985,
     "codecs": 2913,
-    "engine": 1900,
+    "engine": 1903,
     "eval": 571,
     "files": 2043,  # disagg/*.py
-    "kernels": 6128,
-    "model": 1872,
+    "kernels": 6130,
+    "model": 1879,
     "report": 160,
     "server": 2068,
-    "transfer": 3344,
+    "transfer": 3346,
     "workers": 3099,
-    "tests": 23036,
+    "tests": 23045,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21204  # of all these rooms together
+PACKAGE_BUDGET = 21216  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -13,6 +13,8 @@ from torch import Tensor
 from disagg.kernels.formats import ARENA_UNIT, ExactFormat, Side, parts_of_word
 from disagg.kernels.sealing import Target
 
+WORD = torch.int64  # as which records are copied: torch copies bytes one by one
+
 
 class Blocks(ABC):
     """Blocks of equal layout: of pages, segments or side records; what is read is [..., *shape]."""
@@ -157,16 +159,16 @@ def store_blocks(target: Target, blocks: Tensor) -> None:
     """Copy blocks [P, H, block_bytes] u8 to where they belong."""
     if blocks.numel():
         records = _records(target.arena, target.base, blocks[0].numel())
-        records.index_copy_(0, target.pages.long(), blocks.flatten(1))
+        records.index_copy_(0, target.pages.long(), blocks.flatten(1).contiguous().view(WORD))
 
 
 def load_blocks(arena: Tensor, pages: Tensor, base: int, heads: int, block_bytes: int) -> Tensor:
     """The blocks of pages [P] i32: [P, heads, block_bytes] u8."""
     found = _records(arena, base, heads * block_bytes).index_select(0, pages)
-    return found.view(-1, heads, block_bytes)
+    return found.view(torch.uint8).view(-1, heads, block_bytes)
 
 
 def _records(arena: Tensor, base: int, size: int) -> Tensor:
-    """`size` bytes at `base` of every page: [page ids, size], a view of the arena."""
+    """`size` bytes at `base` of every page: [page ids, size / 8] of WORD, a view of the arena."""
     count = (arena.numel() - base - size) // ARENA_UNIT + 1
-    return arena.as_strided((count, size), (ARENA_UNIT, 1), base)
+    return arena.as_strided((count, size), (ARENA_UNIT, 1), base).view(WORD)
