@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.formats import AlignedFormat
-from disagg.kernels.gpu.plan import TENSOR_COLUMNS, shape_of
+from disagg.kernels.gpu.plan import TENSOR_COLUMNS, shape_of, warps_of
 from disagg.kernels.gpu.tiles import column_of, find_unit, query_unit
 from disagg.kernels.reference.aligned import (
     EXPONENT_BIAS,
@@ -186,7 +186,7 @@ def attend(
     width, slots, heads = view.pages.shape[1], units.table.shape[0], view.heads
     shape = shape_of(fmt, queries, query_heads // heads, TENSOR_COLUMNS)
     grid = heads, shape.blocks(queries), slots
-    options = {"num_warps": 4 if head_dim <= 128 else 8}
+    options = {"num_warps": 4 * warps_of(head_dim)}
     tables = view.arena, view.pages, units.table, number
 
     blocks = ArenaBlocks(view.arena, view.pages, view.base, heads, fmt.block_bytes)
