@@ -217,6 +217,16 @@ async def test_an_answer_that_waits_for_its_figures_alone_ends_as_it_ended(home,
     assert (await asking)[1].finish_reason == "length"
 
 
+async def test_an_end_waits_for_the_figures_of_its_hand_off(home, story, monkeypatch):
+    monkeypatch.setattr("disagg.workers.router.RECEIPT_S", 30.0)
+    prefill, _ = lines(home)
+    await until(lambda: home.router.ready)
+    prefill.deaf = True
+    asking = await home.begin(story, KIVI, heard=12, max_tokens=12)
+    prefill.deaf = False
+    assert (await asking)[1].kv["wire_bytes"] > 0
+
+
 async def test_status_tells_who_answers_and_who_does_not(home):
     _, decode = lines(home)
     decode.broken = True
