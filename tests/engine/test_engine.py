@@ -17,14 +17,7 @@ from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.state import allocate_group
 from disagg.wire import Item
-from tests.engine.forced import (
-    ForcedRunner,
-    allowed,
-    collect,
-    forced_logits,
-    make_forced,
-    token_at,
-)
+from tests.engine.forced import allowed, collect, forced_logits, make_forced, token_at
 from tests.engine.margins import TIE, assert_same, serve_watched
 from tests.engine.serving import Nowhere, answers, make_engine, request, run_until_idle, serve
 from tests.model.reference import ReferenceModel
@@ -81,25 +74,23 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     assert relative_error(found, whole[known:]) <= allowed(codec)
 
 
-class Changing(ForcedRunner):
-    """Computes a step by the reference, the next by a path of the C library, and so on."""
-
-    def __init__(self, runner: Runner):
-        super().__init__(runner)
-        by_turns = ((path, library.TORCH) for path in library.paths())
-        self.backends = cycle((library.TORCH, *chain(*by_turns)))  # an odd number: each seals
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        with library.forced(next(self.backends)):
-            return super().forward(batch)
-
-
 @pytest.mark.parametrize("codec", [KIVI, "raw", "banded"])
-def test_an_answer_goes_on_by_another_backend_without_a_lost_or_repeated_token(runner, codec):
+def test_an_answer_goes_on_by_another_backend_without_a_lost_or_repeated_token(
+    runner, codec, monkeypatch
+):
+    """The reference and a path of the C library by turns; an odd number, so that each seals."""
+    by_turns = ((path, library.TORCH) for path in library.paths())
+    backends, compute = cycle((library.TORCH, *chain(*by_turns))), runner.forward
+
+    def forward(batch: Batch) -> torch.Tensor:
+        with library.forced(next(backends)):
+            return compute(batch)
+
     whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
-    engine = make_engine(changing := Changing(runner))
+    monkeypatch.setattr(runner, "forward", forward)
+    engine, forced = make_forced(runner)
     engine.submit(Prefill(request("a", random_prompt(100), codec, 140)))
-    said = collect(engine, changing)
+    said = collect(engine, forced)
     assert [x.token.index for x in said] == list(range(140))
     assert relative_error(torch.stack([x.logits for x in said]), whole) <= allowed(codec)
 
