@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,12 +94,19 @@ def nodes(path: Path) -> list[ast.AST]:
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in nodes(path):
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "disagg" else ("disagg", *parts)).removesuffix(".__init__")
+
+
+def imports(path: Path, for_types: bool = True) -> Iterator[str]:
+    """Modules, and what is taken from them, which may be modules too."""
+    blocks = (x for x in nodes(path) if isinstance(x, ast.If) and not for_types)
+    typing = {x for y in blocks if ast.unparse(y.test) == "TYPE_CHECKING" for x in y.body}
+    for node in (x for x in nodes(path) if x not in typing):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; here the whole address is written"
-            module = node.module or ""
-            yield from [f"disagg.{a.name}" for a in node.names] if module == "disagg" else [module]
+            yield from (f"{node.module}", *(f"{node.module}.{x.name}" for x in node.names))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -119,6 +127,12 @@ def test_imports_point_down():
         if there in FLOOR and there != here and FLOOR[there] >= FLOOR[here]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Inside a room too; what is imported for types alone is not there when it runs."""
+    found = {module(path): {*imports(path, for_types=False)} for path in sources()}
+    TopologicalSorter({name: names & found.keys() for name, names in found.items()}).prepare()
 
 
 def test_every_room_has_a_floor():

@@ -23,9 +23,9 @@ def pool() -> Pool:
     return make_pool()
 
 
-def keep(pool: Pool, key: bytes, count: int) -> list[int]:
+def keep(pool: Pool, key: bytes, count: int, shape: RecordShape = SMALL) -> list[int]:
     """Pages that are only cached."""
-    pages = pool.allocate(SMALL, count)
+    pages = pool.allocate(shape, count)
     pool.keep(key, pages, key.decode())
     pool.release(pages)
     return pages
@@ -120,6 +120,14 @@ def test_cached_pages_make_room(pool, use, left, shape, count):
     assert [ord(key) for key in pool.kept_keys()] == [*left]
     with pytest.raises(CapacityError):
         pool.allocate(SMALL, 65)
+
+
+def test_room_for_a_third_shape_is_made_of_what_was_used_least_recently(pool):
+    keep(pool, b"a", 32)
+    keep(pool, b"b", 12, ODD)
+    pool.used([b"a"])
+    pool.allocate(ZEROED, 1)
+    assert pool.kept_keys() == [b"a"]
 
 
 @pytest.mark.parametrize(("slabs", "spared"), [(16, 2), (200, 4)])

@@ -36,6 +36,7 @@ from itertools import chain, count, pairwise
 from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 from unittest.mock import patch
 
 from disagg.bench.child import LOOPBACK, Child, Door
@@ -376,6 +377,15 @@ class Witness(WorkerEnd):
         return self._seen
 
 
+class Sight(NamedTuple):
+    """One answer: its longest gap around the move, all other gaps, and a prefill instead of it."""
+
+    gap_ms: float
+    others_ms: list[float]
+    prefill_ms: float
+    prefill_bytes: int
+
+
 def measure_moves(rounds: int = 20) -> Row:
     """A row for every codec and length of a prompt.
 
@@ -398,25 +408,21 @@ async def _measure_moves(rounds: int) -> list[Row]:
             seen = [await _look(crew, prompt, codec) for prompt in prompts]
             left, came = (x - y for x, y in zip(await _seen(crew), seen_before, strict=True))
             moved = await _counts(crew) - before
-            gaps_ms, others_ms, prefills_ms, prefill_bytes = zip(*seen, strict=True)
-            gap_ms, itl_ms = median(gaps_ms), median(chain(*others_ms))
+            gap_ms = median(sight.gap_ms for sight in seen)
+            itl_ms = median(chain(*(sight.others_ms for sight in seen)))
             row = {"codec": codec, "prompt_tokens": tokens, "moves": moved["moved"]}
             row |= {"equal": sum((left & came).values())}
             row |= {"gap_ms": gap_ms, "itl_ms": itl_ms, "ratio": gap_ms / itl_ms}
             row |= {"stopped_ms": moved["moved_ms"] / moved["moved"]}
             row |= {"moved_bytes": moved["moved_bytes"] // moved["moved"]}
-            row |= {"prefill_ms": median(prefills_ms), "prefill_bytes": int(median(prefill_bytes))}
+            row |= {"prefill_ms": median(sight.prefill_ms for sight in seen)}
+            row |= {"prefill_bytes": int(median(sight.prefill_bytes for sight in seen))}
             rows.append(row)
     return rows
 
 
-async def _look(
-    crew: Crew, prompt: tuple[int, ...], codec: str
-) -> tuple[float, list[float], float, int]:
-    """One answer that moves; then its beginning again, as a prompt.
-
-    Returns the longest gap around the move and all other gaps, and time and bytes of a prefill.
-    """
+async def _look(crew: Crew, prompt: tuple[int, ...], codec: str) -> Sight:
+    """One answer that moves; then its beginning again, as a prompt."""
     rules, tokens, times, told, ends = crew.router.dispatch, list[int](), [], 0, ANSWER
     moves, params = rules.moves, {"max_tokens": ANSWER, "ignore_eos": True}
     async with aclosing(crew.router.generate(prompt, params, codec)) as outputs:
@@ -437,8 +443,8 @@ async def _look(
         raise TransferError(f"an answer of {len(tokens)} tokens ended before it had moved")
     gaps = [1e3 * (after - before) for before, after in pairwise(times)]
     again, kv = await visit(crew.router, (*prompt, *tokens[: ends - AFTER]), codec)
-    others, again_ms = gaps[1:told] + gaps[ends:], 1e3 * again.decoded_s
-    return max(gaps[told:ends]), others, again_ms, kv.get("wire_bytes", 0)
+    others_ms, prefill_ms = gaps[1:told] + gaps[ends:], 1e3 * again.decoded_s
+    return Sight(max(gaps[told:ends]), others_ms, prefill_ms, kv.get("wire_bytes", 0))
 
 
 async def _seen(crew: Crew) -> tuple[Seen, Seen]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -261,8 +261,15 @@ def _write_context(
 # -- capacity
 
 
-# from data sheets: bytes, bytes a second, dense bf16 operations a second
-GPUS = {"H100 SXM": (80e9, 3.35e12, 989e12), "H200": (141e9, 4.8e12, 989e12)}
+class Gpu(NamedTuple):
+    """From its data sheet: bytes, bytes a second, dense bf16 operations a second."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+GPUS = {"H100 SXM": Gpu(80e9, 3.35e12, 989e12), "H200": Gpu(141e9, 4.8e12, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -286,8 +293,8 @@ def measure_capacity(options: CapacityOptions) -> Row:
     """
     _check(options)
     rows = [*_measured(options)]
-    for name in GPUS:
-        rows += _modelled(options, name)
+    for name, gpu in GPUS.items():
+        rows += _modelled(options, name, gpu)
     first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
     for row in rows:
         row["ratio"] = row["tokens_per_s"] / first[row["machine"]] if row["sequences"] else 0.0
@@ -312,13 +319,13 @@ def _measured(options: CapacityOptions) -> Iterator[Row]:
         yield _row(machine, spec, nbytes, fitting[spec], counts[spec], step_s)
 
 
-def _modelled(options: CapacityOptions, name: str) -> Iterator[Row]:
-    (memory, bandwidth, flops), shape, weights = GPUS[name], shape_of(), 2 * parameters()
+def _modelled(options: CapacityOptions, name: str, gpu: Gpu) -> Iterator[Row]:
+    shape, weights = shape_of(), 2 * parameters()
     for spec in options.codecs:
         nbytes = parse_plan(spec, shape).nbytes(options.tokens)
-        count = max(0, int((USABLE * memory - weights) // nbytes))
-        reading = (weights + count * nbytes) / bandwidth
-        step_s = max(reading, count * weights / flops)
+        count = max(0, int((USABLE * gpu.memory - weights) // nbytes))
+        reading = (weights + count * nbytes) / gpu.bandwidth
+        step_s = max(reading, count * weights / gpu.flops)
         yield _row(f"modelled, 8B on {name}", spec, nbytes, count, count, step_s)
 
 

@@ -45,7 +45,6 @@ from disagg.plan import Plan
 from disagg.pool import Arena
 from disagg.protos.v1 import worker_pb2 as pb
 from disagg.state import GroupState, allocate_group
-from disagg.transfer.certificates import make_authority
 from disagg.transfer.channel import Channel, ChannelOptions
 from disagg.transfer.control import WORKER_SERVICE, WorkerClient
 from disagg.transfer.direct import DirectServer
@@ -55,7 +54,7 @@ from disagg.transfer.receiver import Receiver
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.transfer.reservations import Admission, Reservations, Terms
 from disagg.transfer.rpc import rpc_handlers, start_server
-from disagg.transfer.security import Security, protected
+from disagg.transfer.security import Authority, Security, protected
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, Ticket
 from disagg.workers.members import Started
@@ -445,7 +444,7 @@ def _ways(pair: Pair, codec: str, nbytes: int) -> dict[tuple[str, bool], partial
     """How the bytes can be sent: by channel, and whether over TLS of both sides."""
     port = pair.receiver.ask("listen_raw", pair.host, nbytes)
     found = {("tcp", False): partial(pair.sender.ask, "send_raw", codec, pair.host, port)}
-    for security in (None, protected(SecurityConfig(), make_authority(), pair.host)):
+    for security in (None, protected(SecurityConfig(), Authority.make(), pair.host)):
         target = pair.receiver.ask("listen", pair.host, security)
         for channel in ("grpc", "direct"):
             way = Way(target, security, channel == "direct")

@@ -98,12 +98,13 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
         client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
-    patience_s = state.grace_s + STOP_S
-    until = time.monotonic() + patience_s
-    while state.alive:
-        if time.monotonic() > until:
-            raise DeadlineError(f"process {state.pid} still runs after {patience_s:.0f} s")
-        time.sleep(POLL_S)
+    began, patience_s = time.monotonic(), state.grace_s + STOP_S
+    with stages() as say:
+        say(f"stopping the service at {state.url}")
+        while state.alive:
+            if time.monotonic() > began + patience_s:
+                raise DeadlineError(f"process {state.pid} still runs after {patience_s:.0f} s")
+            time.sleep(POLL_S)
     if as_json:
         print_json({"stopped": state.url})
 

@@ -238,10 +238,8 @@ class Engine:
 
     def _schedule(self) -> tuple[list[Share], Stash]:
         """Who computes how many tokens, with the records that decoding needs for it."""
-        preempted = self.counts["preempted"]
         shares, stash = self._grow()
-        left = self._config.max_batch_tokens - sum(share.count for share in shares)
-        full = self.counts["preempted"] > preempted  # what was freed belongs to who needed it
+        left, full = self._config.max_batch_tokens - sum(share.count for share in shares), False
         for sequence in self._scheduler.prompts(self._clock()):
             if left <= 0:
                 break

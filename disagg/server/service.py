@@ -193,9 +193,9 @@ class Service:
         self.stopped.set()
 
     def _drain(self) -> None:
-        """Let answers end within the grace; then end them."""
+        """Let answers end within the grace, if there are workers; then end them."""
         loop, _ = self._serving.result()
-        closing = self._router.close(self.config.cluster.grace_s)
+        closing = self._router.close(0.0 if self._failure else self.config.cluster.grace_s)
         asyncio.run_coroutine_threadsafe(closing, loop).result()
 
     def _stop_http(self) -> None:

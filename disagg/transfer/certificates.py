@@ -1,11 +1,10 @@
-"""Certificates that a service on a cluster makes for itself where no file gives them.
+"""Certificates that a service on a cluster makes for itself where no file gives them, in PEM.
 
 An authority signs certificates of this service alone: whoever has one belongs to the service.
 How it comes to other hosts it does not know.
 """
 
 import contextlib
-import secrets
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 
@@ -24,26 +23,23 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from disagg.transfer.security import Authority
-
 NAME = "disagg"
 SKEW, LIFE = timedelta(days=1), timedelta(days=3650)  # clocks of hosts differ
 
 
-def make_authority() -> Authority:
-    """A new one, with a token."""
+def make_authority() -> tuple[bytes, bytes]:
+    """The certificate of a new one, and its key."""
     key = generate_private_key(SECP256R1())
-    certificate = _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0))
-    return Authority(secrets.token_hex(32), certificate.decode(), _pem(key).decode())
+    return _sign(NAME, key, key, x509.BasicConstraints(ca=True, path_length=0)), _pem(key)
 
 
-def issue(authority: Authority, host: str) -> tuple[bytes, bytes]:
+def issue(authority_key: bytes, host: str) -> tuple[bytes, bytes]:
     """A certificate of a host, by address or name, and its key."""
     name: x509.GeneralName = x509.DNSName(host)
     with contextlib.suppress(ValueError):
         name = x509.IPAddress(ip_address(host))
     key = generate_private_key(SECP256R1())
-    signer = load_pem_private_key(authority.key.encode(), None)
+    signer = load_pem_private_key(authority_key, None)
     assert isinstance(signer, EllipticCurvePrivateKey)
     return _sign(host, key, signer, x509.SubjectAlternativeName([name])), _pem(key)
 

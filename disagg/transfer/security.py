@@ -4,10 +4,12 @@ From files, every host its own; where there are none, from an authority of the s
 certificates serve gRPC and direct connections.
 """
 
+import secrets
 import ssl
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
@@ -48,6 +50,15 @@ class Authority:
     certificate: str = ""
     key: str = ""
 
+    @classmethod
+    def make(cls) -> Self:
+        """A new one that signs."""
+        # here, not above: only a cluster pays for the import
+        from disagg.transfer.certificates import make_authority
+
+        certificate, key = make_authority()
+        return cls(secrets.token_hex(32), certificate.decode(), key.decode())
+
 
 def protected(config: SecurityConfig, authority: Authority | None, host: str) -> Security:
     """What protects the plane of a process at `host`: files first, then the authority.
@@ -60,7 +71,7 @@ def protected(config: SecurityConfig, authority: Authority | None, host: str) ->
     # here, not above: only a cluster pays for the import
     from disagg.transfer.certificates import issue
 
-    certificate, key = issue(authority, host)
+    certificate, key = issue(authority.key.encode(), host)
     ca = authority.certificate.encode()
     return replace(security, ca=ca, certificate=certificate, key=key, mutual=True)
 

@@ -350,10 +350,7 @@ class Cluster:
                 log.warning("security.plane is open: whoever reaches the workers may use them")
             return None
         if (kept := internal_kv._internal_kv_get(KEPT, **place)) is None:
-            # here, not above: only a cluster pays for the import
-            from disagg.transfer.certificates import make_authority
-
-            made = json.dumps(asdict(make_authority()))
+            made = json.dumps(asdict(Authority.make()))
             internal_kv._internal_kv_put(KEPT, made, overwrite=False, **place)
             kept = internal_kv._internal_kv_get(KEPT, **place)
         authority = Authority(**json.loads(kept))

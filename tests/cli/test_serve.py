@@ -322,10 +322,13 @@ def test_status_shows_every_worker(known, state_file, disagg):
     assert len(json.loads(disagg("status", *where, "--json").out)["workers"]) == 2
 
 
-def test_stop_asks_the_service_and_waits_for_its_end(known, state_file, disagg, monkeypatch):
+def test_stop_asks_the_service_and_waits_for_its_end_and_says_so(
+    known, state_file, disagg, monkeypatch
+):
     monkeypatch.setattr(RunningService, "alive", property(lambda self: not known.stopped.is_set()))
-    disagg("stop --state-file", state_file)
+    said = disagg("stop --state-file", state_file).err
     assert known.stopped.is_set()
+    assert f"stopping the service at {known.url}" in said
 
 
 def test_submit_waits_for_a_service_that_starts(running, state_file, disagg, monkeypatch):

@@ -2,6 +2,7 @@
 
 from copy import copy
 from dataclasses import replace
+from itertools import chain, cycle
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, StepOutput
+from disagg.kernels.cpu import library
+from disagg.model.attention import Batch
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.state import allocate_group
@@ -69,6 +72,27 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(runner, codec, known):
     assert [said.token.index for said in tokens] == list(range(known, 140))
     found = torch.stack([said.logits for said in tokens])
     assert relative_error(found, whole[known:]) <= allowed(codec)
+
+
+@pytest.mark.parametrize("codec", [KIVI, "raw", "banded"])
+def test_an_answer_goes_on_by_another_backend_without_a_lost_or_repeated_token(
+    runner, codec, monkeypatch
+):
+    """The reference and a path of the C library by turns; an odd number, so that each seals."""
+    by_turns = ((path, library.TORCH) for path in library.paths())
+    backends, compute = cycle((library.TORCH, *chain(*by_turns))), runner.forward
+
+    def forward(batch: Batch) -> torch.Tensor:
+        with library.forced(next(backends)):
+            return compute(batch)
+
+    whole = forced_logits(runner, {"a": random_prompt(100)}, {"a": codec}, 140)["a"]
+    monkeypatch.setattr(runner, "forward", forward)
+    engine, forced = make_forced(runner)
+    engine.submit(Prefill(request("a", random_prompt(100), codec, 140)))
+    said = collect(engine, forced)
+    assert [x.token.index for x in said] == list(range(140))
+    assert relative_error(torch.stack([x.logits for x in said]), whole) <= allowed(codec)
 
 
 @pytest.mark.parametrize(

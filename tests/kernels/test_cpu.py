@@ -61,10 +61,20 @@ def answer(case):
     return attend.attend(case.q, [case.view], 0.2)
 
 
-def test_the_library_is_built_wherever_there_is_a_compiler():
-    if not (shutil.which("cc") or shutil.which("gcc")):
+def test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler():
+    if not (shutil.which("cc") or shutil.which("gcc") or os.environ.get("CI")):
         pytest.skip("no C compiler here")
     assert library.load() is not None, "build it: python setup.py build_ext --inplace"
+
+
+@pytest.mark.parametrize(("ci", "ends"), [("true", AssertionError), ("", pytest.skip.Exception)])
+def test_a_missing_compiler_fails_ci_and_nobody_else(ci, ends, monkeypatch):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setattr(library, "load", lambda: None)
+    with pytest.raises((AssertionError, pytest.skip.Exception)) as ended:
+        test_the_library_is_built_in_ci_and_wherever_there_is_a_compiler()
+    assert ended.type is ends
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -13,7 +13,7 @@ from disagg.transfer.messages import Attached
 from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox
 from disagg.wire import MAX_FRAME_BYTES, Item, PageFrame, Ticket, pack, unpack
-from tests.transfer.prompts import Prompt
+from tests.transfer.prompts import Prompt, make_prompt
 
 TICKET = Ticket(3, 7, 1)
 FRAME = 2000  # cut small, so that a prompt is many frames
@@ -74,11 +74,12 @@ def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way
     assert [prompt.items_of(x) for x in beside(outbox)] == [layers[2]]
 
 
-@pytest.mark.parametrize("size", [FRAME, 600])
-def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(prompt, size):
+@pytest.mark.parametrize(("tokens", "size"), [(300, FRAME), (300, 750), (4000, 4328)])
+def test_frames_are_as_full_as_their_size_allows_and_larger_items_travel_alone(tokens, size):
+    prompt = make_prompt(tokens)
     sent = list(frames(make_outbox(prompt, prompt.checklist.items, frame_bytes=size)))
     large = [frame for frame in sent if size_of(frame) > size]
-    assert bool(large) == (size == 600)
+    assert bool(large) == (size == 750)
     assert all(len(frame.payload) == 1 for frame in large)
     for first, second in pairwise(sent):
         both = sum(map(len, first.payload)) + len(second.payload[0])

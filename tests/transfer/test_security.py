@@ -8,7 +8,6 @@ import pytest
 
 from disagg.config import SecurityConfig
 from disagg.errors import ConfigError
-from disagg.transfer.certificates import make_authority
 from disagg.transfer.security import Authority, Security, load_security, protected, tls_context
 
 
@@ -76,7 +75,7 @@ def test_a_certificate_comes_with_its_key_and_nobody_is_asked_for_a_password(pap
 
 
 def test_an_authority_gives_what_files_do_not(files):
-    authority = make_authority()
+    authority = Authority.make()
     assert protected(SecurityConfig(), None, "127.0.0.1") == Security()
     assert protected(SecurityConfig(), Authority("t"), "127.0.0.1") == Security(token="t")
     made = protected(SecurityConfig(), authority, "127.0.0.1")
@@ -99,8 +98,8 @@ def test_an_authority_gives_what_files_do_not(files):
     ],
 )
 def test_hosts_of_one_authority_know_each_other_by_address(issued, called, peers, well):
-    ours = make_authority()
-    theirs = ours if peers == "same" else make_authority()
+    ours = Authority.make()
+    theirs = ours if peers == "same" else Authority.make()
     server = protected(SecurityConfig(), ours, issued)
     client = protected(SecurityConfig(), theirs, "10.0.0.9")
     assert handshake(client, server, called) is well

@@ -704,12 +704,12 @@ def test_a_worker_that_left_as_it_said_was_not_killed_by_what_it_computed() -> N
 
 def test_who_has_to_run_alone_waits_for_the_pair_that_is_soonest_empty() -> None:
     dispatch = told("d")
-    dispatch.submit(job("new"), 0.0)
+    dispatch.submit(job("new", 3000), 0.0)
     dispatch.entries["new"].alone = True
     room(dispatch, "new")
     dispatch.refused("p", "new", 1, CapacityError("x"), 0.0)
     assert not only(Reserve, dispatch.tick(0.5))  # r is there still
-    assert dispatch.submit(job("third"), 0.5) == []  # and nothing more comes between
+    assert dispatch.submit(job("third"), 0.5) == []  # and nothing more comes between, short or not
     actions = dispatch.finished("d", "r", 1, 1, "stop", 1.0)
     assert [x.job.rid for x in actions if isinstance(x, Reserve)] == ["new"]
 

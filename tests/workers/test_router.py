@@ -208,13 +208,20 @@ async def test_a_closing_router_lets_answers_end_and_takes_no_new_ones(home, sto
     await closing
 
 
-async def test_an_answer_that_waits_for_its_figures_alone_ends_as_it_ended(home, story):
+@pytest.mark.parametrize("closes", [False, True])
+async def test_an_end_waits_for_the_figures_of_its_hand_off_unless_the_router_closes(
+    closes, home, story, monkeypatch
+):
+    monkeypatch.setattr("disagg.workers.router.RECEIPT_S", 1.0 if closes else 30.0)
     prefill, _ = lines(home)
     await until(lambda: home.router.ready)
     prefill.deaf = True
     asking = await home.begin(story, KIVI, heard=12, max_tokens=12)
-    await home.router.close()
-    assert (await asking)[1].finish_reason == "length"
+    if closes:
+        await home.router.close()
+    prefill.deaf = False
+    _, last = await asking
+    assert (last.finish_reason, "wire_bytes" in last.kv) == ("length", not closes)
 
 
 async def test_status_tells_who_answers_and_who_does_not(home):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.bench.result import describe_machine
 from disagg.codecs import layer as layers
 from disagg.config import Config, EngineConfig, TransferConfig
 from disagg.engine.arena import DeviceArena
@@ -104,6 +105,20 @@ async def test_a_worker_says_what_its_links_can_do(home, story):
 async def test_a_worker_that_holds_nothing_fits_as_many_tokens_as_it_said_at_the_start(home):
     for worker in home.workers.values():
         assert (await worker.status()).info["tokens_fit"] == worker.started.room > 0
+
+
+async def test_where_no_c_library_was_built_the_reference_serves_and_all_say_so_once(
+    runners, story, monkeypatch, caplog
+):
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(library, "paths", library.paths.__wrapped__)
+    told = "torch: no C library, the reference serves"
+    async with house() as home:
+        home.add("w", Role.BOTH, runners[0])
+        assert (await home.complete(story, KIVI))[0] == alone(story, KIVI)
+        assert (await home.workers["w"].status()).info["backend"] == told
+    assert [x for x in caplog.messages if "torch" in x] == [f"w: {told}"]
+    assert describe_machine()["kernels"] == told
 
 
 async def test_frames_may_go_over_a_socket_of_their_own(runners, story):
