@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from disagg.errors import CapacityError
 from disagg.kernels.sealing import NO_PAGE, STRETCH_TOKENS, SealRows
-from disagg.page import RAW_TOKENS, Layout
+from disagg.page import RAW_TOKENS, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import Allocator, GroupState, Run
 
@@ -34,6 +35,31 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Records of a sequence in a layer group, each kind in its order: [how many] int32 page ids.
+
+    tail: raw pages of tokens in order · kept: those of tokens that the side record names
+    """
+
+    pages: Tensor
+    segments: Tensor
+    tail: Tensor
+    kept: Tensor
+    side: Tensor
+
+    @classmethod
+    def of(cls, state: GroupState) -> "Places":
+        """All records of a sequence, on the host."""
+        ids = state.ids_by_kind()
+        paged, side = (ids.get(kind, []) for kind in (Kind.PAGE, Kind.SIDE))
+        return _places(paged, ids.get(Kind.SEGMENT, []), state.tail, state.kept, side)
+
+
+def _places(*ids: Sequence[int]) -> Places:
+    return Places(*(torch.tensor(x, dtype=torch.int32) for x in ids))
+
+
+@dataclass(frozen=True)
 class Seal:
     """T tokens of a tail become a page.
 
@@ -41,15 +67,16 @@ class Seal:
     tail:    the raw pages read; page: the page written
     first:   position of the first token sealed
     segment: the page's segment, or None; fresh: it begins with this page
+    places:  of the page, its segment, the tail read, and what is kept of the sequence
     """
 
-    state: GroupState
     index: int
     tail: tuple[int, ...]
     page: int
     first: int
-    segment: int | None = None
-    fresh: bool = False
+    segment: int | None
+    fresh: bool
+    places: Places
 
 
 @dataclass
@@ -155,7 +182,9 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
     state.seals += 1
-    return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
+    segments, side = ([] if x is None else [x] for x in (segment, state.side))
+    places = _places([page], segments, tail, state.kept, side)
+    return Seal(index, tuple(tail), page, group.sink + first, segment, begins, places)
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:

@@ -25,6 +25,7 @@ from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.seals import (
     Fresh,
     Growth,
+    Places,
     Seal,
     append_tokens,
     seal_rows,
@@ -234,7 +235,7 @@ def _span(group: LayerGroup, table: PageTable) -> Span:
 
 
 T = TypeVar("T")
-PARTS = (GroupStep, PageTable, SealRows, Units)  # where tensors of a step are
+PARTS = (GroupStep, PageTable, Seal, Places, SealRows, Units)  # where tensors of a step are
 
 
 class Upload(Generic[T]):

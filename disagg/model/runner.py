@@ -94,10 +94,12 @@ class Runner:
             torch.tensor([batch.positions], dtype=torch.int32),
             torch.tensor(batch.outputs, dtype=torch.int32),
             tuple(decode.step for decode in batch.decodes),
+            tuple(chunk.tables for chunk in batch.chunks),
         )
-        tokens, positions, outputs, steps = upload(given, self.device)
-        pairs = zip(batch.decodes, steps, strict=True)
-        batch = replace(batch, decodes=tuple(replace(decode, step=step) for decode, step in pairs))
+        tokens, positions, outputs, steps, tables = upload(given, self.device)
+        decodes = [replace(x, step=step) for x, step in zip(batch.decodes, steps, strict=True)]
+        chunks = [replace(x, tables=some) for x, some in zip(batch.chunks, tables, strict=True)]
+        batch = replace(batch, decodes=tuple(decodes), chunks=tuple(chunks))
         selection = {"logits_to_keep": outputs.long()} if self._selects else {}
         logits = self._logits(tokens, positions, batch, **selection)
         return (logits if self._selects else logits[outputs]).float()

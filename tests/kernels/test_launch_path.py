@@ -31,6 +31,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
     "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
+    "kivi in chunks, longer": {"spec": "kivi:bits=4", "prompt": 1000, "chunk": 100},
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
     "kivi of pairs": {"spec": "kivi:bits=4", "steps": [1, 16]} | PAIRS,
     "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]} | PAIRS,
