@@ -23,6 +23,8 @@ KERNELS = {
 }
 PAIRS = {"heads": 1, "per_head": 2, "head_dim": 128}  # of columns, until more queries fill them
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
+    "banded": {"spec": "banded", "sequences": 3},
+    "banded, its first page": {"spec": "banded", "prompt": 10},
     "kivi": {"spec": "kivi:bits=4", "sequences": 3},
     "alignedkv": {"spec": "alignedkv", "sequences": 3},
     "kcvt, its prompt": {"spec": "kcvt", "steps": []},
@@ -32,6 +34,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
     "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
     "kivi in chunks, longer": {"spec": "kivi:bits=4", "prompt": 1000, "chunk": 100},
+    "banded, longer": {"spec": "banded", "sequences": 4, "prompt": 1000, "chunk": 700},
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
     "kivi of pairs": {"spec": "kivi:bits=4", "steps": [1, 16]} | PAIRS,
     "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]} | PAIRS,
@@ -40,7 +43,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
 }
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
 SERVED += ["gear:bits=2,backbone=kivi,group=64", "gear:bits=4", "int8", "fp8", "pertoken"]
-SERVED += ["decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
+SERVED += ["banded", "banded:bits=2,sink=0", "decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
 WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
     **{f"{spec}, narrow": {"spec": spec, "sequences": 3} for spec in ("kcvt", "ott", "h2o")},
