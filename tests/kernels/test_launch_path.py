@@ -25,7 +25,7 @@ PAIRS = {"heads": 1, "per_head": 2, "head_dim": 128}  # of columns, until more q
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "banded": {"spec": "banded", "sequences": 3},
     "banded, its first page": {"spec": "banded", "prompt": 10},
-    "kivi": {"spec": "kivi:bits=4", "sequences": 3},
+    "kivi": {"spec": "kivi:bits=4", "sequences": 3, "context": 20000},
     "alignedkv": {"spec": "alignedkv", "sequences": 3},
     "kcvt, its prompt": {"spec": "kcvt", "steps": []},
     "gear-l, its prompt": {"spec": "gear-l:bits=2", "steps": []},
@@ -33,6 +33,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
     "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
+    "kivi of many units, longer": {"spec": "kivi:bits=4", "prompt": 20000},
     "kivi in chunks, longer": {"spec": "kivi:bits=4", "prompt": 1000, "chunk": 100},
     "banded, longer": {"spec": "banded", "sequences": 4, "prompt": 1000, "chunk": 700},
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
@@ -88,6 +89,13 @@ def test_no_kernel_is_left_out(found):
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     for name, one in found.items():
         assert not one["compiled"] or not name.endswith((", longer", ", replayed")), name
+
+
+def test_every_step_attends_and_merges_in_a_launch_each(found):
+    for one in found.values():
+        steps = one["launched"].count("append_kernel")
+        assert one["launched"].count("attend_kernel") == steps
+        assert one["launched"].count("merge_kernel") == steps
 
 
 @pytest.mark.slow
