@@ -161,7 +161,7 @@ def write_step(
     append(arena, k, v, _new_rows(step, layer), sealing)
     for seal in step.seals if sealing is None else ():
         at, records, segments = seal.places, LayerRecords(group, layer, arena), None
-        if group.segment is not None and seal.segment is not None and not seal.fresh:
+        if group.segment is not None and len(at.segments) and not seal.fresh:
             segments = records.read(group.segment, at.segments)
         before = Encoded(arena.new_zeros(0), segments, *records.read_kept(at))
         encoded = codec.flush(*records.read_tail(at.tail), seal.first, layer, before)

@@ -10,6 +10,7 @@ to such a page is in it. Else, in a group with segments, a page joins the first 
 and only the first page of all begins one.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Places:
-    """Records of a sequence in a layer group, each kind in its order: [how many] int32 page ids.
+    """Records of a sequence in a layer group, each kind in its order: int32 page ids.
 
     tail: raw pages of tokens in order · kept: those of tokens that the side record names
     """
@@ -49,32 +50,25 @@ class Places:
 
     @classmethod
     def of(cls, state: GroupState) -> "Places":
-        """All records of a sequence, on the host."""
+        """All records of a state, on the host."""
         ids = state.ids_by_kind()
-        paged, side = (ids.get(kind, []) for kind in (Kind.PAGE, Kind.SIDE))
-        return _places(paged, ids.get(Kind.SEGMENT, []), state.tail, state.kept, side)
-
-
-def _places(*ids: Sequence[int]) -> Places:
-    return Places(*(torch.tensor(x, dtype=torch.int32) for x in ids))
+        paged, segments, side = (ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE))
+        found = paged, segments, state.tail, state.kept, side
+        return cls(*(torch.tensor(x, dtype=torch.int32) for x in found))
 
 
 @dataclass(frozen=True)
 class Seal:
     """T tokens of a tail become a page.
 
-    index:   of the row that completes the page, among those of the group
-    tail:    the raw pages read; page: the page written
-    first:   position of the first token sealed
-    segment: the page's segment, or None; fresh: it begins with this page
-    places:  of the page, its segment, the tail read, and what is kept of the sequence
+    index:  of the row that completes the page, among those of the group
+    first:  position of the first token sealed
+    fresh:  the segment of the page, which may have none, begins with it
+    places: of the page, its segment, the tail that it is read from, and what its sequence keeps
     """
 
     index: int
-    tail: tuple[int, ...]
-    page: int
     first: int
-    segment: int | None
     fresh: bool
     places: Places
 
@@ -182,9 +176,9 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
     state.seals += 1
-    segments, side = ([] if x is None else [x] for x in (segment, state.side))
-    places = _places([page], segments, tail, state.kept, side)
-    return Seal(index, tuple(tail), page, group.sink + first, segment, begins, places)
+    run = Run(flush_layout(group), segment, first, array("i", [page]))
+    places = Places.of(GroupState([run], tail, state.side, state.kept))
+    return Seal(index, group.sink + first, begins, places)
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
@@ -192,8 +186,9 @@ def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
     pages, segments, stretches = [NO_PAGE] * count, [0] * count, [0] * count
     tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
     for seal in seals:
-        pages[seal.index], tails[seal.index] = seal.page, list(seal.tail)
-        segments[seal.index] = seal.segment or 0
+        at = seal.places
+        pages[seal.index], tails[seal.index] = int(at.pages), at.tail.tolist()
+        segments[seal.index] = int(at.segments) if len(at.segments) else 0
         stretches[seal.index] = seal.first // STRETCH_TOKENS
     found = pages, tails, segments, stretches
     return SealRows(*(torch.tensor(x, dtype=torch.int32) for x in found))

@@ -132,7 +132,7 @@ def plan_step(
         answers=_numbers([b * longest + j for b, g in enumerate(growths) for j in range(g.m)]),
         tables=tables,
         units=plan_units(group, tables, device),
-        freed=tuple(page for seal in seals for page in seal.tail),
+        freed=tuple(page for seal in seals for page in seal.places.tail.tolist()),
     )
 
 

@@ -124,7 +124,7 @@ class BatchAttention:
             picked = decode.step.rows
             some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
             attended = layers.run(layer, some_q, some_k, some_v, softmax)
-            out.index_add_(0, picked, attended)  # padding adds 0, see static.py
+            out.index_add_(0, picked, attended)
         return out
 
 

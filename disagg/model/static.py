@@ -2,8 +2,8 @@
 
 A step is cut into those of its codecs, and each to a shape that many steps have: its rows are
 padded to a bucket, page tables and units of work to one of a few sizes, tails to their longest.
-Padding is inert: a row that nobody asked for has token 0 at position 0, is its group's first row
-once more, and is neither written to any page nor sees a token.
+Padding is inert: a row that nobody asked for has token 0 at position 0, is not written to any page
+and sees no token.
 
     rows      │ a │ b │ c │ d │ e │
     codec 1   │ a │ c │ d │ - │        bucket of 4
@@ -44,22 +44,17 @@ def rooms(most: int) -> list[int]:
     return found
 
 
-def is_plain(batch: Batch) -> bool:
-    """Whether a batch is one token of each sequence, and what it seals is sealed by the append."""
-    plain = all(
-        decode.step.queries.shape[1] == 1 and (not decode.step.seals or _seals(decode))
-        for decode in batch.decodes
-    )
-    return plain and bool(batch.decodes) and not batch.chunks
-
-
 def parts_of(batch: Batch) -> list[Batch]:
-    """A plain batch by its codecs, each the only one of its rows; none of any other batch.
+    """A batch of one token of each sequence by its codecs, each the only one of its rows; none of
+    any other, nor where a page is sealed that the append cannot seal.
 
     outputs: of each row, where among those of the batch its logits belong; else behind the last
     """
     found: dict[tuple[int, ...], list[Decode]] = {}
-    for decode in batch.decodes if is_plain(batch) else ():
+    for decode in batch.decodes:
+        sealed = not decode.step.seals or _seals(decode)
+        if batch.chunks or decode.step.queries.shape[1] > 1 or not sealed:
+            return []
         found.setdefault(tuple(decode.step.rows.tolist()), []).append(decode)
     if sum(map(len, found)) != len(batch.tokens):  # plans that have some of their layers in common
         return []
@@ -70,7 +65,7 @@ def parts_of(batch: Batch) -> list[Batch]:
             [batch.positions[row] for row in rows],
             [places.get(row, len(places)) for row in rows],
             batch.arena,
-            decodes=tuple(sorted(map(_alone, decodes), key=lambda x: x.step.group.fingerprint)),
+            decodes=tuple(replace(decode, whole=True) for decode in decodes),
         )
         for rows, decodes in found.items()
     ]
@@ -87,18 +82,19 @@ def size_of(part: Batch) -> Size:
 
 def sizes_of(part: Batch, context: int) -> Iterator[Size]:
     """All sizes of steps of as many rows, of sequences of up to `context` tokens."""
+    steps = [decode.step for decode in part.decodes if decode.step.units is not None]
     for tokens in rooms(context) if context else ():
-        most = (_most_units(x.step, tokens, part.arena.device) for x in part.decodes)
-        for units in rooms(max(most)):
+        tables = ((x.group, _padded_tables(x, tokens)) for x in steps)
+        most = (room_for_units(*given, part.arena.device) for given in tables)
+        for units in rooms(max(most, default=0)):
             yield tokens, units
 
 
 def key_of(part: Batch, size: Size) -> Key:
     """What a part has in common with those that one recorded step of a size can serve."""
-    groups = [
-        (decode.step.group.fingerprint, *map(_shape_of, decode.step.tables))
-        for decode in part.decodes
-    ]
+    steps = [decode.step for decode in part.decodes]
+    layouts = [[(x.layout.fingerprint, x.sides is None) for x in step.tables] for step in steps]
+    groups = zip((step.group.fingerprint for step in steps), map(tuple, layouts), strict=True)
     return (bucket_of(len(part.tokens)), part.arena.data_ptr(), size, *groups)
 
 
@@ -141,23 +137,6 @@ def _seals(decode: Decode) -> bool:
     return decode.codec.seal_format(decode.step.group.head_dim) is not None
 
 
-def _alone(decode: Decode) -> Decode:
-    """The same where its rows are the only ones."""
-    rows = torch.arange(len(decode.step.rows), dtype=torch.int32)
-    return replace(decode, step=replace(decode.step, rows=rows), whole=True)
-
-
-def _shape_of(table: PageTable) -> Key:
-    return table.layout.fingerprint, table.sides is None
-
-
-def _most_units(step: GroupStep, tokens: int, device: torch.device) -> int:
-    """Units of work at most, where tables have room for so many tokens; none on a CPU."""
-    if step.units is None:
-        return 0
-    return room_for_units(step.group, _padded_tables(step, tokens), device)
-
-
 def _is_tail(table: PageTable, group: LayerGroup) -> bool:
     return table.layout == group.raw != group.page
 
@@ -180,7 +159,7 @@ def _padded_step(decode: Decode, device: torch.device, size: Size) -> GroupStep:
         )
     return replace(
         step,
-        rows=_extended(step.rows, rows, step.rows[0]),
+        rows=torch.arange(rows, dtype=torch.int32),
         pages=_extended(step.pages, rows, NO_PAGE),
         slots=_extended(step.slots, rows, step.slots[0]),
         seals=(),

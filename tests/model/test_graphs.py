@@ -20,7 +20,6 @@ from disagg.model.runner import Runner
 from disagg.model.static import (
     StaticStep,
     bucket_of,
-    is_plain,
     key_of,
     parts_of,
     rooms,
@@ -136,7 +135,7 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     static.fill(batch)
     assert static.tokens.tolist() == [[*batch.tokens, 0]]
     assert static.positions.tolist() == [[*batch.positions, 0]]
-    assert found.step.rows.tolist() == [0, 1, 2, 0]
+    assert found.step.rows.tolist() == [0, 1, 2, 3]
     assert found.step.pages.tolist() == [*given.step.pages.tolist(), NO_PAGE]
     pages = given.step.tables[0].pages
     assert torch.equal(sealed.pages[:3, : pages.shape[1]], pages)
@@ -159,7 +158,7 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
 @pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
 def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(runner, codec, by_append):
     batches = batches_of(runner, [120], 30, codec)
-    plain = [is_plain(batch) for batch in batches]
+    plain = [bool(parts_of(batch)) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
     assert plain == [
         not batch.chunks and (by_append or not seal)
