@@ -95,12 +95,15 @@ class DecodeGraphs:
     def _find(self, part: Batch) -> tuple[StaticStep, Recording] | None:
         """The recorded step that serves a part; recorded now, if it may be."""
         key = key_of(part, size_of(part))
-        for size in () if key in self._found else self._sizes(part):
-            self._record(part, size)
+        if key not in self._found:
+            for size in self._sizes(part):
+                self._record(part, size)
         return self._found.get(key)
 
     def _record(self, part: Batch, size: Size) -> None:
-        static, key = StaticStep(part, size), key_of(part, size)
+        if (key := key_of(part, size)) in self._found:
+            return
+        static = StaticStep(part, size)
         static.fill(part)  # runs before a recording write what the part itself will write
         try:
             self._found[key] = static, self._recorder.record(lambda: self._step(static))

@@ -36,9 +36,9 @@ def bucket_of(count: int) -> int:
     return next((x for x in SMALL_BUCKETS if count <= x), -(-count // BUCKET) * BUCKET)
 
 
-def rooms(most: int) -> list[int]:
-    """The sizes, of tokens or units, that at most `most` can need; the last one holds all."""
-    found = [ROOM]
+def rooms(most: int, least: int = 0) -> list[int]:
+    """The sizes, of tokens or units, that `least` to `most` need; the last one holds all."""
+    found = [least or ROOM]
     while found[-1] < most:
         found.append(4 * found[-1])
     return found
@@ -81,12 +81,14 @@ def size_of(part: Batch) -> Size:
 
 
 def sizes_of(part: Batch, context: int) -> Iterator[Size]:
-    """All sizes of steps of as many rows, of sequences of up to `context` tokens."""
+    """All sizes of steps of as many rows, from that of a part up to those of `context` tokens; the
+    largest first, so that the graphs of others fit into its memory."""
     steps = [decode.step for decode in part.decodes if decode.step.units is not None]
-    for tokens in rooms(context) if context else ():
+    least, least_units = size_of(part)
+    for tokens in reversed(rooms(context, least)) if context else ():
         tables = ((x.group, _padded_tables(x, tokens)) for x in steps)
         most = (room_for_units(*given, part.arena.device) for given in tables)
-        for units in rooms(max(most, default=0)):
+        for units in reversed(rooms(max(most, default=0), least_units)):
             yield tokens, units
 
 

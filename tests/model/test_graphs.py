@@ -211,7 +211,15 @@ def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, n
     assert found.step.units.table.sum() == need * 5
     assert room in (most, size[1])
     assert size in sizes_of(part, 5000)
-    assert len({key_of(part, x) for x in sizes_of(part, 5000)}) == 3 * len(rooms(most))
+    assert len({key_of(part, x) for x in sizes_of(part, 5000)}) == 3 * len(rooms(most, size[1]))
+
+
+def test_a_step_is_recorded_in_no_size_that_is_too_small_for_it(runner, monkeypatch):
+    monkeypatch.setattr("disagg.model.static.ROOM", 64)
+    (part,) = parts_of(batches_of(runner, [200], 3, "int8")[-1])
+    sizes = [*sizes_of(part, 512)]
+    assert [tokens for tokens, _ in sizes] == [1024, 256]
+    assert all(StaticStep(part, size) for size in sizes)
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
