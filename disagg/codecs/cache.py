@@ -179,12 +179,12 @@ class CompressedKV:
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
         group, records, found = self.group, self._records, []
+        kept = records.read_kept(Places.of(self._state))
         for run in self._state.runs:
             blocks, segments = records.read(run.layout, run.pages), None
             layout = segment_layout(group, run.layout)
             if layout is not None and run.segment is not None:
                 segments = records.read(layout, [run.segment])
-            kept = records.read_kept(Places.of(self._state))
             flushed = run.layout == group.flush_page
             found.append(Encoded(blocks, segments, *kept, flushed, run.first))
         return found

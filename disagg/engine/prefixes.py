@@ -160,7 +160,7 @@ class ExactPrefixes:
         assert workspace is not None
         whole = [some for some in found if len(some) * RAW_TOKENS == done]
         if squares := [x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)]:
-            workspace.recall([x.to(self._arena.device) for x in squares])
+            workspace.recall(torch.stack(squares).to(self._arena.device))
         for group, some in zip(self._plan.groups, found, strict=True):
             pages = [[page for kept in some for page in kept.pages]]
             ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)
