@@ -134,7 +134,7 @@ class LLM:
     def _sound_plan(self, codec: str) -> Plan:
         """The plan of a codec; ConfigError unless a GPU, where this is on one, computes with it."""
         plan = self._decode.plan(codec)
-        if self._runner.records:
+        if self._runner.graphs:
             check_plans([plan], self._runner.device)
         return plan
 

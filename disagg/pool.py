@@ -36,6 +36,7 @@ STALE = 64  # outdated places in the order of use that are put up with before it
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Copies = Callable[[], list[memoryview]]  # waits for bytes that are read, and gives them
 
 
 class Arena(Protocol):
@@ -56,8 +57,8 @@ class Arena(Protocol):
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
         """Copy bytes to their offsets, many at once; they are in place when it returns."""
 
-    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
-        """Begin to read many (offset, nbytes) at once, as they are now; call it for the bytes."""
+    def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
+        """Begin to read many (offset, nbytes); fresh: behind the kernels of this thread."""
 
     def zero(self, start: int, nbytes: int) -> None:
         """Fill with zeros."""
@@ -82,7 +83,7 @@ class HostArena:
         for start, data in places:
             self._view[start : start + len(data)] = data
 
-    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+    def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         views = [self.read(*span) for span in spans]
         return lambda: views
 

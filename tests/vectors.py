@@ -16,6 +16,7 @@ from disagg.codecs.cache import CompressedKV
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.seals import Places
 from disagg.state import allocate_group
 from disagg.transfer.records import ArenaSource, Checklist
 from disagg.wire import Ticket, pack
@@ -57,6 +58,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
     (group,) = plan.groups
     codec, pool = codec_of(group), make_pool(1 << 21, 1 << 18)
     state = allocate_group(group, n, pool)
+    at = Places.of(state)
     arena = torch.frombuffer(pool.arena.read(0, pool.arena.nbytes), dtype=torch.uint8)
     rng = np.random.default_rng(n)
     queries = numbers(rng, QUERY_HEADS * heads, dim)
@@ -66,7 +68,7 @@ def make_vector(vector: Vector) -> dict[str, Any]:
         dtype = getattr(torch, vector.dtype)
         k, v = numbers(rng, 2, heads, n, dim).to(dtype)
         q = numbers(rng, QUERY_HEADS * heads, n, dim)
-        write_prompt(codec, group, state, layer, arena, k, v, 0, n, Queries.of(q, heads, n))
+        write_prompt(codec, group, at, layer, arena, k, v, 0, n, Queries.of(q, heads, n))
         cache = CompressedKV.from_prompt(codec, k, v, layer, q)
         here_k, here_v = (x[:, positions] for x in cache.reconstruct())
         output = cache.attend(queries.double())

@@ -26,7 +26,7 @@ from disagg.bench.result import Row, result_of, tell
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth, take_records
+from disagg.codecs.seals import Growth, Places, take_records
 from disagg.codecs.tables import plan_step
 from disagg.config import DEFAULT_CODEC
 from disagg.engine.arena import make_pool, slab_bytes_for
@@ -253,9 +253,9 @@ def _write_context(
         x.to(runner.device, getattr(torch, runner.info.dtype)) for x in (made.k, made.v, made.q)
     )
     queries = Queries.of(q, heads, tokens)
-    for group, state in zip(plan.groups, states, strict=True):
+    for group, at in zip(plan.groups, map(Places.of, states), strict=True):
         for layer in group.layers:
-            write_prompt(codec_of(group), group, state, layer, arena, k, v, 0, tokens, queries)
+            write_prompt(codec_of(group), group, at, layer, arena, k, v, 0, tokens, queries)
 
 
 # -- capacity

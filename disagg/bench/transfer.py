@@ -37,6 +37,7 @@ from disagg.bench.inputs import SLAB_BYTES, make_prompt, shape_of, slabs_for
 from disagg.bench.result import Row, result_of, table, tell
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.seals import Places
 from disagg.config import DEFAULT_CODEC, SecurityConfig
 from disagg.engine.arena import make_pool
 from disagg.errors import CapacityError
@@ -268,9 +269,9 @@ class SendingEnd(End):
     def _encode(self, prompt: PromptRecords, ready: Callable[[Sequence[Item]], object]) -> None:
         checklist, arena = prompt.checklist, prompt.tensor
         for layer, index in enumerate(checklist.plan.group_of):
-            group, state = checklist.plan.groups[index], prompt.states[index]
+            group, at = checklist.plan.groups[index], Places.of(prompt.states[index])
             made = make_prompt(checklist.tokens, group.heads, group.head_dim)  # once for all
-            layers = codec_of(group), group, state, layer, arena, made.k, made.v
+            layers = codec_of(group), group, at, layer, arena, made.k, made.v
             for x in write_prompt(*layers, 0, checklist.tokens):
                 ready([Item(x.kind, index, layer, i) for i in x.indices])
 

@@ -133,7 +133,7 @@ class Banded(SinkCodec):
         heads, head_dim = ranges.shape
         weights = torch.where(squares.sum(1, keepdim=True) > 0, squares, 1.0) * ranges
         order = weights.argsort(dim=1, descending=True, stable=True)
-        signs = _signs(layer, heads, head_dim).to(order.device)
+        signs = _signs(layer, heads, head_dim, order.device)
         layout = self.segment_layout(head_dim)
         assert layout is not None
         found = signs.new_zeros(heads, layout.block_bytes)
@@ -158,6 +158,7 @@ def _ranges(prompt: Prompt) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _signs(layer: int, heads: int, head_dim: int) -> Tensor:
+def _signs(layer: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
     """Random bits for V's channels, packed low bit first: [H, D / 8] u8; 1 stands for -1."""
-    return pack_bits(seeded_uniform(layer * HEAD_STRIDE + torch.arange(heads), head_dim) < 0.5)
+    seeds = layer * HEAD_STRIDE + torch.arange(heads, device=device)
+    return pack_bits(seeded_uniform(seeds, head_dim) < 0.5)

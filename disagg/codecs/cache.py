@@ -10,7 +10,7 @@ from torch import Tensor
 
 from disagg.codecs.contract import Encoded, LayerCodec, Queries
 from disagg.codecs.layer import LayerRecords, views_of, write_prompt, write_step
-from disagg.codecs.seals import Growth, segment_layout, take_records
+from disagg.codecs.seals import Growth, Places, segment_layout, take_records
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.errors import RequestError
 from disagg.kernels.formats import AlignedFormat, Format
@@ -82,7 +82,8 @@ class CompressedKV:
         arena = GrowingArena(k.device)
         cache = cls(codec, group, allocate_group(group, n, arena), arena)
         queries = Queries.of(q, heads, n) if isinstance(q, Tensor) else q
-        write_prompt(codec, group, cache._state, layer, arena.bytes, k, v, 0, n, queries)
+        at = upload(Places.of(cache._state), k.device)
+        write_prompt(codec, group, at, layer, arena.bytes, k, v, 0, n, queries)
         cache.num_tokens = n
         return cache
 
@@ -178,12 +179,13 @@ class CompressedKV:
     def runs(self) -> list[Encoded]:
         """The sealed bytes, run by run in token order."""
         group, records, found = self.group, self._records, []
+        kept = records.read_kept(Places.of(self._state))
         for run in self._state.runs:
             blocks, segments = records.read(run.layout, run.pages), None
             layout = segment_layout(group, run.layout)
             if layout is not None and run.segment is not None:
                 segments = records.read(layout, [run.segment])
-            kept, flushed = records.read_kept(self._state), run.layout == group.flush_page
+            flushed = run.layout == group.flush_page
             found.append(Encoded(blocks, segments, *kept, flushed, run.first))
         return found
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from disagg.codecs.contract import Encoded, LayerCodec, Prompt, Queries, seed_of
 from disagg.codecs.exact import exact_format, raw_blocks
-from disagg.codecs.seals import flush_layout, segment_layout
+from disagg.codecs.seals import Places, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.formats import Format
@@ -29,7 +29,6 @@ from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import Softmax, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
-from disagg.state import GroupState
 
 
 @dataclass(frozen=True)
@@ -48,41 +47,37 @@ class LayerRecords:
     layer: int
     arena: Tensor
 
-    def target(self, layout: Layout, pages: Sequence[int]) -> Target:
+    def target(self, layout: Layout, pages: Tensor | Sequence[int]) -> Target:
         """Where the layer pages of some records lie."""
-        ids = torch.tensor(pages, dtype=torch.int32, device=self.arena.device)
+        ids = torch.as_tensor(pages, dtype=torch.int32, device=self.arena.device)
         return Target(self.arena, ids, self.group.layer_offset(layout, self.layer))
 
-    def write(self, layout: Layout, pages: Sequence[int], blocks: Tensor) -> None:
+    def write(self, layout: Layout, pages: Tensor, blocks: Tensor) -> None:
         """Fill records with blocks [P, H, block_bytes] u8."""
         store_blocks(self.target(layout, pages), blocks)
 
-    def read(self, layout: Layout, pages: Sequence[int]) -> Tensor:
+    def read(self, layout: Layout, pages: Tensor | Sequence[int]) -> Tensor:
         """The blocks of some records: [P, H, block_bytes] u8."""
         there = self.target(layout, pages)
         heads, nbytes = self.group.heads, layout.block_bytes
         return load_blocks(self.arena, there.pages, there.base, heads, nbytes)
 
-    def read_tail(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def read_tail(self, pages: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         """The exact tokens of raw pages of a tail: k, v [H, n, D] in the raw dtype."""
         raw = self.group.raw
         return exact_tokens(self.read(raw, pages), exact_format(raw))
 
-    def write_kept(self, state: GroupState, encoded: Encoded) -> None:
+    def write_kept(self, at: Places, encoded: Encoded) -> None:
         """Fill the side record, and the raw pages that it names."""
-        if encoded.side is not None and self.group.side is not None and state.side is not None:
-            self.write(self.group.side, [state.side], encoded.side.unsqueeze(0))
-        if encoded.kept is not None and state.kept:
-            self.write(self.group.raw, state.kept, encoded.kept)
+        if encoded.side is not None and self.group.side is not None:
+            self.write(self.group.side, at.side, encoded.side.unsqueeze(0))
+        if encoded.kept is not None and len(at.kept):
+            self.write(self.group.raw, at.kept, encoded.kept)
 
-    def read_kept(self, state: GroupState) -> tuple[Tensor | None, Tensor | None]:
+    def read_kept(self, at: Places) -> tuple[Tensor | None, Tensor | None]:
         """The side record [H, bytes] u8, and the raw pages of kept tokens, where there are any."""
-        side = kept = None
-        if self.group.side is not None and state.side is not None:
-            side = self.read(self.group.side, [state.side])[0]
-        if state.kept:
-            kept = self.read(self.group.raw, state.kept)
-        return side, kept
+        side = None if self.group.side is None else self.read(self.group.side, at.side)[0]
+        return side, self.read(self.group.raw, at.kept) if len(at.kept) else None
 
 
 def encodable(group: LayerGroup, done: int, total: int) -> int:
@@ -100,7 +95,7 @@ def encodable(group: LayerGroup, done: int, total: int) -> int:
 def write_prompt(
     codec: LayerCodec,
     group: LayerGroup,
-    state: GroupState,
+    at: Places,
     layer: int,
     arena: Tensor,
     k: Tensor,
@@ -111,8 +106,9 @@ def write_prompt(
     first: int = 0,
     there: int = 0,
 ) -> list[Written]:
-    """Encode what a chunk of prefill made final, into the records of `state`.
+    """Encode what a chunk of prefill made final, into the records of a sequence.
 
+    at:      those records, on the device of the arena: so nothing is copied to it here
     k, v:    [H, n, D] - exact K and V of all tokens so far from the `first` on, after RoPE; that is
              0 where the group wants all of them
     before:  tokens that earlier calls for this layer had seen
@@ -128,28 +124,27 @@ def write_prompt(
     if end > start:
         some = slice(sink + start - first, sink + end - first)
         page, count = (start - dropped) // group.page.tokens, (end - start) // group.page.tokens
-        pages = state.page_ids()[page : page + count]
+        pages = at.pages[page : page + count].clone()  # on 16 bytes, as kernels want it
         target = records.target(group.page, pages)
         new_k, new_v = (rounded(x[:, some], raw) for x in (k, v))
         encoded = codec.encode(new_k, new_v, sink + start, layer, prompt, target)
         if encoded.segments is not None and group.segment is not None:
             index = (start - dropped) // group.segment_tokens
-            ids = list(dict.fromkeys(run.segment for run in state.runs if run.segment is not None))
-            chosen = ids[index : index + encoded.segments.shape[0]]
+            chosen = at.segments[index : index + encoded.segments.shape[0]]
             records.write(group.segment, chosen, encoded.segments)
             written.append(Written(Kind.SEGMENT, range(index, index + len(chosen))))
         written.append(Written(Kind.PAGE, range(page, page + count)))
-        records.write_kept(state, encoded)
+        records.write_kept(at, encoded)
     if done == total:
         if group.is_side_sent(total):
             written.append(Written(Kind.SIDE, range(1)))
         if not end and group.side is not None:
             early = Encoded(k.new_zeros(0), side=codec.early_side(prompt))
-            records.write_kept(state, early)
-        if state.tail:
+            records.write_kept(at, early)
+        if len(at.tail):
             ends = [torch.cat([x[:, :sink], x[:, sink + end - first :]], 1) for x in (k, v)]
-            records.write(group.raw, state.tail, raw_blocks(*(rounded(x, raw) for x in ends)))
-        if raws := len(state.tail) + len(state.kept):
+            records.write(group.raw, at.tail, raw_blocks(*(rounded(x, raw) for x in ends)))
+        if raws := len(at.tail) + len(at.kept):
             written.append(Written(Kind.RAW, range(raws)))
     return written
 
@@ -165,16 +160,15 @@ def write_step(
     sealing = _sealing(codec, step, layer)
     append(arena, k, v, _new_rows(step, layer), sealing)
     for seal in step.seals if sealing is None else ():
-        records, segments = LayerRecords(group, layer, arena), None
-        if group.segment is not None and seal.segment is not None and not seal.fresh:
-            segments = records.read(group.segment, [seal.segment])
-        before = Encoded(arena.new_zeros(0), segments, *records.read_kept(seal.state))
-        tail = records.read_tail(seal.tail)
-        encoded = codec.flush(*tail, seal.first, layer, before)
-        records.write(flush_layout(group), [seal.page], encoded.blocks)
-        if seal.fresh and encoded.segments is not None and seal.segment is not None:
-            records.write(group.layout(Kind.SEGMENT), [seal.segment], encoded.segments)
-        records.write_kept(seal.state, encoded)
+        at, records, segments = seal.places, LayerRecords(group, layer, arena), None
+        if group.segment is not None and len(at.segments) and not seal.fresh:
+            segments = records.read(group.segment, at.segments)
+        before = Encoded(arena.new_zeros(0), segments, *records.read_kept(at))
+        encoded = codec.flush(*records.read_tail(at.tail), seal.first, layer, before)
+        records.write(flush_layout(group), at.pages, encoded.blocks)
+        if seal.fresh and encoded.segments is not None:
+            records.write(group.layout(Kind.SEGMENT), at.segments, encoded.segments)
+        records.write_kept(at, encoded)
 
 
 class StepLayers:

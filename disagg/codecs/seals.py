@@ -10,15 +10,17 @@ to such a page is in it. Else, in a group with segments, a page joins the first 
 and only the first page of all begins one.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from disagg.errors import CapacityError
 from disagg.kernels.sealing import NO_PAGE, STRETCH_TOKENS, SealRows
-from disagg.page import RAW_TOKENS, Layout
+from disagg.page import RAW_TOKENS, Kind, Layout
 from disagg.plan import LayerGroup
 from disagg.state import Allocator, GroupState, Run
 
@@ -34,22 +36,41 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Records of a sequence in a layer group, each kind in its order: int32 page ids.
+
+    tail: raw pages of tokens in order · kept: those of tokens that the side record names
+    """
+
+    pages: Tensor
+    segments: Tensor
+    tail: Tensor
+    kept: Tensor
+    side: Tensor
+
+    @classmethod
+    def of(cls, state: GroupState) -> "Places":
+        """All records of a state, on the host."""
+        ids = state.ids_by_kind()
+        paged, segments, side = (ids.get(x, []) for x in (Kind.PAGE, Kind.SEGMENT, Kind.SIDE))
+        found = paged, segments, state.tail, state.kept, side
+        return cls(*(torch.tensor(x, dtype=torch.int32) for x in found))
+
+
+@dataclass(frozen=True)
 class Seal:
     """T tokens of a tail become a page.
 
-    index:   of the row that completes the page, among those of the group
-    tail:    the raw pages read; page: the page written
-    first:   position of the first token sealed
-    segment: the page's segment, or None; fresh: it begins with this page
+    index:  of the row that completes the page, among those of the group
+    first:  position of the first token sealed
+    fresh:  the segment of the page, which may have none, begins with it
+    places: of the page, its segment, the tail that it is read from, and what its sequence keeps
     """
 
-    state: GroupState
     index: int
-    tail: tuple[int, ...]
-    page: int
     first: int
-    segment: int | None = None
-    fresh: bool = False
+    fresh: bool
+    places: Places
 
 
 @dataclass
@@ -155,7 +176,9 @@ def _seal_one(
     _extend(state, flush_layout(group), segment, first, page)
     state.kept.extend(fresh.raws.popleft() for _ in range(_more_kept(group, state)))
     state.seals += 1
-    return Seal(state, index, tuple(tail), page, group.sink + first, segment, begins)
+    run = Run(flush_layout(group), segment, first, array("i", [page]))
+    places = Places.of(GroupState([run], tail, state.side, state.kept))
+    return Seal(index, group.sink + first, begins, places)
 
 
 def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
@@ -163,8 +186,9 @@ def seal_rows(group: LayerGroup, seals: Sequence[Seal], count: int) -> SealRows:
     pages, segments, stretches = [NO_PAGE] * count, [0] * count, [0] * count
     tails = [[0] * (group.page.tokens // RAW_TOKENS)] * count
     for seal in seals:
-        pages[seal.index], tails[seal.index] = seal.page, list(seal.tail)
-        segments[seal.index] = seal.segment or 0
+        at = seal.places
+        pages[seal.index], tails[seal.index] = int(at.pages), at.tail.tolist()
+        segments[seal.index] = int(at.segments) if len(at.segments) else 0
         stretches[seal.index] = seal.first // STRETCH_TOKENS
     found = pages, tails, segments, stretches
     return SealRows(*(torch.tensor(x, dtype=torch.int32) for x in found))

@@ -25,6 +25,7 @@ from disagg.codecs.exact import exact_format, slots_format
 from disagg.codecs.seals import (
     Fresh,
     Growth,
+    Places,
     Seal,
     append_tokens,
     seal_rows,
@@ -131,7 +132,7 @@ def plan_step(
         answers=_numbers([b * longest + j for b, g in enumerate(growths) for j in range(g.m)]),
         tables=tables,
         units=plan_units(group, tables, device),
-        freed=tuple(page for seal in seals for page in seal.tail),
+        freed=tuple(page for seal in seals for page in seal.places.tail.tolist()),
     )
 
 
@@ -237,7 +238,7 @@ def _span(group: LayerGroup, table: PageTable) -> Span:
 
 
 T = TypeVar("T")
-PARTS = (GroupStep, PageTable, SealRows, Units)  # where tensors of a step are
+PARTS = (GroupStep, PageTable, Seal, Places, SealRows, Units)  # where tensors of a step are
 
 
 class Upload(Generic[T]):

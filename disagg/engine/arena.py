@@ -14,7 +14,7 @@ from disagg.model.capacity import split_memory
 from disagg.model.runner import Runner
 from disagg.page import ARENA_UNIT, RAW_TOKENS, align
 from disagg.plan import Plan
-from disagg.pool import DEFAULT_SLAB_BYTES, HostArena, Pool
+from disagg.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
 
 CPU_ARENA_BYTES = 256 << 20
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
@@ -25,13 +25,14 @@ class DeviceArena:
 
     Bytes leave and arrive on streams of their own, beside the kernels: one gather and one copy for
     all that is staged, one copy and one scatter for all that is written, through pinned memory.
+    Fresh bytes wait for the kernels that write them, so all others leave on another stream.
     """
 
     on_host = False
 
     def __init__(self, tensor: Tensor):
         self._tensor = tensor
-        self._leaving, self._arriving = SideStream(tensor.device), SideStream(tensor.device)
+        self._fresh, self._lasting, self._arriving = (SideStream(tensor.device) for _ in range(3))
 
     @property
     def nbytes(self) -> int:
@@ -41,15 +42,16 @@ class DeviceArena:
         (data,) = self.stage([(start, nbytes)])()
         return data
 
-    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+    def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         if not spans:
             return list
         sizes = [nbytes for _, nbytes in spans]
         host = self._host_bytes(sum(sizes))
-        with self._leaving.after_the_kernels():
+        stream = self._fresh if fresh else self._lasting
+        with stream.after_the_kernels() if fresh else stream.beside_the_kernels():
             parts = [self._tensor[start : start + nbytes] for start, nbytes in spans]
             host.copy_(torch.cat(parts), non_blocking=True)
-            copied = self._leaving.mark()
+            copied = stream.mark()
 
         def wait() -> list[memoryview]:
             copied()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
+from disagg.codecs.seals import Places
 from disagg.config import EngineConfig
 from disagg.engine.answers import choose, score_prompts
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
@@ -360,33 +361,32 @@ class Engine:
         assert workspace is not None
         new = self._prefixes.open(sequence, sequence.n + share.count)
 
-        def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
+        def sink(layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
             if sequence.error is None:
                 try:
-                    self._encode(sequence, layer, k, v, before, new.done)
+                    self._encode(sequence, layer, k, v, chunk)
                     self._guard.look(sequence, layer, k, v, new.done)
-                    self._prefixes.write(new, layer, k, v)
+                    self._prefixes.write(new, layer, k, v, chunk.tables[1])
                 except Exception as error:
                     sequence.error = named(error)
 
-        return Chunk(row, share.count, sequence.n, workspace, sink)
+        tables = tuple(map(Places.of, sequence.groups)), new.tables
+        return Chunk(row, share.count, sequence.n, workspace, sink, tables)
 
-    def _encode(
-        self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, before: int, done: int
-    ) -> None:
+    def _encode(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor, chunk: Chunk) -> None:
         """Compress what a chunk made final in one layer, and offer it."""
         index, total = sequence.plan.group_of[layer], sequence.prompt_len
-        group, state = sequence.plan.groups[index], sequence.groups[index]
-        assert sequence.workspace is not None
-        before = 0 if before == sequence.cached else before  # what is known is not encoded yet
+        group, places = sequence.plan.groups[index], chunk.tables[0][index]
+        known = chunk.before == sequence.cached  # which is not encoded yet
         start = time.perf_counter()
-        queries, codec = sequence.workspace.queries(layer), codec_of(group)
+        queries, codec = chunk.workspace.queries(layer), codec_of(group)
         there = 0
         if sequence.handoff is not None:
-            pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(state.page_ids())))
+            pages = (Item(Kind.PAGE, index, layer, i) for i in range(len(places.pages)))
             there = len(list(takewhile(sequence.handoff.has, pages)))
-        prompt = k, v, before, total, queries, done - k.shape[1]
-        written = write_prompt(codec, group, state, layer, self.arena, *prompt, there)
+        before, first = 0 if known else chunk.before, chunk.before + chunk.count - k.shape[1]
+        prompt = k, v, before, total, queries, first, there
+        written = write_prompt(codec, group, places, layer, self.arena, *prompt)
         sequence.encode_s += time.perf_counter() - start
         if sequence.handoff is not None and written:
             found = (Item(w.kind, index, layer, i) for w in written for i in w.indices)

@@ -42,6 +42,11 @@ class NewUnits:
     done: int
     pages: Seq[Seq[int]]
 
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The pages as tensors on the host."""
+        return tuple(torch.tensor(pages, dtype=torch.int32) for pages in self.pages)
+
 
 class ExactPrefixes:
     """What prompts of one engine share of their K and V. On the engine's thread.
@@ -84,14 +89,13 @@ class ExactPrefixes:
         self._new.append(new)
         return new
 
-    def write(self, new: NewUnits, layer: int, k: Tensor, v: Tensor) -> None:
-        """One layer of them: k, v [H, n, D] of the last n tokens so far."""
+    def write(self, new: NewUnits, layer: int, k: Tensor, v: Tensor, tables: Seq[Tensor]) -> None:
+        """One layer of them: k, v [H, n, D] of the last n tokens so far; tables: on the device."""
         index = self._plan.group_of[layer]
-        if new.pages:
-            group, pages = self._plan.groups[index], new.pages[index]
+        if tables:
+            group, ids = self._plan.groups[index], tables[index]
             before = new.done - k.shape[1]
-            some = slice(*(x * RAW_TOKENS - before for x in (new.first, new.first + len(pages))))
-            ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)
+            some = slice(*(x * RAW_TOKENS - before for x in (new.first, new.first + len(ids))))
             target = Target(self._arena, ids, group.layer_offset(group.raw, layer))
             store_blocks(target, raw_blocks(k[:, some], v[:, some]))
 
@@ -156,7 +160,7 @@ class ExactPrefixes:
         assert workspace is not None
         whole = [some for some in found if len(some) * RAW_TOKENS == done]
         if squares := [x.note for some in whole[:1] for x in some if isinstance(x.note, Tensor)]:
-            workspace.recall([x.to(self._arena.device) for x in squares])
+            workspace.recall(torch.stack(squares).to(self._arena.device))
         for group, some in zip(self._plan.groups, found, strict=True):
             pages = [[page for kept in some for page in kept.pages]]
             ids = torch.tensor(pages, dtype=torch.int32, device=self._arena.device)

@@ -1,8 +1,8 @@
 """Before the first request on a GPU: what decode steps of the listed codecs run is compiled and
 recorded, by serving made-up prompts. Triton keeps what it compiled on disk, for the next start.
 
-Steps over wider page tables than those of these prompts are recorded when they first occur: that
-takes as long as a few steps, and compiles nothing.
+A step of these prompts is recorded over page tables of every size that the model's context needs,
+and so launches both forms of the kernel that merges partial results. Requests record nothing.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
 from disagg.engine.sequence import Request, SamplingParams
+from disagg.model.runner import Runner
 from disagg.plan import Plan
 
 PAGES = (0, 1, 3)  # of a prompt; each then seals one more
@@ -22,13 +23,16 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(
-    engine: Engine, specs: Sequence[str], rows: int, context: int, tell: Callable[[str], None]
+    engine: Engine, runner: Runner, specs: Sequence[str], rows: int, tell: Callable[[str], None]
 ) -> None:
     """Serve `rows` prompts of each codec that end one by one, so that every size of batch occurs.
 
-    context: tokens at most, answers included; raises what a request that failed here ended with
-    tell:    is told what goes on, in words: the first time it takes minutes
+    tell: is told what goes on, in words: the first time it takes minutes
+    Raises what a request that failed here ended with.
     """
+    assert runner.graphs is not None, "there is nothing to record with"
+    context = runner.info.context_length
+    runner.graphs.record_sizes(context)
     for number, spec in enumerate(specs, 1):
         began = time.monotonic()
         tell(f"compiling and recording steps of {spec}, {number} of {len(specs)} codecs")
@@ -44,6 +48,7 @@ def warm_up(
                     raise failed.error
         took = time.monotonic() - began
         log.info("%d of %d: compiled and recorded for %s, %.1f s", number, len(specs), spec, took)
+    runner.graphs.record_sizes(0)
     engine.counts.clear()
 
 

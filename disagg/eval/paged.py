@@ -15,7 +15,7 @@ from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Queries
 from disagg.codecs.layer import views_of, write_prompt
 from disagg.codecs.planning import codec_of, parse_plan
-from disagg.codecs.seals import Growth, take_records
+from disagg.codecs.seals import Growth, Places, take_records
 from disagg.codecs.tables import block_size, build_tables, plan_step, plan_units, upload
 from disagg.kernels.ops import attend
 from disagg.kernels.view import Softmax
@@ -43,7 +43,7 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> list[LayerKV]:
     total, layers = len(tokens), list[LayerKV]()
     workspace = runner.workspace(total)
 
-    def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
+    def sink(layer: int, k: Tensor, v: Tensor, _: Chunk) -> None:
         layers.append(LayerKV(k, v, workspace.queries(layer)))
 
     chunk = Chunk(0, total, 0, workspace, sink)
@@ -68,9 +68,10 @@ class PagedKV:
         for group in self.plan.groups:
             n, whole = self.num_tokens, replace(group, window=None)  # its last queries see more
             state = allocate_group(whole, n, self._arena)
+            at = upload(Places.of(state), runner.device)
             for layer in group.layers:
                 kv, codec, arena = prompt[layer], codec_of(group), self._arena.bytes
-                write_prompt(codec, whole, state, layer, arena, kv.k, kv.v, 0, n, kv.queries)
+                write_prompt(codec, whole, at, layer, arena, kv.k, kv.v, 0, n, kv.queries)
             self._groups.append((group if seals else replace(group, residual=NEVER), state))
 
     def attend(self, prompt: Sequence[LayerKV]) -> list[Tensor]:

@@ -12,6 +12,7 @@ Registered with transformers as "disagg"; it has no mask function there, so mode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ IMPLEMENTATION = "disagg"
 BLOCK_SCORES = 1 << 24  # fp32 scores that are held at a time where no fused kernel serves
 
 # layer, k [H, n, D], v [H, n, D]: exact K and V of the last n tokens so far, all but where windows
-# hide the first; before: tokens of earlier calls
-Sink = Callable[[int, Tensor, Tensor, int], None]
+# hide the first; the chunk, whose tables are on the device
+Sink = Callable[[int, Tensor, Tensor, "Chunk"], None]
 
 # what answers an attention call of a model: its module; q [Hq, N, D], k and v [H, N, D] of a packed
 # row of N tokens; how it wants their softmax; all that it says besides -> [N, Hq, D]
@@ -44,7 +45,8 @@ Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Softmax, dict], Tensor]
 class Chunk:
     """Rows `row` .. `row + count - 1`: tokens `before` .. of one prompt.
 
-    sink: called with the exact K and V so far, as soon as a layer has attended
+    sink:   called with the exact K and V so far, as soon as a layer has attended
+    tables: a tree of int32 tensors that the sink wants, copied with those of the step
     """
 
     row: int
@@ -52,6 +54,7 @@ class Chunk:
     before: int
     workspace: Workspace
     sink: Sink
+    tables: Any = ()
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,12 @@ class BatchAttention:
             window = self.windows[layer]
             out[rows] = attend_exact(q[:, rows], *exact, softmax, window).transpose(0, 1)
             chunk.workspace.observe(layer, q[:, rows], chunk.before, softmax)
-            chunk.sink(layer, *exact, chunk.before)
+            chunk.sink(layer, *exact, chunk)
         for decode, layers in decodes:
             picked = decode.step.rows
             some_q, some_k, some_v = (x[:, picked] for x in (q, k, v))
             attended = layers.run(layer, some_q, some_k, some_v, softmax)
-            out.index_add_(0, picked, attended)  # padding adds 0, see static.py
+            out.index_add_(0, picked, attended)
         return out
 
 

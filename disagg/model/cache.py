@@ -105,9 +105,8 @@ class Workspace:
         known = [x[unit] for x in self._squares if x is not None and unit < len(x)]
         return torch.stack(known).cpu() if known else None
 
-    def recall(self, squares: Sequence[Tensor]) -> None:
-        """Take the sums of the first units as they were."""
-        for layer in range(len(self._squares)):
-            some = torch.stack([x[layer] for x in squares])
+    def recall(self, squares: Tensor) -> None:
+        """Take the sums of the first units as they were: [units, L, H, D]."""
+        for layer, some in enumerate(squares.unbind(1)):
             rest = LEAD_UNITS - len(some)
             self._squares[layer] = torch.cat([some, some.new_zeros(rest, *some.shape[1:])])

@@ -4,25 +4,25 @@ A decode step of a small batch is hundreds of short kernels that take longer to 
 CUDA graph starts all of them at once. It can only repeat what it recorded, at the same addresses:
 static.py has the buffers and says which steps are alike.
 
-Not recorded are steps with chunks of prompts or replayed blocks, steps that seal a page which an
-append cannot seal by itself, and shapes whose recording failed: something in them asks the host.
-Where one found no memory it is tried again later.
+Rows of several codecs are as many recorded steps, one after another. Not recorded are steps with
+chunks of prompts or replayed blocks, steps that seal a page which an append cannot seal by itself,
+and shapes whose recording failed: they found no memory, or something in them asks the host.
+
+A service records before its first request, for every size that its context allows, and never again:
+whatever comes that was not recorded runs as it is. Elsewhere a shape is recorded when it comes.
 """
 
 import logging
-import math
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from disagg.model.attention import Batch
-from disagg.model.static import Key, StaticStep, is_plain, key_of
+from disagg.model.static import Key, Size, StaticStep, key_of, parts_of, size_of, sizes_of
 
-MOST_SHAPES = 256  # recorded at one time; the one unused for longest makes room
-LATER = 1000  # steps after one that found no memory to be recorded
 WARM_UP = 3  # runs before a recording: kernels are compiled and workspaces allocated in them
 
 log = logging.getLogger(__name__)
@@ -70,38 +70,43 @@ class DecodeGraphs:
     def __init__(self, step: Step, recorder: CudaRecorder):
         self._step = step
         self._recorder = recorder
-        self._found: OrderedDict[Key, tuple[StaticStep, Recording]] = OrderedDict()
-        self._refused: dict[Key, float] = {}  # the step from which it may be tried again
-        self._steps = 0
+        self._found: dict[Key, tuple[StaticStep, Recording] | None] = {}  # None: it cannot be
+        self._sizes: Callable[[Batch], Iterable[Size]] = lambda part: [size_of(part)]
 
-    def accepts(self, batch: Batch) -> bool:
-        """Whether `run` can serve this batch: it is recorded, or has been recorded now."""
-        if not is_plain(batch):
-            return False
-        key, self._steps = key_of(batch), self._steps + 1
-        if key not in self._found and self._steps >= self._refused.get(key, 0):
-            self._record(key, batch)
-        return key in self._found
+    def record_sizes(self, context: int) -> None:
+        """Record what comes in every size that a context of so many tokens needs; 0: nothing."""
+        self._sizes = partial(sizes_of, context=context)
 
-    def run(self, batch: Batch) -> Tensor:
-        """The step of an accepted batch: logits [len(outputs), V] fp32."""
-        key = key_of(batch)
-        static, recording = self._found[key]
-        self._found.move_to_end(key)
-        static.fill(batch)
-        recording.replay()
-        return recording.output[static.outputs[: len(batch.outputs)]].float()
+    def run(self, batch: Batch) -> Tensor | None:
+        """The logits of a step: [len(outputs), V] fp32; None where not all of it is recorded."""
+        parts = parts_of(batch)
+        steps = [(part, *found) for part in parts if (found := self._find(part))]
+        if not parts or len(steps) < len(parts):
+            return None
+        output = steps[0][2].output
+        logits = output.new_empty(len(batch.outputs) + 1, output.shape[1], dtype=torch.float32)
+        for part, static, recording in steps:
+            static.fill(part)
+            recording.replay()
+            rows = slice(len(part.tokens))
+            logits[static.outputs[rows]] = recording.output[rows].float()
+        return logits[:-1]
 
-    def _record(self, key: Key, batch: Batch) -> None:
-        static = StaticStep(batch)
-        static.fill(batch)  # runs before a recording write what the batch itself will write
+    def _find(self, part: Batch) -> tuple[StaticStep, Recording] | None:
+        """The recorded step that serves a part; recorded now, if it may be."""
+        key = key_of(part, size_of(part))
+        if key not in self._found:
+            for size in self._sizes(part):
+                self._record(part, size)
+        return self._found.get(key)
+
+    def _record(self, part: Batch, size: Size) -> None:
+        if (key := key_of(part, size)) in self._found:
+            return
+        static = StaticStep(part, size)
+        static.fill(part)  # runs before a recording write what the part itself will write
         try:
-            recording = self._recorder.record(lambda: self._step(static))
+            self._found[key] = static, self._recorder.record(lambda: self._step(static))
         except RuntimeError as error:
             log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
-            full = isinstance(error, torch.OutOfMemoryError)
-            self._refused[key] = self._steps + LATER if full else math.inf
-            return
-        if len(self._found) >= MOST_SHAPES:
-            self._found.popitem(last=False)
-        self._found[key] = static, recording
+            self._found[key] = None

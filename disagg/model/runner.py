@@ -40,7 +40,7 @@ class Runner:
         self._model = model
         self._cache = pass_through(model)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None  # where there are any, kernels are compiled too
         if model.device.type == "cuda":
             self.record_steps(CudaRecorder())
 
@@ -73,15 +73,10 @@ class Runner:
         pack_linears(model.eval().requires_grad_(False))
         return cls(model, info, "random")
 
-    @property
-    def records(self) -> bool:
-        """Whether decode steps are recorded: then kernels are compiled too, better at the start."""
-        return self._graphs is not None
-
     def record_steps(self, recorder: CudaRecorder) -> DecodeGraphs:
         """Record decode steps from now on, and replay those that are alike."""
-        self._graphs = DecodeGraphs(self._static_step, recorder)
-        return self._graphs
+        self.graphs = DecodeGraphs(self._static_step, recorder)
+        return self.graphs
 
     def workspace(self, total: int, rooms: Sequence[int] = ()) -> Workspace:
         """Room for the exact K and V of a prompt of `total` tokens while it prefills."""
@@ -93,17 +88,19 @@ class Runner:
 
         A decode step like an earlier one is replayed where steps are recorded: on a GPU.
         """
-        if self._graphs is not None and self._graphs.accepts(batch):
-            return self._graphs.run(batch)
+        if self.graphs is not None and (recorded := self.graphs.run(batch)) is not None:
+            return recorded
         given = (
             torch.tensor([batch.tokens], dtype=torch.int32),
             torch.tensor([batch.positions], dtype=torch.int32),
             torch.tensor(batch.outputs, dtype=torch.int32),
             tuple(decode.step for decode in batch.decodes),
+            tuple(chunk.tables for chunk in batch.chunks),
         )
-        tokens, positions, outputs, steps = upload(given, self.device)
-        pairs = zip(batch.decodes, steps, strict=True)
-        batch = replace(batch, decodes=tuple(replace(decode, step=step) for decode, step in pairs))
+        tokens, positions, outputs, steps, tables = upload(given, self.device)
+        decodes = [replace(x, step=step) for x, step in zip(batch.decodes, steps, strict=True)]
+        chunks = [replace(x, tables=some) for x, some in zip(batch.chunks, tables, strict=True)]
+        batch = replace(batch, decodes=tuple(decodes), chunks=tuple(chunks))
         selection = {"logits_to_keep": outputs.long()} if self._selects else {}
         logits = self._logits(tokens, positions, batch, **selection)
         return (logits if self._selects else logits[outputs]).float()

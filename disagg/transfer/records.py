@@ -17,7 +17,7 @@ from itertools import chain
 from disagg.errors import CorruptFrameError, LayoutError, TransferError
 from disagg.page import ARENA_UNIT, RAW_TOKENS, FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena
+from disagg.pool import Arena, Copies
 from disagg.state import GroupState
 from disagg.wire import FRAME_BYTES, Buffer, Commit, Item, PageFrame, digest, items_of
 
@@ -240,13 +240,13 @@ class ArenaSource:
         return [found[x] if x in found else self._staged.pop(x) for x in items]
 
     def stage(self, items: Sequence[Item]) -> Callable[[], None]:
-        """Begin to copy items to the host, as they are now; the call waits until they are there."""
-        copies = self._begin(items)
+        """Begin to copy what kernels of this thread write; the call waits until it is there."""
+        copies = self._begin(items, fresh=True)
         return lambda: self._staged.update(zip(items, copies(), strict=True))
 
-    def _begin(self, items: Sequence[Item]) -> Callable[[], list[memoryview]]:
+    def _begin(self, items: Sequence[Item], fresh: bool = False) -> Copies:
         spans = [self._addresses.spans(item) for item in items]
-        copies = self._arena.stage([span for some in spans for span in some])
+        copies = self._arena.stage([span for some in spans for span in some], fresh)
 
         def wait() -> list[memoryview]:
             parts = iter(copies())

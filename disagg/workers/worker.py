@@ -88,7 +88,7 @@ class Worker:
         self._runner = runner or load_runner(config.model)
         self._listed = config.listed
         self._codec = self._listed[0]  # of who names none
-        compiled = self._listed if self._runner.records else ()
+        compiled = self._listed if self._runner.graphs else ()
         self.engine = Engine(self._runner, config.engine, codecs=compiled, guarded=self._listed)
         pool, plans = self.engine.pool, map(self.engine.plan, self._listed)
         context = self._runner.info.context_length
@@ -110,10 +110,10 @@ class Worker:
         """
         missing = self.backend.startswith("torch")  # the C library
         log.log(logging.WARNING if missing else logging.INFO, "%s: %s", self.name, self.backend)
-        if self._runner.records:
+        if self._runner.graphs:
             check_plans(list(self.engine.listed), self._runner.device)
-            limits = self.config.engine.max_sequences, self._runner.info.context_length
-            warm_up(self.engine, self._listed, *limits, tell=partial(setattr, self, "doing"))
+            given = self.engine, self._runner, self._listed, self.config.engine.max_sequences
+            warm_up(*given, tell=partial(setattr, self, "doing"))
         self._threads[0].start()
         self._started.result()
         self._threads[1].start()

@@ -17,7 +17,6 @@ from disagg.kernels.view import Partial
 COLUMNS = 64  # channels that a program takes together
 FEW, MANY = 16, 64  # units that it takes together, and where a sequence has many
 WARPS = {FEW: 1, MANY: 4}
-compiled: set[tuple[object, ...]] = set()  # what both forms of the kernel were compiled for
 
 
 @dataclass(frozen=True)
@@ -77,22 +76,15 @@ def merge_kernel(
 def merge(
     found: UnitPartials, dtype: torch.dtype = torch.float32, sinks: Tensor | None = None
 ) -> Partial:
-    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`.
-
-    The first launch on a GPU takes the other form too, with the same result: so both are compiled
-    then, and not in the step in which a sequence first has many units.
-    """
+    """The answer [B, M, Hq, D] of dtype, and its log-sum-exp [B, M, Hq] fp32; sinks: `Softmax`."""
     o, queries, head_dim = found.o, found.queries, found.o.shape[2]
     batch, rows = queries[0], o.shape[1]
     merged = torch.empty(*queries, head_dim, dtype=dtype, device=o.device)
     lse = torch.empty(queries, device=o.device)
-    heads, floats = (0, torch.float32) if sinks is None else (queries[2], sinks.dtype)
-    forms = [FEW, MANY] if o.shape[0] > 2 * FEW * batch else [MANY, FEW]
-    key = o.device, dtype, head_dim, heads, floats
-    for units in forms if o.is_cuda and key not in compiled else forms[1:]:
-        merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
-            o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows,
-            head_dim, units, COLUMNS, heads, num_warps=WARPS[units], enable_fp_fusion=False,
-        )  # fmt: skip
-    compiled.add(key)
+    heads = 0 if sinks is None else queries[2]
+    units = MANY if o.shape[0] > 2 * FEW * batch else FEW
+    merge_kernel[(rows, triton.cdiv(head_dim, COLUMNS), batch)](
+        o, found.lse, found.starts, lse if sinks is None else sinks, merged, lse, rows,
+        head_dim, units, COLUMNS, heads, num_warps=WARPS[units], enable_fp_fusion=False,
+    )  # fmt: skip
     return merged, lse

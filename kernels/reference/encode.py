@@ -168,7 +168,7 @@ def _encode(
         if side is fmt.v:
             missing = missing.transpose(2, 3)
         tokens = missing.transpose(0, 1).flatten(1, 2)
-        a, b = low_rank(tokens, low.rank, torch.tensor([seed], device=x.device))
+        a, b = low_rank(tokens, low.rank, torch.full((1,), seed, device=x.device))
         by_page = a.unflatten(1, (-1, fmt.tokens)).transpose(0, 1)
         pages.plane(torch.float16, low.a, (fmt.tokens, low.rank)).copy_(by_page)
         shared.plane(torch.float16, low.b, (fmt.head_dim, low.rank)).copy_(b)

@@ -105,7 +105,7 @@ def prefilled(text: str, tokens: int, layers: Sequence[int]) -> Iterator[Source]
     ids = Tokenizer.load(runner.info.path).encode(text)[:tokens]
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def sink(layer: int, k: Tensor, v: Tensor, before: int) -> None:
+    def sink(layer: int, k: Tensor, v: Tensor, _: Chunk) -> None:
         found[layer] = (k.clone(), v.clone())
 
     chunk = Chunk(0, len(ids), 0, runner.workspace(len(ids)), sink)

@@ -10,6 +10,7 @@ from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.codecs.contract import Queries, squares_by_unit, sum_lead
 from disagg.codecs.layer import LayerRecords, write_prompt
+from disagg.codecs.seals import Places
 from disagg.errors import ConfigError
 from disagg.kernels.view import Softmax
 from disagg.page import FinalAt
@@ -189,7 +190,7 @@ def test_bytes_do_not_depend_on_how_the_prompt_was_cut(codec, chunk):
             squares = sum_lead(squares_by_unit(q[:, :done], 2, 0), n)
             queries = Queries(q[:, n - 9 : done], squares)
             chunk = (k[:, :done], v[:, :done], before, n, queries)
-            write_prompt(codec, group, state, 3, arena.bytes, *chunk)
+            write_prompt(codec, group, Places.of(state), 3, arena.bytes, *chunk)
             before = done
         inventory = group.inventory(n)
         for kind, ids in state.ids_by_kind().items():

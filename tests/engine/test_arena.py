@@ -1,9 +1,17 @@
+from contextlib import nullcontext
+from unittest.mock import MagicMock
+
 import torch
 
-from disagg.engine.arena import DeviceArena, make_pool, slab_bytes_for
+from disagg.engine.arena import DeviceArena, SideStream, make_pool, slab_bytes_for
 from disagg.plan import RecordShape
+from disagg.pool import Pool
+from disagg.transfer.records import ArenaSource
+from tests.transfer.desk import Desk
+from tests.transfer.prompts import make_prompt
 
 SHAPE = RecordShape("a", 1280, zeroed=True)
+CUDA = torch.device("cuda")
 
 
 def test_the_pool_and_the_kernels_see_the_same_bytes():
@@ -21,6 +29,34 @@ def test_a_device_arena_copies_both_ways():
     assert [bytes(x) for x in arena.stage([(256, 3), (128, 2)])()] == [b"ef\x01", b"ab"]
     assert arena.stage([])() == []
     assert arena.nbytes == 512
+
+
+class StandInStream:
+    """Knows the streams that it waited for."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.waited = device, list[StandInStream]()
+        self.wait_stream, self.record_event = self.waited.append, MagicMock()
+
+
+def test_scrub_and_resend_wait_for_no_kernels(monkeypatch):
+    decode, started = StandInStream(CUDA), list[StandInStream]()
+    monkeypatch.setattr("torch.cuda.Stream", StandInStream)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: decode)
+    monkeypatch.setattr("torch.cuda.stream", lambda x: nullcontext(started.append(x)))
+    monkeypatch.setattr("disagg.engine.arena.SideStream", lambda _: SideStream(CUDA))
+    arena = DeviceArena(torch.zeros(1 << 20, dtype=torch.uint8))
+    desk, prompt = Desk(pool=Pool(arena, 1 << 14)), make_prompt(300)
+    desk.give(prompt, "r")
+    source = ArenaSource(arena, prompt.checklist, desk.admitted().groups)
+    source.stage(prompt.checklist.items)()
+    assert started.pop().waited == [decode]  # the kernels that write what is offered
+    sent = source.read(prompt.checklist.items)
+    started.clear()
+    assert source.read(prompt.checklist.items) == sent
+    assert not desk.scrub()
+    assert len(started) == 2
+    assert not any(stream.waited for stream in started)
 
 
 def test_slabs_hold_several_records_of_large_models():

@@ -27,7 +27,7 @@ class ExactRunner(StandIn):
                 rows = slice(chunk.row, chunk.row + chunk.count)
                 k, v = self.project(batch.tokens[rows], batch.positions[rows], layer)
                 chunk.workspace.observe(layer, torch.cat([k, v]), chunk.before)
-                chunk.sink(layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk.before)
+                chunk.sink(layer, *chunk.workspace.extend(layer, k, v, chunk.before), chunk)
         return torch.zeros(len(batch.outputs), VOCAB)
 
     def project(self, tokens: Any, positions: Any, layer: int) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from disagg.config import Config, EngineConfig
 from disagg.engine.engine import Engine
+from disagg.engine.messages import Prefill
 from disagg.engine.warm import REPLAYED, warm_up
 from disagg.errors import ConfigError, UnknownNameError
 from disagg.kernels.cpu import library
 from disagg.kernels.gpu.plan import AMD_COLUMNS, NVIDIA_COLUMNS
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
+from disagg.model.static import parts_of, size_of
 from disagg.transfer.messages import Role
 from disagg.workers.worker import Worker
-from tests.engine.serving import StandIn, make_engine, serve
+from tests.engine.serving import StandIn, make_engine, request, run_until_idle
 from tests.model.test_graphs import EagerRecorder
 from tests.model.tiny import random_prompt
 
@@ -30,20 +32,34 @@ def runner(tiny: Path) -> Runner:
     return Runner.load(str(tiny))
 
 
-@pytest.mark.parametrize("codec", [KIVI, "int8"])
-def test_prompts_like_those_of_the_start_record_nothing_more(runner, codec):
-    recorder = EagerRecorder()
+@pytest.mark.parametrize("mixed", [False, True])
+def test_after_the_start_steps_of_all_sizes_and_codecs_are_replayed_and_none_recorded(
+    runner, mixed, monkeypatch
+):
+    monkeypatch.setattr("disagg.model.static.ROOM", 64)  # so that a context of 512 has three sizes
+    recorder, steps = EagerRecorder(), list[Batch]()
     runner.record_steps(recorder)
-    engine = make_engine(runner)
-    warm_up(engine, [codec], ROWS, runner.info.context_length, print)
+
+    def forward(batch: Batch) -> Tensor:
+        steps.extend(parts_of(batch))
+        return runner.forward(batch)
+
+    engine = make_engine(StandIn(runner, forward))
+    warm_up(engine, runner, [KIVI, "int8"], ROWS, print)
     recorded = recorder.recorded
     assert recorded > 0
     assert not engine.counts
     assert not engine.pool.referenced_pages
-    for rows in (ROWS, 1, 2, 3):
-        serve(engine, [random_prompt(90 + i) for i in range(rows)], codec, 12)
+    steps.clear()
+    recorder.replayed = 0
+    for lengths in ((200, 400, 90, 91, 70), (200,), (90,), (400, 70, 90)):
+        for i, tokens in enumerate(lengths):
+            codec = "int8" if mixed and i % 2 else KIVI
+            engine.submit(Prefill(request(str(i), random_prompt(tokens), codec, 12)))
+        run_until_idle(engine)
     assert recorder.recorded == recorded
-    assert recorder.replayed > 0
+    assert recorder.replayed == len(steps) > 0
+    assert {size_of(part)[0] for part in steps} == {64, 256, 1024}
 
 
 def test_the_start_feeds_more_known_tokens_at_once_than_one_tile_of_queries_has(runner):
@@ -53,8 +69,9 @@ def test_the_start_feeds_more_known_tokens_at_once_than_one_tile_of_queries_has(
         widths.update(x.step.queries.shape[1] for x in batch.decodes)
         return runner.forward(batch)
 
+    runner.record_steps(EagerRecorder())
     engine = make_engine(StandIn(runner, forward))
-    warm_up(engine, [KIVI], 2, runner.info.context_length, print)
+    warm_up(engine, runner, [KIVI], 2, print)
     assert widths.keys() == {1, REPLAYED - 1}
     assert REPLAYED - 1 > AMD_COLUMNS >= NVIDIA_COLUMNS
 
@@ -98,6 +115,7 @@ def test_a_listed_codec_that_does_not_fit_is_an_error(runner):
 
 
 def test_a_prompt_that_fails_at_the_start_is_an_error(runner):
+    runner.record_steps(EagerRecorder())
     engine = Engine(runner, EngineConfig(arena_bytes=1 << 20))
     with pytest.raises(ConfigError):
-        warm_up(engine, ["no-such-codec"], 1, runner.info.context_length, print)
+        warm_up(engine, runner, ["no-such-codec"], 1, print)

@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +38,12 @@ from disagg.codecs.base import Codec
 from disagg.codecs.cache import GrowingArena
 from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.layer import attend_step, write_prompt, write_step
-from disagg.codecs.seals import Growth, take_records
+from disagg.codecs.seals import Growth, Places, take_records
 from disagg.codecs.tables import GroupStep, plan_step, upload
 from disagg.kernels.gpu import bits
 from disagg.kernels.view import Softmax
+from disagg.model.attention import Batch, Decode
+from disagg.model.static import padded, parts_of, sizes_of
 from disagg.plan import LayerGroup
 from disagg.state import allocate_group
 
@@ -52,11 +53,16 @@ SHARED_BYTES = 227 << 10  # that a program on sm_90 can have
 GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # programs at most
 LAYERS, LAYER = (0, 3), 3  # the second of two, which no codec skips
 CUDA, META, DEVICE_TYPES = 1, 14, 21  # of c10::DeviceType
+UPLOADS = (torch.ops.aten._to_copy.default, torch.ops.aten.index_put_.default)  # of one number too
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Prompts of one layer, and steps of so many tokens each; the first seals pages."""
+    """Prompts of one layer, and steps of so many tokens each; the first seals pages.
+
+    chunk:   tokens of a prompt that are computed at once
+    context: of recorded steps, in each of their sizes; 0: none is recorded
+    """
 
     spec: str
     sequences: int = 1
@@ -66,6 +72,8 @@ class Scenario:
     head_dim: int = 64
     dtype: str = "float16"
     steps: tuple[int, ...] = (1, 1)
+    chunk: int = 1 << 20
+    context: int = 0
 
 
 class FakeLauncher:
@@ -123,15 +131,15 @@ class FakeDriver:
 
 
 class NoHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot repeat: tables that come from the host."""
+    """Refuses what takes time in a layer, and what no graph can repeat: tables of the host."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         for x in (*args, found):
-            if isinstance(x, Tensor) and x.dim() and x.device != DEVICE:
-                raise RuntimeError(f"{func} of a tensor on {x.device}, which no graph can hold")
+            if isinstance(x, Tensor) and x.device != DEVICE and (x.dim() or func in UPLOADS):
+                raise RuntimeError(f"{func} of a tensor on {x.device}, in a layer")
         return found
 
 
@@ -199,19 +207,32 @@ def follow(scenario: Scenario) -> None:
             prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
             codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt, None)
         states.append(allocate_group(group, n, arena))
-        write_prompt(codec, group, states[i], LAYER, arena.bytes, k, v, 0, n, prompt.queries)
+        for before in range(0, n, scenario.chunk):
+            end, at = min(n, before + scenario.chunk), upload(Places.of(states[i]), DEVICE)
+            with NoHost():
+                queries = Queries.of(q[:, max(0, end - 8) : end], heads, n)
+                chunk = k[:, :end], v[:, :end], before, n, queries
+                write_prompt(codec, group, at, LAYER, arena.bytes, *chunk)
         lengths.append(n)
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
         with unset_fake_temporarily():  # plans are made of numbers on the host
             fresh = take_records(group, growths, arena)
             planned = plan_step(group, growths, fresh, DEVICE)
-        step = upload(planned, DEVICE)
-        new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
-        recorded = m == 1 and (not step.seals or codec.seal_format(head_dim) is not None)
-        with NoHost() if recorded else nullcontext():
-            take_step(codec, step, arena.bytes, *new)
+            steps = [planned, *recorded_steps(codec, planned, arena.bytes, scenario.context)]
+        for step in (upload(step, DEVICE) for step in steps):
+            new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
+            with NoHost():
+                take_step(codec, step, arena.bytes, *new)
         lengths = [n + m for n in lengths]
+
+
+def recorded_steps(codec: Codec, step: GroupStep, arena: Tensor, context: int) -> list[GroupStep]:
+    """A step as it is recorded at the start: padded to every size that a context needs."""
+    rows = range(len(step.rows))
+    parts = parts_of(Batch(rows, rows, rows, arena, decodes=(Decode(codec, step),)))
+    padded_to = [padded(part, size) for part in parts for size in sizes_of(part, context)]
+    return [found for _, _, _, (found,) in padded_to]
 
 
 def take_step(
@@ -231,12 +252,13 @@ def full_tail(group: LayerGroup, n: int) -> int:
 
 def main(asked: list[str]) -> None:
     pretend()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     for text in asked:
         FakeLauncher.launched.clear()
         FakeLauncher.compiled.clear()
         error = ""
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with mode:  # the same for all: what is computed once for a device stays
                 follow(Scenario(**json.loads(text)))
         except Exception as raised:  # whatever it is, the next scenario says more
             error = f"{type(raised).__name__}: {raised}"

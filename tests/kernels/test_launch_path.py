@@ -23,7 +23,9 @@ KERNELS = {
 }
 PAIRS = {"heads": 1, "per_head": 2, "head_dim": 128}  # of columns, until more queries fill them
 FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
-    "kivi": {"spec": "kivi:bits=4", "sequences": 3},
+    "banded": {"spec": "banded", "sequences": 3},
+    "banded, its first page": {"spec": "banded", "prompt": 10},
+    "kivi": {"spec": "kivi:bits=4", "sequences": 3, "context": 20000},
     "alignedkv": {"spec": "alignedkv", "sequences": 3},
     "kcvt, its prompt": {"spec": "kcvt", "steps": []},
     "gear-l, its prompt": {"spec": "gear-l:bits=2", "steps": []},
@@ -31,6 +33,9 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
     "raw, longer": {"spec": "raw", "sequences": 4, "prompt": 500},
     "alignedkv, longer": {"spec": "alignedkv", "sequences": 4, "prompt": 1000},
     "kivi, longer": {"spec": "kivi:bits=4", "sequences": 16, "prompt": 1000},
+    "kivi of many units, longer": {"spec": "kivi:bits=4", "prompt": 20000},
+    "kivi in chunks, longer": {"spec": "kivi:bits=4", "prompt": 1000, "chunk": 100},
+    "banded, longer": {"spec": "banded", "sequences": 4, "prompt": 1000, "chunk": 700},
     "kivi, replayed": {"spec": "kivi:bits=4", "sequences": 2, "steps": [1, 8, 3]},
     "kivi of pairs": {"spec": "kivi:bits=4", "steps": [1, 16]} | PAIRS,
     "kivi of pairs, longer": {"spec": "kivi:bits=4", "sequences": 4, "steps": [1, 3, 8]} | PAIRS,
@@ -39,7 +44,7 @@ FEW: dict[str, dict[str, Any]] = {  # that together launch every kernel
 }
 SERVED = ["raw", "kivi", "gear-l:bits=2,backbone=kivi,group=64"]
 SERVED += ["gear:bits=2,backbone=kivi,group=64", "gear:bits=4", "int8", "fp8", "pertoken"]
-SERVED += ["decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
+SERVED += ["banded", "banded:bits=2,sink=0", "decoquant", "ott:rank=4,outliers=20", "h2o:keep=0.25"]
 WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
     **{f"{spec}, narrow": {"spec": spec, "sequences": 3} for spec in ("kcvt", "ott", "h2o")},
@@ -84,6 +89,13 @@ def test_no_kernel_is_left_out(found):
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     for name, one in found.items():
         assert not one["compiled"] or not name.endswith((", longer", ", replayed")), name
+
+
+def test_every_step_attends_and_merges_in_a_launch_each(found):
+    for one in found.values():
+        steps = one["launched"].count("append_kernel")
+        assert one["launched"].count("attend_kernel") == steps
+        assert one["launched"].count("merge_kernel") == steps
 
 
 @pytest.mark.slow

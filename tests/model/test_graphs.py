@@ -17,7 +17,15 @@ from disagg.kernels.view import Units
 from disagg.model.attention import Batch
 from disagg.model.graphs import CudaRecorder, Recording
 from disagg.model.runner import Runner
-from disagg.model.static import StaticStep, bucket_of, is_plain, key_of, width_of
+from disagg.model.static import (
+    StaticStep,
+    bucket_of,
+    key_of,
+    parts_of,
+    rooms,
+    size_of,
+    sizes_of,
+)
 from tests.engine.forced import allowed, forced_logits
 from tests.engine.serving import StandIn, make_engine, serve
 from tests.model.tiny import random_prompt
@@ -80,18 +88,21 @@ def test_a_replayed_step_gives_what_an_eager_one_gives(runner, codec):
     assert recorder.replayed > recorder.recorded
 
 
-def test_codecs_of_one_batch_share_a_recorded_step(runner):
+def test_each_codec_of_a_batch_is_a_recorded_step(runner):
     codecs = {"a": "kivi", "b": "raw", "c": MIXED}
     expected = logits_of(runner, codecs)
     graphs = runner.record_steps(EagerRecorder())
     assert_alike(logits_of(runner, codecs), expected)
-    assert 0 < len(graphs._found) < 6
+    assert {len(key) - 3 for key in graphs._found} == {1, 2}  # layer groups
+    assert {key[0] for key in graphs._found} == {1}  # rows
 
 
-def test_tables_of_codecs_in_one_batch_are_as_wide_as_the_widest(runner):
-    graphs = runner.record_steps(EagerRecorder())
-    logits_of(runner, {"a": "kivi", "b": "int8"}, 140)  # both grow out of their pages
-    assert len(graphs._found) == 4  # two widths, of b with a tail and without
+def test_plans_that_share_a_layer_group_run_eagerly_in_one_batch(runner):
+    codecs = {"a": MIXED, "b": MIXED.replace("32,residual", "16,residual", 1)}
+    expected = logits_of(runner, codecs)
+    runner.record_steps(recorder := EagerRecorder())
+    assert_alike(logits_of(runner, codecs), expected)
+    assert not recorder.recorded
 
 
 def test_padding_writes_where_the_step_writes_and_nowhere_else(runner):
@@ -115,8 +126,8 @@ def eager_and_replayed(runner: Runner, lengths: Sequence[int], tokens: int, code
 
 
 def test_padding_sees_nothing_and_is_not_written(runner):
-    batch = batches_of(runner, list(LENGTHS), 3, "kivi")[-1]
-    static = StaticStep(batch)
+    (batch,) = parts_of(batches_of(runner, list(LENGTHS), 3, "kivi")[-1])
+    static = StaticStep(batch, size_of(batch))
     (found,), (given,) = static.batch.decodes, batch.decodes
     sealed, tail = found.step.tables
     for buffer in (static.tokens, static.positions, sealed.lo, sealed.hi, tail.lo, tail.hi):
@@ -124,7 +135,7 @@ def test_padding_sees_nothing_and_is_not_written(runner):
     static.fill(batch)
     assert static.tokens.tolist() == [[*batch.tokens, 0]]
     assert static.positions.tolist() == [[*batch.positions, 0]]
-    assert found.step.rows.tolist() == [0, 1, 2, 0]
+    assert found.step.rows.tolist() == [0, 1, 2, 3]
     assert found.step.pages.tolist() == [*given.step.pages.tolist(), NO_PAGE]
     pages = given.step.tables[0].pages
     assert torch.equal(sealed.pages[:3, : pages.shape[1]], pages)
@@ -147,7 +158,7 @@ def batches_of(runner: Runner, prompts: list[int], tokens: int, codec: str) -> l
 @pytest.mark.parametrize(("codec", "by_append"), [("int8", True), ("ott:residual=0", False)])
 def test_steps_are_recorded_unless_they_prefill_or_seal_by_themselves(runner, codec, by_append):
     batches = batches_of(runner, [120], 30, codec)
-    plain = [is_plain(batch) for batch in batches]
+    plain = [bool(parts_of(batch)) for batch in batches]
     seals = [any(x.step.seals for x in batch.decodes) for batch in batches]
     assert plain == [
         not batch.chunks and (by_append or not seal)
@@ -166,36 +177,49 @@ def test_a_replayed_step_seals_what_an_eager_one_seals(runner, codec):
 
 def test_one_shape_serves_many_steps_and_other_layouts_have_their_own(runner):
     def keys(prompts: list[int], codec: str) -> list[Any]:
-        found = map(key_of, filter(is_plain, batches_of(runner, prompts, 40, codec)))
+        batches = batches_of(runner, prompts, 40, codec)
+        found = [key_of(x, size_of(x)) for batch in batches for x in parts_of(batch)]
         return [(key[0], *key[2:]) for key in found]  # every engine has an arena of its own
 
     few = keys([70, 75], "kivi")
     assert len(few) > 30
-    assert len(set(few)) <= 3  # without pages, with pages, and the tail's next power of two
+    assert len(set(few)) <= 2  # without pages and with pages
     assert not set(few) & set(keys([70, 75], "int8"))
     assert not set(few) & set(keys([70, 75, 72], "kivi"))
     assert set(keys([70, 75, 72], "kivi")) & set(keys([70, 75, 72, 71], "kivi"))  # both four rows
 
 
-def test_buckets_are_close_above_what_they_hold_and_tables_as_wide_as_a_power_of_two():
+def test_buckets_are_close_above_what_they_hold_and_tables_have_a_few_sizes():
     counts = (1, 2, 3, 4, 5, 9, 17, 24)
     assert [*map(bucket_of, counts)] == [1, 2, 4, 4, 8, 16, 24, 24]
-    assert [*map(width_of, (1, 2, 3, 33, 64))] == [1, 2, 4, 64, 64]
+    assert [rooms(most)[-1] for most in (0, 1024, 1025, 4097)] == [1024, 1024, 4096, 16384]
 
 
 @pytest.mark.parametrize(
-    ("need", "most", "room"), [(3, 9, 9), (3, 70_000, 1024), (1500, 70_000, 2048)]
+    ("need", "most", "room"), [(3, 9, 9), (3, 70_000, 1024), (1500, 70_000, 4096)]
 )
 def test_one_long_row_makes_no_room_for_units_of_each_row(runner, monkeypatch, need, most, room):
     monkeypatch.setattr("disagg.model.static.room_for_units", lambda *_: most)
-    batch = batches_of(runner, [70], 3, "kivi")[-1]
+    (batch,) = parts_of(batches_of(runner, [70], 3, "kivi")[-1])
     starts = torch.tensor([0, need], dtype=torch.int32)
     units = Units(torch.ones(need, 5, dtype=torch.int32), starts)
     decodes = [replace(x, step=replace(x.step, units=units)) for x in batch.decodes]
-    (found,) = StaticStep(replace(batch, decodes=tuple(decodes))).batch.decodes
+    part = replace(batch, decodes=tuple(decodes))
+    size = size_of(part)
+    (found,) = StaticStep(part, size).batch.decodes
     assert found.step.units.table.shape == (room, 5)
     assert found.step.units.table.sum() == need * 5
-    assert room in (most, *key_of(replace(batch, decodes=tuple(decodes)))[2])
+    assert room in (most, size[1])
+    assert size in sizes_of(part, 5000)
+    assert len({key_of(part, x) for x in sizes_of(part, 5000)}) == 3 * len(rooms(most, size[1]))
+
+
+def test_a_step_is_recorded_in_no_size_that_is_too_small_for_it(runner, monkeypatch):
+    monkeypatch.setattr("disagg.model.static.ROOM", 64)
+    (part,) = parts_of(batches_of(runner, [200], 3, "int8")[-1])
+    sizes = [*sizes_of(part, 512)]
+    assert [tokens for tokens, _ in sizes] == [1024, 256]
+    assert all(StaticStep(part, size) for size in sizes)
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
@@ -204,16 +228,8 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     recorder = RefusingRecorder(RuntimeError("operation not permitted when stream is capturing"))
     graphs = runner.record_steps(recorder)
     assert_alike(logits_of(runner, codecs), expected)
-    assert len(graphs._found) == 0
+    assert not any(graphs._found.values())
     assert 0 < recorder.asked < 5
-
-
-def test_a_recording_that_found_no_memory_is_tried_again_later(runner, monkeypatch):
-    monkeypatch.setattr("disagg.model.graphs.LATER", 3)
-    recorder = RefusingRecorder(torch.OutOfMemoryError("CUDA out of memory"))
-    runner.record_steps(recorder)
-    serve(make_engine(runner), [random_prompt(70)], "int8", 11)
-    assert recorder.asked == 4  # in ten steps of one shape
 
 
 def test_whoever_goes_on_waits_for_a_warm_up_that_broke(monkeypatch):
@@ -228,21 +244,8 @@ def test_whoever_goes_on_waits_for_a_warm_up_that_broke(monkeypatch):
     assert waited == [side]
 
 
-def test_the_shape_unused_for_longest_makes_room(runner, monkeypatch):
-    monkeypatch.setattr("disagg.model.graphs.MOST_SHAPES", 1)
-    recorder = EagerRecorder()
-    graphs = runner.record_steps(recorder)
-    expected = {n: batches_of(runner, [70] * n, 3, "int8") for n in (1, 2)}
-    assert all(expected.values())
-    assert len(graphs._found) == 1
-    before = recorder.recorded
-    serve(make_engine(runner), [random_prompt(70)] * 2, "int8", 4)
-    assert recorder.recorded > before
-    assert len(graphs._found) == 1
-
-
 def test_a_cpu_records_nothing(runner):
-    assert runner._graphs is None
+    assert runner.graphs is None
 
 
 @pytest.mark.gpu
@@ -251,7 +254,7 @@ def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     runner = Runner.load(str(tiny), device="cuda")
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
-    assert runner._graphs is not None
-    assert len(runner._graphs._found) > 0
-    runner._graphs = None
+    assert runner.graphs is not None
+    assert len(runner.graphs._found) > 0
+    runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))

@@ -2,12 +2,12 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from disagg.page import ARENA_UNIT, FinalAt, Kind, make_layout, make_raw_layout
 from disagg.plan import LayerGroup, Plan
-from disagg.pool import Arena, HostArena, Pool
+from disagg.pool import Arena, Copies, HostArena, Pool
 from disagg.state import GroupState, allocate_group
 from disagg.transfer.messages import Job
 from disagg.transfer.records import Addresses, ArenaSource, Checklist, units_of
@@ -56,7 +56,7 @@ class SlowArena(HostArena):
         super().__init__(buffer)
         self.waited: list[str] = []
 
-    def stage(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[memoryview]]:
+    def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         copies = [bytes(self.read(*span)) for span in spans]
 
         def wait() -> list[memoryview]:
