@@ -39,4 +39,5 @@ def test_open_streams_and_their_service_end_at_once_when_ray_is_lost_for_good(mo
             stack.close()
         *_, error, done = lines
     assert done == "data: [DONE]"
-    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "peer_lost"
+    said = json.loads(error.removeprefix("data: "))["error"]
+    assert (said["type"], said["message"]) == ("peer_lost", "the service is shutting down")
