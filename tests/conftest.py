@@ -29,7 +29,6 @@ SERIAL = {  # never beside each other: what starts Ray, makes namespaces or buil
     "tests/cli/test_private.py",
     "tests/cluster/test_ray_users.py",
     "tests/test_packaging.py",
-    "tests/workers/test_session.py",  # makes folders such as those that test_private looks for
 }
 LONG = {  # begun early, so that no process is left alone with one at the end
     "tests/bench/test_machine_code.py",

@@ -278,7 +278,7 @@ class Reservations:
     def channel_ended(self, channel: object) -> None:
         """However a channel ended: nothing is complete without a commit."""
         for reservation in self._live.values():
-            if reservation.channel is channel and reservation.state is State.ATTACHED:
+            if reservation.channel is channel:
                 reservation.state = State.BROKEN
 
     def commit(self, commit: Commit) -> Ack:
@@ -294,7 +294,6 @@ class Reservations:
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
         contents = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
-        self._renew(reservation)
         contents.arrivals.check(commit)
         reservation.committed = _hash(commit)
         self._admit(reservation, contents, commit)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Self
 
 REAPER = Path(__file__).parent / "reaper.py"
-REAP_S = 10.0
+REAP_S = 60.0  # it kills after 3 s; a busy machine takes its time
+TMP_CHARS = 20  # of a folder for temporary files; Ray puts sockets 80 characters below it
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
@@ -37,7 +38,9 @@ class Session:
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(24)
-        self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir="/tmp"))
+        tmp = tempfile.gettempdir()
+        tmp = tmp if len(tmp) <= TMP_CHARS else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix="dg-", dir=tmp))
 
     def __enter__(self) -> Self:
         self._reaper = subprocess.Popen(

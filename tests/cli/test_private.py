@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,20 +24,23 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "It was a dark evening in November, and the old house by the river "
 ASKED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
-GONE_S = 30.0  # 7 s on two idle cores
 
 
 @dataclass
 class Home:
-    """A home folder of its own: what carries it in its environment was started by the test."""
+    """A home folder of its own: what carries it in its environment was started by the test.
+
+    tmp: where sessions make their folders; short, or they would not
+    """
 
     folder: Path
-    before: set[Path] = field(default_factory=lambda: set(Path("/tmp").glob("dg-*")))
+    tmp: TemporaryDirectory[str] = field(default_factory=lambda: TemporaryDirectory(dir="/tmp"))
     begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of ours."""
-        here = {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)}
+        here = dict.fromkeys(("HOME", "XDG_RUNTIME_DIR"), str(self.folder))
+        here["TMPDIR"] = self.tmp.name
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", "disagg", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | here, **pipes)
@@ -60,11 +64,10 @@ class Home:
         return found
 
     def started(self, entry: Path) -> bool:
-        opened = {os.readlink(link) for link in (entry / "fd").iterdir()}
+        opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
         variables = (entry / "environ").read_bytes().split(b"\0")
-        ours = {name for name in opened if name.startswith("/tmp/dg-")}
-        theirs = {name for name in ours for folder in self.before if name.startswith(f"{folder}/")}
-        return f"HOME={self.folder}".encode() in variables or ours > theirs
+        ours = any(name.startswith(f"{self.tmp.name}/dg-") for name in opened)
+        return f"HOME={self.folder}".encode() in variables or ours
 
     def pids(self, name: str) -> list[int]:
         """The processes of a program that were started with this home."""
@@ -73,12 +76,15 @@ class Home:
 
     def left(self) -> list[object]:
         """Processes, session folders, files at home."""
-        folders = set(Path("/tmp").glob("dg-*")) - self.before
-        return [*self.processes().values(), *folders, *self.folder.iterdir()]
+        return [*self.processes().values(), *self.sessions(), *self.folder.iterdir()]
+
+    def sessions(self) -> list[Path]:
+        """Their folders."""
+        return [*Path(self.tmp.name).glob("dg-*")]
 
     def empties(self) -> None:
         """Nothing is left, soon."""
-        wait_for(lambda: not self.left(), GONE_S, self.left)
+        wait_for(lambda: not self.left(), told=self.left)
 
 
 @pytest.fixture
@@ -120,7 +126,7 @@ def test_ctrl_c_in_mid_stream_leaves_nothing(home):
 def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_is_killed(home):
     process = home.start("serve", "--port", "0")
     state, asked = home.service(), ASKED | {"max_tokens": 200}
-    (folder,) = set(Path("/tmp").glob("dg-*")) - home.before
+    (folder,) = home.sessions()
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
     whole = complete(state, asked, lambda piece: None)
 

@@ -5,10 +5,12 @@ What may happen in any order is in test_reservations_machine.py.
 
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from disagg.errors import (
+    AbortedError,
     CapacityError,
     CorruptFrameError,
     LayoutError,
@@ -18,7 +20,8 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.page import Kind
-from disagg.transfer.messages import Ack, Attach
+from disagg.transfer import reservations
+from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.reservations import Admission
 from disagg.wire import Item, Ticket
 from tests.transfer.desk import SMALL, Desk
@@ -31,14 +34,15 @@ from tests.transfer.prompts import BY_PAGE, EPOCH, MODEL, PLAN, make_prompt, mak
 def test_reserving_touches_nothing_but_what_is_never_sent_and_all_is_written_before_admission(
     tokens,
 ):
-    desk, prompt = Desk(), make_prompt(tokens)
+    desk, prompt = Desk(clock=count(0.0, 0.001).__next__), make_prompt(tokens)
     arena = desk.pool.arena
     arena.write([(0, b"\xa5" * arena.nbytes)])
     ticket = desk.begin(prompt)
     untouched = bytes(arena.read(0, arena.nbytes)).count(b"\xa5")
     assert arena.nbytes - untouched < 2 * 2 * 3 * 16 * 2 * 8 * 2
     desk.push(prompt, ticket)
-    desk.at(0.0).commit(prompt.commit(ticket))
+    ack = desk.ledger.commit(prompt.commit(ticket))
+    assert ack.verify_ms == pytest.approx(prompt.checklist.num_items)  # a look at the clock each
     assert prompt.equals(arena, desk.admitted().groups)
 
 
@@ -49,7 +53,7 @@ def test_what_the_engine_refuses_for_whatever_reason_is_freed_and_told(desk, pro
 
     desk.admit, ticket = refuse, desk.begin(prompt)
     desk.push(prompt, ticket)
-    for error in (type(refusal), ReservationError):
+    for error in (type(refusal), AbortedError):
         with pytest.raises(error, match=str(refusal)):
             desk.at(0.0).commit(prompt.commit(ticket))
         desk.assert_nothing_held()
@@ -81,15 +85,19 @@ def test_a_commit_that_nests_deeper_than_any_sender_packs_is_refused_by_name(des
 
 def test_a_sequence_that_moves_may_ask_for_more_room_until_its_pages_come(desk, prompt):
     first = desk.reserve(prompt, moved=len(prompt.ids) + 1)
-    pages = desk.pool.referenced_pages
-    assert desk.reserve(prompt, moved=len(prompt.ids) + 2) != first
+    pages, moved = desk.pool.referenced_pages, len(prompt.ids) + 2
+    second = desk.reserve(prompt, moved=moved)
+    assert second != first
     assert desk.pool.referenced_pages == pages
-    with pytest.raises(ReservationError, match="another prompt"):
-        desk.reserve(prompt, prompt=prompt.ids[1:], moved=len(prompt.ids) + 2)
+    desk.attach(make_prompt(moved), second)
+    for change in ({"prompt": prompt.ids[1:]}, {"codec": "other"}, {"moved": moved + 1}):
+        with pytest.raises(ReservationError, match="another prompt"):
+            desk.reserve(prompt, **{"moved": moved} | change)
 
 
 WRONG_JOBS = {
-    "another epoch": ({"epoch": EPOCH - 1}, ReservationError),
+    "an epoch that is over": ({"epoch": EPOCH - 1}, ReservationError),
+    "an epoch to come": ({"epoch": EPOCH + 1}, ReservationError),
     "no tokens": ({"prompt": ()}, RequestError),
     "more tokens than the pool holds": ({"prompt": (1,) * 200_000}, PromptTooLongError),
     "no name": ({"rid": ""}, RequestError),
@@ -194,7 +202,13 @@ def test_attaching_for_another_model_plan_or_prompt_is_a_layout_error(desk, prom
     for change in ({"model": "b-model"}, {"plan": "0" * 16}, {"tokens": 299}):
         with pytest.raises(LayoutError):
             desk.at(0.0).attach(replace(right, **change))
+    other = replace(right.ticket, epoch=EPOCH - 1)
+    assert desk.at(0.0).renew([other]) == (grant.nonce,)
+    with pytest.raises(ReservationError, match=f"epoch {EPOCH - 1} is over"):
+        desk.at(0.0).attach(replace(right, ticket=other))
     attached = desk.at(0.0).attach(right)
+    with pytest.raises(ReservationError, match="stream 2 of"):
+        desk.store(prompt.frames(replace(right.ticket, gen=2))[0])
     assert (attached.lease_s, attached.credit) == (10.0, 2 * prompt.checklist.frame_bytes)
 
 
@@ -210,13 +224,37 @@ def test_an_item_twice_in_one_frame_is_written_once(desk, prompt):
     desk.store(prompt.frame(other, items))
 
 
-def test_a_lower_attempt_comes_too_late_even_when_the_higher_one_is_over(desk, prompt):
+def test_an_attempt_comes_too_late_when_a_newer_one_came_or_it_runs_or_was_aborted(desk, prompt):
     desk.reserve(prompt)
     desk.reserve(prompt, attempt=2)
     with pytest.raises(ReservationError, match="comes after attempt 2"):
         desk.reserve(prompt, attempt=1)
     with pytest.raises(ReservationError, match="superseded"):
         desk.reserve(prompt, 20.0)
+    desk.give(prompt, attempt=2)  # its lease was over, nothing else
+    with pytest.raises(ReservationError, match="which is admitted"):
+        desk.reserve(prompt, attempt=2)
+    desk.engine.clear()
+    desk.give(prompt, attempt=3)
+    desk.at(0.0).finished("r", 2)
+    for attempt, running in ((2, 1), (3, 0), (2, 0)):
+        desk.at(0.0).abort("r", attempt, "client gone")
+        assert desk.ledger.gauges()["running"] == running
+    with pytest.raises(ReservationError, match="was aborted"):
+        desk.reserve(prompt, attempt=3)
+
+
+def test_the_oldest_aborts_are_forgotten_after_a_while_and_where_there_are_too_many(
+    desk, prompt, monkeypatch
+):
+    monkeypatch.setattr(reservations, "MAX_TOMBSTONES", 3)
+    for now, rid in enumerate("abcad"):
+        desk.at(float(now)).abort(rid, 0, "client gone")
+    desk.reserve(prompt, 5.0, rid="b")
+    desk.reserve(prompt, reservations.MEMORY_S + 2.5, rid="c")
+    for rid in "ad":
+        with pytest.raises(ReservationError, match="aborted"):
+            desk.reserve(prompt, reservations.MEMORY_S + 2.5, rid=rid)
 
 
 # -- leases, and what a frame costs
@@ -232,10 +270,14 @@ def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, 
     again = Ticket(tickets["b"].nonce, EPOCH, 2)
     desk.attach(prompt, desk.reserve(prompt, rid="b"), 2)
     desk.store(prompt.frames(again)[1], channel=two)
+    whole = desk.begin(prompt, rid="e")
+    for frame in prompt.frames(whole):
+        desk.store(frame, channel=one)
     desk.ledger.channel_ended(one)
+    assert isinstance(desk.at(0.0).commit(prompt.commit(whole)), Ack)
     with pytest.raises(ReservationError, match="broken"):
         desk.store(prompt.frames(tickets["a"])[1], channel=one)
-    assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 0}
+    assert desk.ledger.gauges() == {"reservations": 4, "streams": 3, "running": 1}
     desk.store(prompt.frames(again)[2], channel=two)
     desk.store(prompt.frames(tickets["c"])[1], channel=two)
     desk.store(prompt.frames(tickets["d"])[1], channel=two)
@@ -243,20 +285,23 @@ def test_a_channel_that_ends_breaks_what_was_bound_to_it_and_nothing_else(desk, 
 
 def test_a_lease_ends_without_a_sign_of_life_and_any_of_them_renews_it(desk, prompt):
     tickets = {
-        sign: desk.begin(prompt, rid=sign) for sign in ("none", "renew", "frame", "same job")
+        sign: desk.begin(prompt, rid=sign)
+        for sign in ("renew", "none", "frame", "attach", "same job")
     }
     frames = {sign: prompt.frames(ticket) for sign, ticket in tickets.items()}
     for now in (7.0, 14.0, 21.0):
         assert desk.at(now).renew([tickets["renew"]]) == ()
         desk.store(frames["frame"][int(now) % 2], now)
         desk.reserve(prompt, now, rid="same job")
+        desk.attach(prompt, Grant(tickets["attach"].nonce, EPOCH), int(now), now)
     assert desk.at(22.0).renew(tickets.values()) == (tickets["none"].nonce,)
     assert desk.ledger.counts["expired"] == 1
-    desk.at(40.0).expire()
+    desk.at(32.0).expire()  # just over
     desk.assert_nothing_held()
     attach = Attach(replace(tickets["none"], gen=2), MODEL, prompt.plan.fingerprint, 300)
-    with pytest.raises(ReservationError, match="expired: no sign of life"):
+    with pytest.raises(ReservationError, match="expired: no sign of life") as late:
         desk.at(41.0).attach(attach)
+    assert late.type is not AbortedError
 
 
 class Counting(OrderedDict):

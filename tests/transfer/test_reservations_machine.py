@@ -244,10 +244,10 @@ class Machine(RuleBasedStateMachine):
             self.ledger.fence(self.epoch)
             assert not any(self.ledger.gauges().values())
         elif what == "forget":
-            self.desk.now += 2 * MEMORY_S
+            self.desk.now, live = self.desk.now + 2 * MEMORY_S, len(self.ledger._live)
             self.gone.clear()
             self.ledger.expire()
-            assert all(x.ended_at == self.desk.now for x in self.ledger._ended)
+            assert [x.ended_at for x in self.ledger._ended] == [self.desk.now] * live
             assert not self.ledger._tombstones
         else:
             self.desk.now += LEASE_S if what == "lease" else 0.7
@@ -298,8 +298,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_owned_once(self) -> None:
         self.pool.check_integrity()
-        gauges = self.ledger.gauges()
+        gauges, known = self.ledger.gauges(), self.ledger._by_nonce
         assert gauges["reservations"] + gauges["running"] <= MAX_SEQUENCES
+        assert len(known) == len(self.ledger._of()) + len(self.ledger._ended)
         if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,16 @@ os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"]
 """
 
 
-def test_a_session_that_ends_leaves_no_folder_and_no_environment() -> None:
+@pytest.mark.parametrize("tmp", ["/tmp", f"/tmp/{'x' * 20}"], ids=len)
+def test_a_session_that_ends_leaves_no_folder_and_no_environment(tmp, monkeypatch) -> None:
+    """And one with a long name would leave no room for those of Ray's sockets."""
+    monkeypatch.setattr(tempfile, "tempdir", tmp)
     before = dict(os.environ)
     with Session() as session:
         assert os.environ["RAY_AUTH_TOKEN"] == session.token
         assert int(dict(os.environ)["RAY_health_check_timeout_ms"]) >= 60_000  # busy is not dead
         assert session.folder.is_dir()
+        assert str(session.folder.parent) == "/tmp"
         assert session.folder.stat().st_mode & 0o077 == 0
     assert not session.folder.exists()
     assert dict(os.environ) == before
