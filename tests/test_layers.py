@@ -47,23 +47,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4162,
-    "cli": 1985,
-    "codecs": 2913,
-    "engine": 1903,
-    "eval": 571,
-    "files": 2043,  # disagg/*.py
-    "kernels": 6130,
-    "model": 1879,
+    "bench": 4195,
+    "cli": 1986,
+    "codecs": 2938,
+    "engine": 1912,
+    "eval": 572,
+    "files": 2044,  # disagg/*.py
+    "kernels": 6165,
+    "model": 1890,
     "report": 160,
     "server": 2068,
-    "transfer": 3346,
+    "transfer": 3352,
     "workers": 3099,
-    "tests": 23045,
+    "tests": 23396,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21216  # of all these rooms together
+PACKAGE_BUDGET = 21278  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
