@@ -109,7 +109,7 @@ class StaticStep:
 
     def __init__(self, like: Batch, size: Size):
         self._size = size
-        self._inputs = Upload(padded(like, size), like.arena.device)
+        self._inputs = Upload(_padded(like, size), like.arena.device)
         self.tokens, self.positions, self.outputs, steps = self._inputs.tree
         decodes = zip(like.decodes, steps, strict=True)
         on_device = tuple(replace(decode, step=step) for decode, step in decodes)
@@ -117,10 +117,10 @@ class StaticStep:
 
     def fill(self, batch: Batch) -> None:
         """Take the inputs of a batch with the same key."""
-        self._inputs.fill(padded(batch, self._size))
+        self._inputs.fill(_padded(batch, self._size))
 
 
-def padded(batch: Batch, size: Size) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
+def _padded(batch: Batch, size: Size) -> tuple[Tensor, Tensor, Tensor, tuple[GroupStep, ...]]:
     """Tokens, positions, outputs and steps of a batch on the host, as large as those of its key."""
     bucket, device = bucket_of(len(batch.tokens)), batch.arena.device
     tokens, positions, outputs = (

@@ -5,17 +5,11 @@ order, by 1e-7; a codec may then round a number the other way, to the next code 
 """
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.codecs import codec_names
-from disagg.model.attention import BatchAttention
 from tests.engine.forced import allowed, forced_logits
-from tests.engine.serving import make_engine, serve
 from tests.model.tiny import random_prompt
 from tests.synthetic import relative_error
 
@@ -50,32 +44,6 @@ def test_logits_do_not_depend_on_batch_or_chunks(runner, codec, lengths, tokens,
     for rid, prompt in prompts.items():
         alone = forced_logits(runner, {rid: prompt}, codecs, tokens)
         assert relative_error(together[rid], alone[rid]) <= allowed(codec)
-
-
-class Numbers(TorchDispatchMode):
-    """Counts tensors that are made of numbers of the host; on a GPU each would be a copy to it."""
-
-    made = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        self.made += func is torch.ops.aten.lift_fresh.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("codec", codec_names())
-def test_no_layer_makes_a_table(runner, codec, monkeypatch):
-    numbers, attend = Numbers(), BatchAttention.attend
-
-    def counted(*args: Any) -> Tensor:
-        with numbers:
-            return attend(*args)
-
-    monkeypatch.setattr(BatchAttention, "attend", counted)
-    engine = make_engine(runner, max_batch_tokens=53)
-    serve(engine, [random_prompt(n) for n in (58, 300)], codec, 130)
-    assert numbers.made == 0
 
 
 def test_the_tolerance_tells_one_codec_from_another(runner):

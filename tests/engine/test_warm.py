@@ -1,12 +1,17 @@
 """Warmed up, a worker records nothing for requests; and serves only what it was warmed up for."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from disagg.codecs import codec_names
 from disagg.config import Config, EngineConfig
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Prefill
@@ -20,11 +25,12 @@ from disagg.model.static import parts_of, size_of
 from disagg.transfer.messages import Role
 from disagg.workers.worker import Worker
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle
-from tests.model.test_graphs import EagerRecorder
+from tests.model.test_graphs import MIXED, EagerRecorder
 from tests.model.tiny import random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=16"
 ROWS = 5
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -60,6 +66,21 @@ def test_after_the_start_steps_of_all_sizes_and_codecs_are_replayed_and_none_rec
     assert recorder.recorded == recorded
     assert recorder.replayed == len(steps) > 0
     assert {size_of(part)[0] for part in steps} == {64, 256, 1024}
+
+
+@pytest.mark.timeout(900)
+def test_a_gpu_compiles_records_and_copies_nothing_but_tables_after_the_start():
+    """One copy of tables for each step that runs or is replayed, and none inside a layer."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.pretended", *codec_names(), MIXED]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = Counter(json.loads(done.stdout.splitlines()[-1]))
+    assert found["start"]["merge_kernel"] == 2  # its forms for few and for many units
+    assert not found["requests"]
+    assert not found["recorded"]
+    assert found["copied"] == found["eager"] + found["replayed"]
+    assert found["replayed"] > found["eager"] > 0
 
 
 def test_the_start_feeds_more_known_tokens_at_once_than_one_tile_of_queries_has(runner):

@@ -42,8 +42,6 @@ from disagg.codecs.seals import Growth, Places, take_records
 from disagg.codecs.tables import GroupStep, plan_step, upload
 from disagg.kernels.gpu import bits
 from disagg.kernels.view import Softmax
-from disagg.model.attention import Batch, Decode
-from disagg.model.static import padded, parts_of, sizes_of
 from disagg.plan import LayerGroup
 from disagg.state import allocate_group
 
@@ -58,11 +56,7 @@ UPLOADS = (torch.ops.aten._to_copy.default, torch.ops.aten.index_put_.default)  
 
 @dataclass(frozen=True)
 class Scenario:
-    """Prompts of one layer, and steps of so many tokens each; the first seals pages.
-
-    chunk:   tokens of a prompt that are computed at once
-    context: of recorded steps, in each of their sizes; 0: none is recorded
-    """
+    """Prompts of one layer, and steps of so many tokens each; the first seals pages."""
 
     spec: str
     sequences: int = 1
@@ -72,8 +66,6 @@ class Scenario:
     head_dim: int = 64
     dtype: str = "float16"
     steps: tuple[int, ...] = (1, 1)
-    chunk: int = 1 << 20
-    context: int = 0
 
 
 class FakeLauncher:
@@ -207,32 +199,20 @@ def follow(scenario: Scenario) -> None:
             prompt = Prompt(n, k, Queries.of(q[:, -8:], heads, n))
             codec.encode(k[:, whole], v[:, whole], 0, LAYER, prompt, None)
         states.append(allocate_group(group, n, arena))
-        for before in range(0, n, scenario.chunk):
-            end, at = min(n, before + scenario.chunk), upload(Places.of(states[i]), DEVICE)
-            with NoHost():
-                queries = Queries.of(q[:, max(0, end - 8) : end], heads, n)
-                chunk = k[:, :end], v[:, :end], before, n, queries
-                write_prompt(codec, group, at, LAYER, arena.bytes, *chunk)
+        at = upload(Places.of(states[i]), DEVICE)
+        with NoHost():
+            write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, prompt.queries)
         lengths.append(n)
     for m in scenario.steps:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
         with unset_fake_temporarily():  # plans are made of numbers on the host
             fresh = take_records(group, growths, arena)
             planned = plan_step(group, growths, fresh, DEVICE)
-            steps = [planned, *recorded_steps(codec, planned, arena.bytes, scenario.context)]
-        for step in (upload(step, DEVICE) for step in steps):
-            new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
-            with NoHost():
-                take_step(codec, step, arena.bytes, *new)
+        step = upload(planned, DEVICE)
+        new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
+        with NoHost():
+            take_step(codec, step, arena.bytes, *new)
         lengths = [n + m for n in lengths]
-
-
-def recorded_steps(codec: Codec, step: GroupStep, arena: Tensor, context: int) -> list[GroupStep]:
-    """A step as it is recorded at the start: padded to every size that a context needs."""
-    rows = range(len(step.rows))
-    parts = parts_of(Batch(rows, rows, rows, arena, decodes=(Decode(codec, step),)))
-    padded_to = [padded(part, size) for part in parts for size in sizes_of(part, context)]
-    return [found for _, _, _, (found,) in padded_to]
 
 
 def take_step(
