@@ -15,6 +15,7 @@ RAW_SLOTS = 16  # tokens of a raw page
 TURN = 64  # channels of V that are mixed
 STRIP = 16  # slots that are read together: the rows of a matrix product
 TILE_STRIPS = 4  # strips that a GPU takes in one iteration
+NARROW = 128  # channels up to which it takes so many; of more it takes half
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,8 @@ class ExactFormat:
     @property
     def tile_pages(self) -> int:
         """Pages that a GPU takes in one iteration."""
-        return max(1, TILE_STRIPS // self.strips)
+        strips = TILE_STRIPS if self.head_dim <= NARROW else TILE_STRIPS // 2
+        return max(1, strips // self.strips)
 
     @property
     def is_sealable(self) -> bool:

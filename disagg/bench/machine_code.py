@@ -8,7 +8,8 @@ an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bi
 the disassembly, so it can be held by a test on any machine. Each attention kernel is compiled in a
 process of its own, because some configurations abort the compiler and the process with it; of all
 others it is asked whether they compile and spill, as many to a process as it survives. Pages are
-those of the codecs that are served, of 128 channels; queries 32 sequences of 8 KV heads.
+those of the codecs that are served, of 128 channels where a name says no other number, as
+kivi-2-D256-4heads does; queries 32 sequences of 8 KV heads.
 """
 
 import json
@@ -58,7 +59,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-HEAD_DIM = 128
+HEAD_DIM, WIDE = 128, 256
 SPECS = {
     "kivi-2": "kivi:bits=2",
     "kivi-4": "kivi:bits=4",
@@ -77,7 +78,7 @@ SPECS = {
     "raw-bf16": "raw:dtype=bf16",
     "h2o": "h2o",
 }
-LOOPS = tuple(f"{name}-{width}heads" for name in SPECS for width in (4, 8))
+LOOPS = tuple(f"{x}{dim}-{n}heads" for dim in ("", f"-D{WIDE}") for x in SPECS for n in (4, 8))
 COMPILE_SECONDS = 300.0
 
 
@@ -133,23 +134,29 @@ def _type_of(name: str) -> Any:
     return TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
 
 
-def page_format(spec: str) -> PageFormat | ExactFormat:
+def head_dim_of(kernel: str) -> int:
+    """The channels of a head that the name of a kernel says."""
+    found = re.search(r"-D(\d+)", kernel)
+    return int(found[1]) if found else HEAD_DIM
+
+
+def page_format(spec: str, head_dim: int = HEAD_DIM) -> PageFormat | ExactFormat:
     """The pages of a prompt under a codec."""
     codec = get_codec(spec)
     if isinstance(codec, QuantizedCodec):
-        return prompt_format(codec, HEAD_DIM)
-    return exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").page)
+        return prompt_format(codec, head_dim)
+    return exact_format(codec.layer_group((0,), 8, head_dim, "float16").page)
 
 
-def served_formats(spec: str) -> list[PageFormat | ExactFormat]:
+def served_formats(spec: str, head_dim: int = HEAD_DIM) -> list[PageFormat | ExactFormat]:
     """All that a decode step of a codec attends to in one launch, pages of prompts first."""
     codec = get_codec(spec)
-    group = codec.layer_group((0,), 8, HEAD_DIM, "float16")
-    found = [page_format(spec)]
+    group = codec.layer_group((0,), 8, head_dim, "float16")
+    found = [page_format(spec, head_dim)]
     if group.flush_page is not None:
         page = group.flush_page
         quantized = isinstance(codec, QuantizedCodec)
-        found.append(flush_format(codec, HEAD_DIM) if quantized else exact_format(page))
+        found.append(flush_format(codec, head_dim) if quantized else exact_format(page))
     if group.kept_limit:
         found.append(exact_format(group.raw, group.side))
     return found if group.page == group.raw else [*found, exact_format(group.raw)]
@@ -173,31 +180,36 @@ def attention(
         "widths": ("i32",) * count,
     }
     constants = {"LOOPS": loops, "COUNT": count}
-    return CompiledSource(attend_kernel, constants, 1, plan.compile_options(nvidia), types)
+    options = plan.compile_options(formats[0], nvidia)
+    return CompiledSource(attend_kernel, constants, 1, options, types)
 
 
 def measure_loop(kernel: str, target: str) -> Row:
     """Compile one attention kernel for one target, in this process: its loop over pages.
 
-    per_element: instructions of one thread lane for each element of K and V
+    per_element: instructions of one thread lane for each element of K and V, in all programs that
+                 share the heads
     spill_bytes: of a thread; load_bits: width of the loads that bring in most bytes
     buffers:     pages that can be in flight while one is worked on, plus that one
     """
     chip = TARGETS[target]
     name, _, width = kernel.rpartition("-")
-    formats = served_formats(SPECS[name])
+    head_dim = head_dim_of(name)
+    formats = served_formats(SPECS[name.removesuffix(f"-D{head_dim}")], head_dim)
     fmt = formats[0]
-    compiled = attention(formats, int(width.removesuffix("heads")), chip).compile(chip)
+    source = attention(formats, int(width.removesuffix("heads")), chip)
+    compiled, blocks = source.compile(chip), source.constants["LOOPS"][0].shape.blocks(1)
     slots = fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
+    items, threads = 2 * slots * head_dim, chip.warp_size * compiled.metadata.num_warps
     if chip.backend == "cuda":
         code, registers, spilled = read_cubin(compiled.asm["cubin"])
-        loop = pipelined(code)
+        loop = pipelined(code, items // (8 * threads))
     else:
         loop, registers, spilled = read_amdgcn(compiled.asm["amdgcn"])
     return {
         "kernel": kernel,
         "target": target,
-        "per_element": round(len(loop) * chip.warp_size / (2 * slots * HEAD_DIM), 3),
+        "per_element": round(blocks * len(loop) * threads / items, 3),
         "registers": registers,
         "spill_bytes": spilled,
         "shared_bytes": compiled.metadata.shared,
@@ -211,8 +223,8 @@ def measure_spills(kernel: str, target: str) -> Row:
 
     spill_bytes: of a thread; instructions: of the whole kernel
     """
-    chip = TARGETS[target]
-    compiled = OTHERS[kernel](chip).compile(chip)
+    chip, head_dim = TARGETS[target], head_dim_of(kernel)
+    compiled = OTHERS[kernel](head_dim, chip).compile(chip)
     if chip.backend == "cuda":
         code, registers, spilled = read_cubin(compiled.asm["cubin"])
         count = len(code)
@@ -230,8 +242,8 @@ def measure_spills(kernel: str, target: str) -> Row:
     }
 
 
-def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS[name])
+def _encode(name: str, is_v: bool, head_dim: int, chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS[name], head_dim)
     assert isinstance(fmt, PageFormat)
     side = fmt.v if is_v else fmt.k
     constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v, "BAND": 0}
@@ -243,22 +255,22 @@ def _encode(name: str, is_v: bool, chip: GPUTarget) -> CompiledSource:
     return CompiledSource(encode_side_kernel, constants, encode_warps(side))
 
 
-def _scales(name: str, chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS[name])
+def _scales(name: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS[name], head_dim)
     assert isinstance(fmt, PageFormat)
     constants = {"SIDE": fmt.k, "BYTES": fmt.segment_bytes, "CHANNELS": CHANNELS}
     return CompiledSource(segment_scales_kernel, constants | {"stride_channel": 1}, 4)
 
 
-def _low_rank(chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS["gear-l-2"])
+def _low_rank(head_dim: int, chip: GPUTarget) -> CompiledSource:
+    fmt = page_format(SPECS["gear-l-2"], head_dim)
     return CompiledSource(low_rank_kernel, {"FMT": fmt}, LOW_RANK_WARPS)
 
 
-def _append(name: str, chip: GPUTarget) -> CompiledSource:
+def _append(name: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
     codec = get_codec(SPECS[name])
-    raw = exact_format(codec.layer_group((0,), 8, HEAD_DIM, "float16").raw)
-    fmt = codec.seal_format(HEAD_DIM)
+    raw = exact_format(codec.layer_group((0,), 8, head_dim, "float16").raw)
+    fmt = codec.seal_format(head_dim)
     codes = isinstance(fmt, PageFormat)
     constants = {"RAW": raw, "DTYPE": tl.float16, "FMT": fmt, "CODES": codes}
     constants["BANDS"] = len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0
@@ -266,23 +278,23 @@ def _append(name: str, chip: GPUTarget) -> CompiledSource:
     return CompiledSource(append_kernel, constants, append_warps(fmt), types=types)
 
 
-def _merge(units: int, num_warps: int, chip: GPUTarget) -> CompiledSource:
-    constants = {"D": HEAD_DIM, "UNITS": units, "COLUMNS": COLUMNS, "SINKS": 0}
+def _merge(units: int, num_warps: int, head_dim: int, chip: GPUTarget) -> CompiledSource:
+    constants = {"D": head_dim, "UNITS": units, "COLUMNS": COLUMNS, "SINKS": 0}
     return CompiledSource(merge_kernel, constants, num_warps)
 
 
-def _planes(kernel: str, chip: GPUTarget) -> CompiledSource:
+def _planes(kernel: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
     columns = plan.NVIDIA_COLUMNS if chip.backend == "cuda" else plan.AMD_COLUMNS
-    fmt: AlignedFormat = aligned_format(AlignedKV().page_layout(HEAD_DIM), HEAD_DIM)
+    fmt: AlignedFormat = aligned_format(AlignedKV().page_layout(head_dim), head_dim)
     constants = {"FMT": fmt, "SHAPE": plan.shape_of(fmt, 1, 4, columns)}
-    return CompiledSource(getattr(aligned, kernel), constants, 4)
+    return CompiledSource(getattr(aligned, kernel), constants, 4 * plan.warps_of(head_dim))
 
 
 ENCODED = (
     *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
     *("banded-2", "banded-3"),
 )
-OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
+OTHERS: dict[str, Callable[[int, GPUTarget], CompiledSource]] = {
     **{
         f"encode-{name}-{side}": partial(_encode, name, side == "v")
         for name in ENCODED
@@ -298,6 +310,7 @@ OTHERS: dict[str, Callable[[GPUTarget], CompiledSource]] = {
     "plane-scores": partial(_planes, "plane_scores_kernel"),
     "plane-values": partial(_planes, "plane_values_kernel"),
 }
+OTHERS |= {f"{name}-D{WIDE}": source for name, source in OTHERS.items()}
 
 
 def read_cubin(cubin: bytes) -> tuple[list[tuple[int, str]], int, int]:
@@ -317,8 +330,9 @@ def read_cubin(cubin: bytes) -> tuple[list[tuple[int, str]], int, int]:
     return found, int(usage[1]), int(usage[2])
 
 
-def pipelined(code: list[tuple[int, str]]) -> list[str]:
-    """The loop that loads ahead; a loop with masks, for the ends of a sequence, does not."""
+def pipelined(code: list[tuple[int, str]], products: int) -> list[str]:
+    """The shortest loop that loads ahead and does so many matrix products: one over other pages
+    does fewer, and one with masks, for the ends of a sequence, is longer."""
     places = {address: i for i, (address, _) in enumerate(code)}
     text = [instruction for _, instruction in code]
     loops = []
@@ -326,7 +340,12 @@ def pipelined(code: list[tuple[int, str]]) -> list[str]:
         found = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
         if found and places.get(int(found[1], 16), i) < i:
             loops.append(text[places[int(found[1], 16)] : i + 1])
-    return max(loops, key=lambda loop: (sum("LDGSTS" in x for x in loop) > 4, -len(loop)))
+
+    def count(name: str, loop: list[str]) -> int:
+        return sum(name in x for x in loop)
+
+    ahead = (x for x in loops if count("LDGSTS", x) > 4 and count("HMMA", x) >= products)
+    return min(ahead, key=len)
 
 
 def read_amdgcn(code: str) -> tuple[list[str], int, int]:
@@ -388,11 +407,12 @@ def compile_all(
 
 
 def compile_others(
-    targets: Iterable[str] = tuple(TARGETS), kernels: Iterable[str] = tuple(OTHERS)
+    targets: Iterable[str] = tuple(TARGETS), kernels: Sequence[str] = tuple(OTHERS)
 ) -> list[Row]:
-    """The same of all other kernels: rows of `measure_spills`."""
-    names = tuple(kernels)
-    return _two_at_once(("all others", "others", target, names) for target in targets)
+    """The same of all other kernels: rows of `measure_spills`; a process for each head dim."""
+    names = {dim: tuple(x for x in kernels if head_dim_of(x) == dim) for dim in (HEAD_DIM, WIDE)}
+    given = product(targets, names.items())
+    return _two_at_once((f"others of {d}", "others", x, some) for x, (d, some) in given)
 
 
 def _two_at_once(given: Iterable[tuple[str, str, str, tuple[str, ...]]]) -> list[Row]:

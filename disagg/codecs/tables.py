@@ -31,7 +31,7 @@ from disagg.codecs.seals import (
     seal_tails,
     segment_layout,
 )
-from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans
+from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans, warps_of
 from disagg.kernels.sealing import SealRows
 from disagg.kernels.view import Units
 from disagg.page import Layout, align
@@ -223,8 +223,11 @@ def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch
 def _span(group: LayerGroup, table: PageTable) -> Span:
     """What the sequences of a table show, in plain numbers."""
     layout, width = table.layout, table.pages.shape[1]
-    exact = any(plane.name == "k" for plane in layout.planes)
-    tile = tile_of(exact_format(layout)) if exact else Tile(layout.tokens, layout.block_bytes)
+    if any(plane.name == "k" for plane in layout.planes):
+        tile = tile_of(exact_format(layout))
+    else:
+        banded = group.segment is not None and any(x.name == "order" for x in group.segment.planes)
+        tile = Tile(layout.tokens, layout.block_bytes, warps=warps_of(group.head_dim, banded))
     lo, hi = table.lo.amin(1).numpy(), table.hi.amax(1).numpy()
     if table.sides is not None and group.side is not None:
         slots = min(width * layout.tokens, slots_format(group.side).slots)

@@ -182,11 +182,12 @@ def attend(
     formats = [x.fmt for x in some if not isinstance(x.fmt, AlignedFormat)]
     loops = loops_of(formats, served, queries, query_heads // heads, chip, cap)
     if served:
-        attend_kernel[(heads, loops[0].shape.blocks(queries), slots)](
+        blocks = max(loop.shape.blocks(queries) for loop in loops)
+        attend_kernel[(heads, blocks, slots)](
             q, tuple(x.arena for x in some), tuple(tables[i] for i in served),
             tuple((x.base, x.segment_base if x.sides is None else x.side_base) for x in some),
             tuple(2 * x.pages.shape[1] + 1 for x in some), units.table, o, lse, scale, queries,
-            *q.stride()[:3], loops, len(loops), **compile_options(chip.nvidia),
+            *q.stride()[:3], loops, len(loops), **compile_options(formats[0], chip.nvidia),
         )  # fmt: skip
     for i, view in enumerate(views):
         if isinstance(view.fmt, AlignedFormat):

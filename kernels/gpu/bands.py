@@ -18,10 +18,9 @@ from disagg.kernels.gpu.scores import (
     load_codes,
     query_parts,
     repeat_rows,
-    stack,
     weight_of,
 )
-from disagg.kernels.gpu.tiles import as_bytes, as_scales, first_of, query_unit
+from disagg.kernels.gpu.tiles import as_bytes, as_scales, first_of, query_unit, stack, unstack
 
 TURN = tl.constexpr(formats.TURN)
 
@@ -145,28 +144,43 @@ def turned(x, segment, FMT: tl.constexpr):
 
 @triton.jit
 def turn_back(segment, o, FMT: tl.constexpr, PRECISION: tl.constexpr):
-    """The fields o [W, C] fp32 of V's channels as they were before the turn."""
+    """The fields o [W, C] fp32 of V's channels as they were before the turn.
+
+    A field of TURN rows is worked on as four tiles: a matrix of its size would fill the registers.
+    """
     W: tl.constexpr = FMT.v.rows // FMT.v.fields
     TOGETHER: tl.constexpr = TURN // W
-    o_w = tl.arange(0, W)
-    b_same = o_w[:, None] & o_w[None, :]
+    H: tl.constexpr = 16 if TOGETHER == 1 else W
+    o_w, o_h = tl.arange(0, W), tl.arange(0, H)
+    b_same = o_h[:, None] & o_h[None, :]
     b_same ^= b_same >> 4  # the parity of the bits that two numbers below 64 share
     b_same ^= b_same >> 2
     b_same ^= b_same >> 1
     b_h = (1 - 2 * (b_same & 1)).to(tl.float32)
-    mixed = ()
-    for f in tl.static_range(4):
-        mixed = mixed + (tl.dot(b_h, o[f], input_precision=PRECISION),)
-    if TOGETHER >= 2:
-        a, b, c, d = mixed
-        mixed = (a + b, a - b, c + d, c - d)
-    if TOGETHER == 4:
-        a, b, c, d = mixed
-        mixed = (a + c, b + d, a - c, b - d)
-    signed = ()
+    mixed, signed = (), ()
+    if TOGETHER == 1:
+        for f in tl.static_range(4):
+            mixed = mixed + (stack(mix(b_h, unstack(o[f], 4), 4, PRECISION), 4),)
+    else:
+        mixed = mix(b_h, o, TOGETHER, PRECISION)
     for f in tl.static_range(4):
         o_d = f * W + o_w
         b_bits = tl.load(as_bytes(segment, FMT.turn.signs) + o_d // 8).to(tl.int32)
         b_sign = 0.125 - 0.25 * ((b_bits >> (o_d % 8)) & 1).to(tl.float32)
         signed = signed + (mixed[f] * b_sign[:, None],)
     return signed
+
+
+@triton.jit
+def mix(b_h, x, TOGETHER: tl.constexpr, PRECISION: tl.constexpr):
+    """Four tiles, each TOGETHER of which are one block of channels, times the matrix of a block;
+    b_h is that of a tile."""
+    mixed = ()
+    for i in tl.static_range(4):
+        mixed = mixed + (tl.dot(b_h, x[i], input_precision=PRECISION),)
+    a, b, c, d = mixed
+    mixed = (a + b, a - b, c + d, c - d)
+    if TOGETHER == 4:
+        a, b, c, d = mixed
+        mixed = (a + c, b + d, a - c, b - d)
+    return mixed

@@ -7,7 +7,7 @@ compiler keeps one page in flight instead of two or three (Triton 3.6 to 3.9).
 import triton
 import triton.language as tl
 
-from disagg.kernels.formats import PageFormat
+from disagg.kernels.formats import NARROW, PageFormat
 from disagg.kernels.gpu.bands import bands_scores, prepare_bands, turn_back
 from disagg.kernels.gpu.scores import page_scores, prepare_query
 from disagg.kernels.gpu.sparse import sparse_rows
@@ -93,9 +93,11 @@ def attend_codes(unit_of, queries, at_bytes, out, scale, LOOP: tl.constexpr):
 @triton.constexpr_function
 def two_loops_fit(fmt: PageFormat) -> bool:
     """Whether a loop that hides nothing fits the registers beside one that does (Triton 3.9): not
-    with a low-rank basis of each page, nor with sparse slots beside more than two bits."""
+    with a low-rank basis of each page, nor with sparse slots beside more than two bits, nor with
+    bands of many channels."""
     dense = fmt.k.sparse is None and fmt.v.sparse is None
-    return not fmt.has_own_basis and (dense or fmt.k.bits == 2)
+    narrow = not fmt.bands or fmt.head_dim <= NARROW
+    return narrow and not fmt.has_own_basis and (dense or fmt.k.bits == 2)
 
 
 @triton.jit

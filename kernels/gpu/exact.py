@@ -2,9 +2,10 @@
 of attend.py's kernel.
 
 The Triton form of reference/exact.py. An iteration takes a tile of four strips of 16 slots, each at
-its own address (four raw pages), so that bookkeeping is paid once for 64 tokens. fp16 goes to the
-tensor core as it is. bf16 has too few digits for q and p, so these go as two bf16 terms. fp32 goes
-as three tf32 products, or as fp32 where there are none: an exact cache stays exact.
+its own address (four raw pages), so that bookkeeping is paid once for 64 tokens; of more than 128
+channels it takes two. fp16 goes to the tensor core as it is. bf16 has too few digits for q and p,
+so these go as two bf16 terms. fp32 goes as three tf32 products, or as fp32 where there are none: an
+exact cache stays exact.
 
 Which token is in a slot is the one thing in which these pages differ. Tokens that are counted need
 no load and leave whole tiles without a mask. Positions are loaded one tile ahead, beside the page
@@ -18,19 +19,19 @@ from disagg.kernels import formats
 from disagg.kernels.gpu.tiles import (
     P_BIAS,
     as_bytes,
-    below,
     empty_softmax,
     hide,
     load_tile,
     query_unit,
     softmax_step,
+    stack,
     store_lse,
-    upper_lower,
+    unstack,
     whole_tiles,
 )
 
 STRIP = tl.constexpr(formats.STRIP)
-TILE = tl.constexpr(formats.STRIP * formats.TILE_STRIPS)
+NARROW = tl.constexpr(formats.NARROW)
 FAR = tl.constexpr(1 << 30)  # behind all tokens: an empty slot
 IS_FREE = tl.constexpr(formats.FREE)
 
@@ -53,7 +54,8 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     D: tl.constexpr = FMT.head_dim
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     C: tl.constexpr = LOOP.shape.columns
-    tl.static_assert(FMT.strips * FMT.tile_pages * STRIP == TILE, "a tile is whole pages")
+    TILE: tl.constexpr = FMT.strips * FMT.tile_pages * STRIP
+    HIDES: tl.constexpr = not FMT.counted or D > NARROW  # one loop, in which tokens are hidden
     arena_ptr = arena_ptr.to(tl.pointer_type(LOOP.item), bitcast=True)
     limit = last_slot(hi, width, FMT)
     factor, unit = query_unit(p_q, m_c, scale, D)
@@ -66,18 +68,18 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     ITEM: tl.constexpr = arena_ptr.dtype.element_ty.primitive_bitwidth // 8
     block_ptr = arena_ptr + (base // ITEM + i_head * (FMT.block_bytes // ITEM))
     where_ptr = find_positions(arena_ptr, side, base, side_base, i_head, FMT)
-    whole, whole_end = start, start if FMT.counted else end
-    if FMT.counted and STAGES > 1:  # of a tail beside pages a second loop might spill
+    whole, whole_end = start, end if HIDES else start
+    if not HIDES and STAGES > 1:  # of a tail beside pages a second loop might spill
         whole, whole_end = whole_tiles(lo, hi, start, end, m_c, TILE)
     pages = load_pages(row_ptr, whole, width, FMT)
     at = load_positions(where_ptr, pages, whole, limit, FMT)
     for i in tl.range(whole, whole_end, num_stages=STAGES):
         blocks = addresses(block_ptr, pages, FMT)
-        seen = () if FMT.counted else (at, i, lo, hi)
+        seen = (at, i, lo, hi) if HIDES else ()
         pages = load_pages(row_ptr, i + 1, width, FMT)
         at = load_positions(where_ptr, pages, i + 1, limit, FMT)
         state = add_tile(blocks, q, unit, seen, state, FMT, OPERAND, PRECISION, CAP)
-    if FMT.counted:
+    if not HIDES:
         for i in tl.range(start, end - (whole_end - whole), num_stages=1):
             i_tile = tl.where(i < whole, i, i + (whole_end - whole))
             blocks = addresses(block_ptr, load_pages(row_ptr, i_tile, width, FMT), FMT)
@@ -103,9 +105,9 @@ def operands(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_pages(row_ptr, i_tile, width, FMT: tl.constexpr):
-    """The page id of each of the four strips of a tile; beyond the table the last one again."""
+    """The page id of each strip of a tile; beyond the table the last one again."""
     ids = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(FMT.strips * FMT.tile_pages):
         i_page = i_tile * FMT.tile_pages + j // FMT.strips
         ids = ids + (tl.load(row_ptr + tl.minimum(i_page, width - 1)),)
     return ids
@@ -113,10 +115,10 @@ def load_pages(row_ptr, i_tile, width, FMT: tl.constexpr):
 
 @triton.jit
 def addresses(block_ptr, pages, FMT: tl.constexpr):
-    """Where the four strips of a tile begin, but for the offset of K or V."""
+    """Where the strips of a tile begin, but for the offset of K or V."""
     ITEM: tl.constexpr = block_ptr.dtype.element_ty.primitive_bitwidth // 8
     blocks = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(len(pages)):
         o_strip = pages[j].to(tl.int64) * (128 // ITEM) + j % FMT.strips * STRIP * FMT.head_dim
         blocks = blocks + (block_ptr + o_strip,)
     return blocks
@@ -127,7 +129,7 @@ def add_tile(
     blocks, q, unit, seen, state,
     FMT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The state (m, l, o) after one more tile, whose strips begin at four pointers.
+    """The state (m, l, o) after one more tile, whose strips begin at `blocks`.
 
     q:    tiles [D, C], to be summed
     seen: (positions, index of the tile, lo, hi), or () for a tile that all columns see whole
@@ -141,7 +143,7 @@ def add_tile(
     o_k = o_t[:, None] * D + o_d[None, :]
     o_v = o_d[:, None] + o_t[None, :] * D
     s = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_k = m_t[:, None] & (o_d < D)[None, :]
         b_k = load_tile(blocks[j] + FMT.k // ITEM + o_k, m_k, WHOLE).to(OPERAND)  # [16, D]
@@ -149,14 +151,13 @@ def add_tile(
         for i in tl.static_range(1, len(q)):
             b_s = tl.dot(b_k, q[i], b_s, input_precision=PRECISION)
         s = s + (b_s,)
-    s = below(below(s[0], s[1]), below(s[2], s[3]))
+    s = stack(s, len(blocks))
     if len(seen) > 0:
         s = hide_slots(s, seen[0], seen[1], seen[2], seen[3], FMT)
     p, decay, m, l = softmax_step(s, unit, m, l, P_BIAS, P_BIAS, STRIP, CAP)
-    first, second = upper_lower(p)
-    p = upper_lower(first) + upper_lower(second)
+    p = unstack(p, len(blocks))
     b_o *= decay[None, :]
-    for j in tl.static_range(4):
+    for j in tl.static_range(len(blocks)):
         m_t = j % FMT.strips * STRIP + o_t < FMT.slots
         m_v = (o_d < D)[:, None] & m_t[None, :]
         b_v = load_tile(blocks[j] + FMT.v // ITEM + o_v, m_v, WHOLE).to(OPERAND)  # [D, 16]
@@ -189,10 +190,11 @@ def find_positions(arena_ptr, side, base, side_base, i_head, FMT: tl.constexpr):
 
 @triton.jit
 def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
-    """Positions [TILE] of the tokens in the slots of a tile, FAR where none is; () if counted.
+    """Positions of the tokens in the slots of a tile, FAR where none is; () if counted.
 
     where_ptr, limit: see above; pages: the page id of each strip
     """
+    TILE: tl.constexpr = STRIP * len(pages)
     o_s = tl.arange(0, TILE)
     if FMT.counted:
         at = ()
@@ -207,7 +209,8 @@ def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
         STRIPS: tl.constexpr = FMT.strips
         o_strip = o_s // STRIP
         page = tl.where(o_strip == 0, pages[0], pages[1])
-        page = tl.where(o_strip == 2, pages[2], tl.where(o_strip == 3, pages[3], page))
+        if len(pages) == 4:
+            page = tl.where(o_strip == 2, pages[2], tl.where(o_strip == 3, pages[3], page))
         o_slot = o_strip % STRIPS * STRIP + o_s % STRIP
         first = (i_tile * FMT.tile_pages + o_strip // STRIPS) * FMT.tokens
         p_at = where_ptr + page.to(tl.int64) * 32 + FMT.positions // 4 + o_slot
@@ -218,8 +221,8 @@ def load_positions(where_ptr, pages, i_tile, limit, FMT: tl.constexpr):
 
 @triton.jit
 def hide_slots(s, at, i_tile, lo, hi, FMT: tl.constexpr):
-    """Scores [TILE, C] of a tile; those of tokens outside [lo, hi) of their column become -inf."""
+    """Scores of a tile; those of tokens outside [lo, hi) of their column become -inf."""
     if FMT.counted:
-        return hide(s, i_tile * TILE + tl.arange(0, TILE), lo, hi)
+        return hide(s, tl.arange(0, s.shape[0]) + i_tile * s.shape[0], lo, hi)
     else:
         return hide(s, at, lo, hi)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.kernels.formats import (
+    NARROW,
     RAW_SLOTS,
     STRIP,
     TILE_STRIPS,
@@ -68,34 +69,44 @@ def shape_of(fmt: LoopFormat | AlignedFormat, queries: int, group: int, columns:
     """The shape for so many queries of each sequence; columns: of the tensor core.
 
     Where half of them are enough, each query takes two in pages of codes: both are the same for K,
-    so that no thread holds a score twice, and they carry two groups of channels of V.
+    so that no thread holds a score twice, and they carry two groups of channels of V. Of many
+    channels the sums of more queries would not fit the registers: other programs take these.
     """
     if not isinstance(fmt, PageFormat):
         return Shape(group, columns)
     groups = fmt.head_dim // fmt.v.scale.group if fmt.v.scale.by == "column" else 1
     pairs = groups % 2 == 0 and fmt.v.fields % groups == 0
-    if pairs and queries * group <= columns // 2:
+    wide = columns == NVIDIA_COLUMNS and fmt.head_dim > NARROW
+    if pairs and (wide or queries * group <= columns // 2):
         return Shape(group, columns // 2, 2, 2)
     return Shape(group, columns)
 
 
-def compile_options(nvidia: bool) -> dict[str, int | bool]:
-    """What the compiler is told. One warp: the softmax then never crosses warps.
+def compile_options(fmt: LoopFormat, nvidia: bool) -> dict[str, int | bool]:
+    """What the compiler is told; fmt: of the pages that are read most.
 
     Left alone, ptxas stops at 168 registers for some kernels and spills (Triton 3.9).
     """
     options: dict[str, int | bool] = {"num_warps": 1, "enable_fp_fusion": True}
-    return options | ({"maxnreg": 255} if nvidia else {})
+    return options | {"num_warps": tile_of(fmt).warps, "maxnreg": 255} if nvidia else options
+
+
+def warps_of(head_dim: int, banded: bool = False) -> int:
+    """Warps of a program on an NVIDIA chip: one, so that the softmax never crosses warps. Its
+    registers hold the sums of 256 channels only where K comes in bands, one after another; else
+    there are two warps: each has half of the sums, and both make all scores."""
+    return 1 if head_dim <= NARROW or banded else 2
 
 
 def pipeline_stages(fmt: LoopFormat, nvidia: bool, beside: bool) -> int:
     """Stages of the loop over tiles: 3 keep two tiles loaded or on their way, 2 keep one.
 
     Raw pages beside others, of tails and of tokens kept, are few: buffers for them would keep other
-    programs from running, so they have none. Of pages with low-rank bases of their own two spill.
+    programs from running, so they have none; but of many channels one, since loads that wait in
+    registers would spill. Of pages with low-rank bases of their own two spill.
     """
     if beside and isinstance(fmt, ExactFormat) and fmt.slots == RAW_SLOTS:
-        return 1
+        return 1 if fmt.head_dim <= NARROW else 2
     if beside and isinstance(fmt, PageFormat) and fmt.has_own_basis:
         return 2
     return _stages(tile_of(fmt).nbytes, nvidia)
@@ -136,18 +147,22 @@ class Tile:
     """What one iteration takes of each KV head: tokens and bytes.
 
     counted: its tokens follow from where it is, so a window hides whole tiles
+    warps:   of a program that takes it
     """
 
     tokens: int
     nbytes: int
     counted: bool = True
+    warps: int = 1
 
 
 def tile_of(fmt: LoopFormat | AlignedFormat) -> Tile:
     """A page, or a few exact ones."""
     if isinstance(fmt, ExactFormat):
-        return Tile(fmt.tokens * fmt.tile_pages, fmt.block_bytes * fmt.tile_pages, fmt.counted)
-    return Tile(fmt.tokens, fmt.block_bytes)
+        count, warps = fmt.tile_pages, warps_of(fmt.head_dim)
+        return Tile(fmt.tokens * count, fmt.block_bytes * count, fmt.counted, warps)
+    banded = isinstance(fmt, PageFormat) and bool(fmt.bands)
+    return Tile(fmt.tokens, fmt.block_bytes, warps=warps_of(fmt.head_dim, banded))
 
 
 @dataclass(frozen=True)
@@ -212,11 +227,11 @@ def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
 
 
 def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
-    """What a device runs at once for each KV head: resident 8 times by registers, and as often as
-    there is memory for the pages of the first view."""
-    nbytes = spans[0].tile.nbytes
-    buffered = (_stages(nbytes, True) - 1) * nbytes
-    resident = max(1, min(8, 2 * NVIDIA_SHARED_BYTES // buffered))
+    """What a device runs at once for each KV head: 8 warps are resident by registers, and programs
+    as often as there is memory for the pages of the first view."""
+    tile = spans[0].tile
+    buffered = (_stages(tile.nbytes, True) - 1) * tile.nbytes
+    resident = max(1, min(8 // tile.warps, 2 * NVIDIA_SHARED_BYTES // buffered))
     return max(1, resident * count_processors(device) // heads)
 
 

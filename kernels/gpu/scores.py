@@ -14,11 +14,11 @@ from disagg.kernels.gpu.sparse import sparse_sums
 from disagg.kernels.gpu.tiles import (
     as_bytes,
     as_scales,
-    below,
     first_of,
     in_halves,
     load_tile,
     settle,
+    stack,
     upper_lower,
 )
 
@@ -239,17 +239,6 @@ def weight_of(f: tl.constexpr, SIDE: tl.constexpr, SPELLING: tl.constexpr):
 
 
 @triton.jit
-def stack(s, FIELDS: tl.constexpr):
-    """The fields of a tile, one below the other."""
-    if FIELDS == 4:
-        return below(below(s[0], s[1]), below(s[2], s[3]))
-    elif FIELDS == 2:
-        return below(s[0], s[1])
-    else:
-        return s[0]
-
-
-@triton.jit
 def page_scores(block, query, own, COPIES: tl.constexpr, FMT: tl.constexpr, SPELLING: tl.constexpr):
     """q.k of one page: [T, C] fp32; -inf for tokens that are not there.
 
@@ -297,15 +286,11 @@ def column_scores(
     parts = (words,)
     if HALVES < PARTS:
         parts = (words, load_codes(block, 1, PARTS, SIDE))
-    groups = ()
-    for g in tl.static_range(GROUPS):
-        if SIDE.scale.shared:
-            groups = groups + (folded,)
-        else:
-            groups = groups + (fold_scale(block, g, q, SIDE),)
-    s = ()
+    s, group = (), folded
     for f in tl.static_range(FIELDS):
-        b_q, b_bias = groups[f * GROUPS // SIDE.fields]
+        if not SIDE.scale.shared and f * GROUPS % FIELDS == 0:
+            group = fold_scale(block, f * GROUPS // FIELDS, q, SIDE)
+        b_q, b_bias = group
         b_s = tl.zeros(b_bias.shape, tl.float32)
         for j in tl.static_range(PARTS):
             b_codes = codes_of(parts[j % len(parts)], f, j % HALVES, SIDE, SPELLING)

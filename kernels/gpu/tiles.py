@@ -120,6 +120,27 @@ def upper_lower(x):
 
 
 @triton.jit
+def stack(s, COUNT: tl.constexpr):
+    """One, two or four tiles, one below the other."""
+    if COUNT == 4:
+        return below(below(s[0], s[1]), below(s[2], s[3]))
+    elif COUNT == 2:
+        return below(s[0], s[1])
+    else:
+        return s[0]
+
+
+@triton.jit
+def unstack(x, COUNT: tl.constexpr):
+    """The two or four tiles that lie one below the other in x."""
+    first, second = upper_lower(x)
+    if COUNT == 4:
+        return upper_lower(first) + upper_lower(second)
+    else:
+        return first, second
+
+
+@triton.jit
 def as_scales(block, OFFSET: tl.constexpr):
     """The fp16 items at a byte offset of a block."""
     return (block + OFFSET // 2).to(tl.pointer_type(tl.float16), bitcast=True)

@@ -4,6 +4,8 @@ import pytest
 
 from disagg.bench import machine_code
 from disagg.bench.machine_code import (
+    LOOPS,
+    SPECS,
     TARGETS,
     attention,
     compile_all,
@@ -26,7 +28,11 @@ WITH_4_AND_8_HEADS = {
 }
 BUDGETS = {f"{x}-{4 * i}heads": y[i - 1] for x, y in WITH_4_AND_8_HEADS.items() for i in (1, 2)}
 BUDGETS |= {"h2o-4heads": 2.0, "banded-2-4heads": 1.7, "banded-3-4heads": 1.7}
+REFUSED = ("gear-2", "gear-4", "gear")  # with 256 channels; of others 8 heads are two programs
+WIDE = [x for x in LOOPS if "-D256-" in x and x.split("-D256-")[0] not in REFUSED]
+BUDGETS |= {name: 2.0 if name.endswith("4heads") else 4.0 for name in WIDE}
 SOON = ("kivi-4-4heads", "banded-3-4heads")  # the others take a minute each
+SOON += ("banded-3-D256-4heads", "raw-fp16-D256-4heads")
 OTHERS = (  # one of each kind, the largest
     "encode-gear-2-v",
     "encode-kivi-4-v",
@@ -56,8 +62,15 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
         assert row["buffers"] >= 2, row
 
 
-def test_sparse_slots_that_spill_are_refused_on_nvidia_chips():
-    formats = served_formats("gear:bits=2,backbone=kivi,sparsity=0.03125")
+@pytest.mark.parametrize(
+    ("spec", "head_dim"),
+    [
+        ("gear:bits=2,backbone=kivi,sparsity=0.03125", 128),
+        *((SPECS[name], 256) for name in REFUSED),
+    ],
+)
+def test_sparse_slots_that_spill_are_refused_on_nvidia_chips(spec, head_dim):
+    formats = served_formats(spec, head_dim)
     with pytest.raises(ValueError, match=r"4 sparse slots for each column .* 2 fit"):
         attention(formats, 4, TARGETS["sm_90"])
     assert attention(formats, 4, TARGETS["gfx942"]).constants["COUNT"] == len(formats)
@@ -92,3 +105,12 @@ def test_the_other_kernels_keep_to_their_registers_and_one_that_does_not_compile
         assert row["shared_bytes"] <= 99 << 10, row
         assert row["instructions"] > 100, row
     assert [row["kernel"] for row in (*rows, behind)] == list(OTHERS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_256_channels_no_other_kernel_spills_but_appends_that_fit_a_low_rank():
+    wide = [name for name in machine_code.OTHERS if name.endswith("-D256")]
+    rows = compile_others(["sm_90"], wide)
+    spilled = {row["kernel"] for row in rows if row.get("spill_bytes") != 0}
+    assert spilled == {f"append-gear-{x}-D256" for x in ("l-2", "2", "4")}

@@ -142,7 +142,7 @@ SIZES = {
     "b4-D256-g64": quant_format(4, 256, 64, 64),
     "b4-D512-g64": quant_format(4, 512, 64, 64),
 }
-BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256)]  # bits, head dim
+BANDED = [(2, 64), (3, 64), (2, 128), (3, 128), (2, 256), (3, 256)]  # bits, head dim
 
 
 def random_segment(fmt: PageFormat, heads: int, seed: int) -> Tensor:

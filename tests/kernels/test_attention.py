@@ -133,10 +133,11 @@ def test_who_sees_nothing_gets_zero_and_minus_infinity(name, backend):
 
 
 LO = torch.tensor([[131, 132], [64, 65], [3, 90], [50, 60]], dtype=torch.int32)
-WINDOWED = [quant_format(bits, 64, 32, 32) for bits in (2, 4)] + [raw_format("float16", 64)]
+WINDOWED = [quant_format(bits, 64, 32, 32) for bits in (2, 4)]
+WINDOWED += [raw_format("float16", dim) for dim in (64, 256)]
 
 
-@pytest.mark.parametrize("fmt", WINDOWED, ids=["b2", "b4", "raw"])
+@pytest.mark.parametrize("fmt", WINDOWED, ids=["b2", "b4", "raw", "raw-D256"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_queries_see_what_their_windows_show(fmt, width, backend):
     small = backend == TRITON

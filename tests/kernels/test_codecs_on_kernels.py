@@ -30,12 +30,12 @@ ATTENTION = ["attend_kernel", "merge_kernel"]  # in one layer, whatever tables t
 OF_PLANES = ["attend_kernel", "plane_scores_kernel", "plane_values_kernel", "merge_kernel"]
 
 
-def make_cache(spec: str, device: str) -> tuple[CompressedKV, Tensor]:
-    """A prompt and steps that seal a page; and a query [3, 64]."""
+def make_cache(spec: str, device: str, heads=3, head_dim=64) -> tuple[CompressedKV, Tensor]:
+    """A prompt and steps that seal a page; and a query [heads, head_dim]."""
     codec, tokens = get_codec(spec), get_codec(spec).page_tokens
-    k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, 64))
+    k, v = (x.half().to(device) for x in realistic(1, 2 * tokens + 80, head_dim))
     prompt = tokens + 70
-    q = torch.randn(3, 9, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    q = torch.randn(heads, 9, head_dim, generator=torch.Generator().manual_seed(1)).to(device)
     cache = codec.compress(k[:, :prompt], v[:, :prompt], layer=3, q=q[:, 1:])
     cache.append(k[:, prompt:], v[:, prompt:])
     return cache, q[:, 0]
@@ -72,6 +72,17 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
         assert relative_error(x.cpu(), y.double()) <= bound
+
+
+@pytest.mark.parametrize("spec", ["banded", "kivi:bits=2", "h2o"])
+def test_queries_of_many_channels_that_share_pages_but_not_tails_are_those_of_the_reference(
+    spec, monkeypatch
+):
+    reference, q = make_cache(spec, "cpu", 8, 256)
+    expected = reference.attend(q.double())
+    watch(monkeypatch)
+    cache, q = make_cache(spec, DEVICE, 8, 256)
+    assert relative_error(cache.attend(q).cpu(), expected) <= 1e-3
 
 
 @pytest.mark.parametrize("spec", ["raw:dtype=fp16", "kcvt", "banded", "h2o", "alignedkv"])

@@ -63,7 +63,7 @@ def check(view: View, width: int, m: int) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "head_dim", "width"),
-    [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8)],
+    [(32, 64, 4), (2, 64, 1), (20, 128, 3), (48, 80, 7), (64, 96, 8), (10, 256, 4)],
 )
 def test_attention_over_what_was_not_dropped_is_that_of_the_reference(slots, head_dim, width):
     fmt = dropped_format(slots, head_dim)
@@ -124,6 +124,7 @@ def kept_case(
         ("bfloat16", 128, 100, 3),
         ("float16", 80, 6, 8),
         ("float16", 64, 70, 16),
+        ("float16", 256, 35, 4),
     ],
 )
 def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, slots, width):

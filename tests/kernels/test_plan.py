@@ -6,7 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.kernels.gpu.plan import MIN_TILES, Span, Tile, units_of_spans
+from disagg.codecs import get_codec
+from disagg.codecs.quantized import prompt_format
+from disagg.codecs.tables import PageTable, room_for_units
+from disagg.kernels.gpu.plan import MIN_TILES, Span, Tile, most_units, tile_of, units_of_spans
 
 PAGE = Tile(64, 4096)
 SEQUENCES = st.lists(
@@ -53,6 +56,24 @@ def test_units_of_a_sequence_are_equally_long_and_not_too_short():
     assert sizes.tolist() == [13, 13, 13, 13, 13, 13, 13, 9, 3]
     table = span_of([0], [64 * 20]).units(1000)
     assert (table[:, 2] - table[:, 1]).tolist() == [MIN_TILES] * 5
+
+
+def test_programs_of_more_warps_are_fewer():
+    for warps, count in ((1, 8), (2, 4)):
+        span = span_of([0], [64 * 100], Tile(64, 4096, warps=warps))
+        table, _ = units_of_spans([span], 1, torch.device("cpu"))
+        assert len(table) == count
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("spec", ["banded", "kivi:bits=2"])
+def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
+    codec, many = get_codec(spec), torch.full((1, 1), 64 * 200, dtype=torch.int32)
+    group = codec.layer_group((0,), 1, head_dim, "float16")
+    table = PageTable(torch.zeros(1, 200, dtype=torch.int32), 0 * many, many, group.page)
+    span = span_of([0], [64 * 200], tile_of(prompt_format(codec, head_dim)))
+    wanted = most_units([span], 1, torch.device("cpu"))
+    assert room_for_units(group, [table], torch.device("cpu")) == wanted
 
 
 def test_pages_that_say_their_positions_are_all_read_behind_a_window():
