@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels import formats
 from disagg.kernels.formats import AlignedFormat
 from disagg.kernels.gpu.plan import TENSOR_COLUMNS, shape_of, warps_of
 from disagg.kernels.gpu.tiles import column_of, find_unit, query_unit
@@ -32,6 +33,8 @@ from disagg.kernels.reference.aligned import (
 from disagg.kernels.reference.pages import ArenaBlocks, plane_view
 from disagg.kernels.reference.softmax import capped, columns_of, seen_tokens
 from disagg.kernels.view import Units, View
+
+NARROW = tl.constexpr(formats.NARROW)
 
 
 @triton.jit(do_not_specialize=["queries", "width"])
@@ -62,7 +65,8 @@ def plane_scores_kernel(
     p_level = levels_ptr + (first * D + o_d)[:, None] * count + i_column[None, :]
     level = tl.load(p_level, mask=m_q, other=3).to(tl.int32)
     q = split_by_level(b_q, level)
-    for i in tl.range(start, end):
+    STAGES: tl.constexpr = 3 if D <= NARROW else 1  # of many channels loads ahead would spill
+    for i in tl.range(start, end, num_stages=STAGES):
         page = tl.load(pages_ptr + i_b * width + i).to(tl.int64)
         block = bytes_ptr + (page * 128 + base + i_head * FMT.block_bytes)
         k = read_rows(block, tl.min(level, 1), T, FMT.k_high, FMT.k_middle, FMT.k_low)

@@ -48,6 +48,7 @@ WIDE = {"heads": 8, "per_head": 4, "head_dim": 128, "prompt": 2100}
 MANY: dict[str, dict[str, Any]] = {
     **{f"{spec}, narrow": {"spec": spec, "sequences": 3} for spec in ("kcvt", "ott", "h2o")},
     **{spec: {"spec": spec} | WIDE for spec in SERVED},
+    "banded, 256 channels": {"spec": "banded", "per_head": 8, "head_dim": 256},
     "kivi, more tokens at once": {"spec": "kivi", "sequences": 2, "steps": [1, 4]} | WIDE,
     **{
         f"{spec} of {dtype}": {"spec": spec, "dtype": dtype, "sequences": 2, "head_dim": 80}
