@@ -53,13 +53,13 @@ BUDGETS = {
     "engine": 1912,
     "eval": 572,
     "files": 2044,  # disagg/*.py
-    "kernels": 6165,
+    "kernels": 6169,
     "model": 1890,
     "report": 160,
     "server": 2068,
     "transfer": 3352,
     "workers": 3099,
-    "tests": 23396,
+    "tests": 23507,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
