@@ -58,12 +58,12 @@ BUDGETS = {
     "report": 160,
     "server": 2068,
     "transfer": 3352,
-    "workers": 3099,
-    "tests": 23507,
+    "workers": 3101,
+    "tests": 23511,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21278  # of all these rooms together
+PACKAGE_BUDGET = 21280  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -21,6 +21,8 @@ QUIET = {
     # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
     "RAY_health_check_timeout_ms": "60000",
     "RAY_health_check_failure_threshold": "10",
+    # threads of torch that wait for work leave a core to others sooner than they would
+    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave the workers' view of GPUs alone, no warning
 }
 

@@ -204,7 +204,11 @@ async def test_a_bug_at_the_receiver_breaks_the_stream_and_all_its_hand_offs_are
 
         peer.on_frame = fail
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
-        several = await asyncio.gather(*(hand_over(x, prompt) for x in senders))
+        running = [asyncio.create_task(sender.run()) for sender in senders]
+        await until(lambda: all(sender.outbox.credit for sender in senders))  # both are attached
+        for sender in senders:
+            offer_all(sender, prompt)
+        several = await asyncio.gather(*running)
         assert [stats.attaches for stats in several] == [2, 2]
         assert len(peer.channels) == 2
         sent = sum(stats.payload_bytes for stats in several)
