@@ -57,13 +57,13 @@ BUDGETS = {
     "model": 1890,
     "report": 160,
     "server": 2068,
-    "transfer": 3352,
+    "transfer": 3353,
     "workers": 3101,
     "tests": 23511,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21280  # of all these rooms together
+PACKAGE_BUDGET = 21281  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -184,7 +184,8 @@ class Reservations:
         """Room for a prompt, at once or not at all; the same job again gets the same answer.
 
         Raises CapacityError if there is none now, RequestError for what can never be served,
-        ReservationError for another epoch, or for an attempt that came or was aborted before.
+        ReservationError for another epoch, or for an attempt that ran, was aborted or has a later
+        one. One whose lease ended gets room again.
         """
         self.expire()
         plan = self.terms.plan_for(job)
