@@ -48,7 +48,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4195,
-    "cli": 1990,
+    "cli": 1992,
     "codecs": 2948,
     "engine": 1912,
     "eval": 575,
@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21288  # of all these rooms together
+PACKAGE_BUDGET = 21290  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
