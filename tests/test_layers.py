@@ -48,10 +48,10 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4195,
-    "cli": 1986,
-    "codecs": 2938,
+    "cli": 1992,
+    "codecs": 2948,
     "engine": 1912,
-    "eval": 572,
+    "eval": 575,
     "files": 2044,  # disagg/*.py
     "kernels": 6169,
     "model": 1890,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2068,
     "transfer": 3353,
     "workers": 3101,
-    "tests": 23511,
+    "tests": 23552,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21281  # of all these rooms together
+PACKAGE_BUDGET = 21290  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -264,6 +264,8 @@ def _exchange(
         hint, plain = "", parts.scheme == "http"
         if isinstance(error, BadStatusLine) if plain else type(error) is ssl.SSLError:
             hint = f"; does it speak {'https' if plain else 'http'}?"
+        elif isinstance(error, ssl.SSLCertVerificationError):
+            hint = "; SSL_CERT_FILE=FILE names whom to trust"
         raise PeerLostError(f"no service answers at {service.url}: {error}{hint}") from error
     finally:
         connection.close()

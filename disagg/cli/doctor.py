@@ -32,7 +32,7 @@ def doctor(
         where, found = pick_device(device), []
         for spec in specs or ():
             get_codec(spec, head_dim)  # its errors now
-        for spec in specs or codec_names():
+        for spec in specs or codec_names(head_dim):
             say(f"{spec} on {where}")
             found += examine(spec, HEADS, head_dim, where)
     sound = all(x.sound for x in found)

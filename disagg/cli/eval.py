@@ -48,11 +48,11 @@ def evaluate(
     _check(model, texts, out, resume)
     with stages() as say:
         say("loading torch and the model")
-        from disagg.eval.quality import CODECS, EvalOptions, Judge
+        from disagg.eval.quality import EvalOptions, Judge
 
         lengths = (rows, prompt, score, free, tuple(passkey or ()), keys or EvalOptions.keys)
         asked = (*lengths, streaming, threads)
-        judge = Judge(EvalOptions(model, tuple(codec or CODECS), texts, *asked))
+        judge = Judge(EvalOptions(model, tuple(codec or ()), texts, *asked))
     result = _measure(judge, out, plot, resume)
     if save_costs:
         _save_costs(result)

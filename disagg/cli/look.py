@@ -26,6 +26,7 @@ def codecs(
 ) -> None:
     """List codecs: options, page, and size beside fp16, tail included."""
     from disagg.codecs.describe import describe, describe_all, measured_costs
+    from disagg.codecs.registry import codec_names
 
     rows = [describe(spec, heads, head_dim, tokens) for spec in specs or []]
     rows = rows or list(describe_all(heads, head_dim, tokens))
@@ -50,6 +51,9 @@ def codecs(
     ]
     title = f"{heads} KV heads of {head_dim}, {tokens} tokens; perplexity and KL as measured on "
     print_table(title + measured_costs()["model"], columns, cells)
+    lacking = sorted({*codec_names()} - {*codec_names(head_dim)})
+    if lacking and not specs:
+        print(f"without pages for a head dim of {head_dim}: {', '.join(lacking)}")
 
 
 def page(spec: Spec, model: options.Model = None, as_json: options.Json = False) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from disagg.codecs.registry import CODECS, get_codec
+from disagg.codecs.registry import codec_names, get_codec
 from disagg.plan import LayerGroup
 
 FP16_BYTES = 2
@@ -59,8 +59,8 @@ def describe(spec: str, heads: int, head_dim: int, tokens: int) -> CodecRow:
 
 
 def describe_all(heads: int, head_dim: int, tokens: int) -> list[CodecRow]:
-    """Every registered codec with its default options, by name."""
-    return [describe(name, heads, head_dim, tokens) for name in sorted(CODECS)]
+    """Every registered codec that holds this head dim by default, by name."""
+    return [describe(name, heads, head_dim, tokens) for name in codec_names(head_dim)]
 
 
 @cache

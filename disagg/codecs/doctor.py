@@ -87,7 +87,7 @@ def name_of(device: str) -> str:
 
 def examine(spec: str, heads: int, head_dim: int, where: torch.device | str) -> list[Finding]:
     """Encode, append and attend of a codec on a device, against the reference."""
-    codec, device = get_codec(spec), torch.device(where)
+    codec, device = get_codec(spec, head_dim), torch.device(where)
     group = codec.layer_group((LAYER,), heads, head_dim, "float16")
     given = _inputs(group)
     with library.forced(library.TORCH):

@@ -58,7 +58,8 @@ class QuantizedCodec(Codec):
         return head_dim // size
 
     def page_layout(self, head_dim: int) -> Layout:
-        require(head_dim % 16 == 0, f"{self.name} packs 16 channels; the head dim is {head_dim}")
+        message = f"{self.name} packs 16 channels; the head dim is {head_dim}, which raw holds"
+        require(head_dim % 16 == 0, message)
         planes = self.page_planes(head_dim)
         return make_layout(self.spec, Kind.PAGE, self.page_tokens, planes)
 

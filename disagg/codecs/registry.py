@@ -24,9 +24,18 @@ MAX_OPTION_CHARS = 64  # with its value, which codecs repeat in their errors
 GROUPS = (64, 32, 16)  # channels that share a scale, unless a spec says how many
 
 
-def codec_names() -> list[str]:
-    """The names that `get_codec` knows."""
-    return sorted(CODECS)
+def codec_names(head_dim: int | None = None) -> list[str]:
+    """The names that `get_codec` knows, or those of them that hold this head dim by default."""
+    return sorted(name for name in CODECS if head_dim is None or holds(name, head_dim))
+
+
+def holds(spec: str, head_dim: int) -> bool:
+    """Whether a codec has pages of this head dim."""
+    try:
+        get_codec(spec, head_dim).page_layout(head_dim)
+    except ConfigError:
+        return False
+    return True
 
 
 def get_codec(spec: str, head_dim: int | None = None) -> Codec:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from disagg.codecs.describe import FP16_BYTES, bits_per_element
 from disagg.codecs.planning import parse_plan
+from disagg.codecs.registry import holds
 from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT, LayerKV, PagedKV, prefill
 from disagg.eval.recall import Recall, greedy, same_tokens
@@ -42,6 +43,7 @@ ANSWER_TOKENS = 1024  # of a long answer: what is resident then is reported too
 class EvalOptions:
     """What is judged, and on what.
 
+    codecs:  none: those of CODECS that hold the model's head dim
     texts:   files, or "python" · rows: of each text
     prompt:  tokens compressed · score: tokens fed behind them
     free:    greedy tokens said behind the prompt and one more, compared with those of exact KV
@@ -51,7 +53,7 @@ class EvalOptions:
     """
 
     model: str | None = None
-    codecs: tuple[str, ...] = CODECS
+    codecs: tuple[str, ...] = ()
     texts: tuple[str, ...] = (PYTHON,)
     rows: int = 4
     prompt: int = 1152
@@ -96,7 +98,8 @@ class Judge:
         torch.set_num_threads(options.threads)
         self.options = options
         info, length = describe_model(options.model), options.prompt + options.score
-        self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in options.codecs}
+        self.codecs = options.codecs or tuple(x for x in CODECS if holds(x, info.head_dim))
+        self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in self.codecs}
         if options.score < 2 or length > info.context_length:
             raise ConfigError(
                 f"{options.prompt} + {options.score} tokens do not fit: 2 or more are scored, and "
@@ -109,7 +112,7 @@ class Judge:
         }
         self.runner = Runner.load(options.model)
         filler = tokenizer.encode(next(iter(texts.values()))[:FILLER_CHARS])
-        asked = (options.passkeys, options.codecs, options.keys)
+        asked = (options.passkeys, self.codecs, options.keys)
         self.recall = Recall(self.runner, tokenizer, filler, *asked)
         self._truth_of = lru_cache(maxsize=1)(self._exact)  # cases of a row come together
 
@@ -120,7 +123,7 @@ class Judge:
             Case(text, row, codec)
             for text, rows in self.rows.items()
             for row in range(len(rows))
-            for codec in self.options.codecs
+            for codec in self.codecs
         )
         return [x for x in every if (x.text, x.row, self.specs[x.codec]) not in known]
 

@@ -204,7 +204,7 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
         try:
             full = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # its checks of a config raise whatever they like
             raise ModelError(f"transformers cannot read {path / 'config.json'}: {error}") from error
         text = full.get_text_config()
         sizes = _rename(text.to_dict())

@@ -32,6 +32,16 @@ def test_a_wrong_kernel_is_exit_status_1(form, disagg, monkeypatch):
     assert '"sound": false' in out if form else out.count("WRONG") == 1
 
 
+def test_groups_and_codecs_are_those_of_the_head_dim(disagg, monkeypatch):
+    found = json.loads(disagg("doctor --device cpu --head-dim 96 kivi --json").out)
+    assert {row["codec"] for row in found["rows"]} == {"kivi:bits=2,group=32,residual=128"}
+    asked = []
+    monkeypatch.setattr(room, "examine", lambda spec, *_: asked.append(spec) or [])
+    disagg("doctor --device cpu --head-dim 96")
+    assert {"kivi", "raw"} <= set(asked)
+    assert "banded" not in asked
+
+
 def test_without_the_library_the_reference_serves_and_that_is_said(disagg, monkeypatch):
     monkeypatch.setattr(library, "paths", lambda: ())
     assert "no C library, the reference serves" in disagg(DOCTOR, KIVI).out

@@ -26,6 +26,14 @@ def test_codecs_lists_every_codec_with_its_size(disagg):
     assert all(row["spec"] in told for row in rows)
 
 
+def test_codecs_lists_those_that_hold_the_head_dim(disagg):
+    rows = look(disagg, "codecs", "--head-dim", "96")
+    assert {row["spec"] for row in rows} >= {"kivi:bits=2,group=32,residual=128", "raw:dtype=model"}
+    assert "banded" not in {row["name"] for row in rows}
+    assert "for a head dim of 96: banded" in disagg("codecs --head-dim 96").out
+    assert "banded" not in disagg("codecs kivi --head-dim 96").out
+
+
 def test_no_cell_is_cut_on_any_terminal(disagg, monkeypatch):
     for name, value in {"TERM": "dumb", "FORCE_COLOR": "1", "COLUMNS": "40"}.items():
         monkeypatch.setenv(name, value)

@@ -99,7 +99,7 @@ def test_what_is_said_of_a_spec_is_short_however_long_it_is(spec):
 def test_the_default_is_banded_and_kivi_where_that_has_no_bands(head_dim, codec):
     shape = replace(SHAPE, head_dim=head_dim)
     assert parse_plan(DEFAULT_CODEC, shape).spec == codec
-    with pytest.raises(ConfigError, match="40"):
+    with pytest.raises(ConfigError, match="40, which raw holds"):
         parse_plan(DEFAULT_CODEC, replace(SHAPE, head_dim=40))
 
 

@@ -5,9 +5,11 @@ import math
 import pytest
 
 from disagg.codecs.registry import codec_names
+from disagg.errors import ConfigError
 from disagg.eval.paged import EXACT
 from disagg.eval.quality import CODECS, EvalOptions, Judge
 from disagg.eval.summary import costs, exact_perplexity, paired, summarize
+from tests.model.tiny import save_tiny
 
 SPECS = (EXACT, "kivi:bits=4,residual=64", "kivi:bits=2,residual=64")
 SHAPE = {"rows": 2, "prompt": 200, "score": 60, "free": 5}
@@ -70,3 +72,12 @@ def test_a_summary_is_what_its_tokens_are():
 
 def test_every_codec_is_judged_unless_some_are_named():
     assert {spec.partition(":")[0] for spec in CODECS} == set(codec_names())
+
+
+def test_of_all_codecs_those_that_hold_the_heads_are_judged(tmp_path):
+    model = str(save_tiny("llama", tmp_path, head_dim=80))
+    judge = Judge(EvalOptions(model, **SHAPE))
+    left_out = {"banded:bits=3", "banded:bits=2", "kivi:group=32"}
+    assert set(CODECS) - set(judge.codecs) == left_out
+    with pytest.raises(ConfigError, match="head dim is 80"):
+        Judge(EvalOptions(model, ("banded:bits=3",), **SHAPE))

@@ -83,7 +83,19 @@ def test_sizes_are_written_with_units() -> None:
             parse_bytes(wrong)
 
 
-@pytest.mark.parametrize("changes", [{"text_config": 3}, {"num_attention_heads": "four"}])
+# strings, ints and floats that transformers refuses by an exception of its own
+STRICT = {"rms_norm_eps": 0, "attention_dropout": "no"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text_config": 3},
+        {"num_attention_heads": "four"},
+        STRICT,
+        STRICT | {"num_key_value_heads": "absent", "head_dim": "absent", "model_type": "qwen3"},
+    ],
+)
 def test_a_config_that_makes_no_sense_is_a_refusal(changes, tmp_path):
     fit = check_model(write(tmp_path, **changes))
     assert not fit.served
