@@ -47,23 +47,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4195,
+    "bench": 4204,
     "cli": 1986,
     "codecs": 2938,
     "engine": 1912,
     "eval": 572,
     "files": 2044,  # disagg/*.py
-    "kernels": 6169,
-    "model": 1890,
+    "kernels": 6170,
+    "model": 1926,
     "report": 160,
     "server": 2068,
     "transfer": 3353,
     "workers": 3101,
-    "tests": 23511,
+    "tests": 23662,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21281  # of all these rooms together
+PACKAGE_BUDGET = 21326  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
