@@ -13,6 +13,7 @@ whatever comes that was not recorded runs as it is. Elsewhere a shape is recorde
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ def refused_to_wait() -> Iterator[None]:
     torch's allocator then takes it for under way for ever, and gives no memory back (torch 2.13).
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # that it does not find all of it
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
