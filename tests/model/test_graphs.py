@@ -309,12 +309,13 @@ def test_a_cpu_records_nothing(runner):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8", "alignedkv"])
 def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     runner = Runner.load(str(tiny), device="cuda")
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
     assert runner.graphs is not None
-    assert len(runner.graphs._found) > 0
+    assert runner.graphs._found
+    assert all(runner.graphs._found.values())
     runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))
