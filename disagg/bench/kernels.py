@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -220,8 +220,7 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return sdpa(queries, k, v, enable_gqa=enable_gqa)
 
-    torch.compiler.reset()  # or other shapes before would make this one a dynamic shape
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex = compiled_flex(shape)
     made: dict[str, Callable[[], Call]] = {
         "sdpa flash": lambda: partial(flash, by_group, enable_gqa=False),
         "sdpa flash gqa": lambda: partial(flash, by_head, enable_gqa=True),
@@ -237,6 +236,13 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
             call()
             found[name] = call
     return found
+
+
+@lru_cache(maxsize=1)
+def compiled_flex(shape: StepShape) -> Callable[..., Tensor]:
+    """Flex attention of one shape, for all codecs: compiling takes longer than measuring."""
+    torch.compiler.reset()  # or other shapes before would make this one a dynamic shape
+    return torch.compile(flex_attention, dynamic=False)
 
 
 @cache

@@ -13,7 +13,9 @@ whatever comes that was not recorded runs as it is. Elsewhere a shape is recorde
 """
 
 import logging
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,29 +41,49 @@ class Recording:
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory: only one runs at a time."""
+    """Records CUDA graphs, which share one pool of memory: only one runs at a time.
+
+    And one stream: cuBLAS keeps a workspace for each that it ever ran in, 32 MiB on Hopper.
+    """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(self, call: Callable[[], Tensor]) -> Recording:
         """Record a call; RuntimeError if it cannot be."""
-        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, stream = torch.cuda.current_stream(), self._stream
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
+                for _ in range(WARM_UP - 1):
+                    call()
+                with refused_to_wait():
                     call()
         finally:
             current.wait_stream(stream)  # what a broken run has started still reads its inputs
         graph = torch.cuda.CUDAGraph()
+        # other threads copy pages meanwhile; only what this one does may break a recording
+        recording = torch.cuda.graph(graph, self._pool, stream, "thread_local")
         try:
-            # other threads copy pages meanwhile; only what this one does may break a recording
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with recording:
                 output = call()
         finally:
             torch.cuda.set_stream(current)  # a recording that fails leaves its own (torch 2.13)
         return Recording(graph.replay, output)
+
+
+@contextmanager
+def refused_to_wait() -> Iterator[None]:
+    """RuntimeError for whatever asks the host. In a recording it would break more than that one:
+    torch's allocator then takes it for under way for ever, and gives no memory back (torch 2.13).
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # that it does not find all of it
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class DecodeGraphs:
@@ -71,11 +93,17 @@ class DecodeGraphs:
         self._step = step
         self._recorder = recorder
         self._found: dict[Key, tuple[StaticStep, Recording] | None] = {}  # None: it cannot be
+        self._outputs: dict[torch.Size, Tensor] = {}  # of steps of as many rows
         self._sizes: Callable[[Batch], Iterable[Size]] = lambda part: [size_of(part)]
 
     def record_sizes(self, context: int) -> None:
         """Record what comes in every size that a context of so many tokens needs; 0: nothing."""
         self._sizes = partial(sizes_of, context=context)
+
+    def clear(self) -> None:
+        """Forget all steps, which hold the arenas that they were recorded over."""
+        self._found.clear()
+        self._outputs.clear()
 
     def run(self, batch: Batch) -> Tensor | None:
         """The logits of a step: [len(outputs), V] fp32; None where not all of it is recorded."""
@@ -106,7 +134,15 @@ class DecodeGraphs:
         static = StaticStep(part, size)
         static.fill(part)  # runs before a recording write what the part itself will write
         try:
-            self._found[key] = static, self._recorder.record(lambda: self._step(static))
+            self._found[key] = static, self._recorder.record(lambda: self._run(static))
         except RuntimeError as error:
             log.warning("decode steps of %s rows run without a graph: %s", key[0], error)
             self._found[key] = None
+
+    def _run(self, static: StaticStep) -> Tensor:
+        """A step, whose logits go where those of others of as many rows go: of a large vocabulary
+        each graph would keep megabytes."""
+        logits = self._step(static)
+        if logits.shape not in self._outputs:  # in a run before the first recording
+            self._outputs[logits.shape] = torch.empty_like(logits)
+        return self._outputs[logits.shape].copy_(logits)

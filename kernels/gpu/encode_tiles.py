@@ -95,7 +95,8 @@ def fitted_codes(x, SIDE: tl.constexpr):
     whole = code.to(tl.int32, bitcast=True) & LEVELS
     code = code - ROUND
     sum_u, sum_c = sum_rows(u), sum_rows(code)
-    mean_u, mean_c = sum_u / SIDE.scale.group, sum_c / SIDE.scale.group
+    # of a power of two both are exact; but a division may be approximate (Triton 3.6)
+    mean_u, mean_c = sum_u * (1.0 / SIDE.scale.group), sum_c * (1.0 / SIDE.scale.group)
     spread = sum_rows(u * u) - sum_u * mean_u
     along = sum_rows(u * code) - sum_u * mean_c
     ratio = tl.div_rn(spread, tl.where(along > 0, along, 1.0))
@@ -145,7 +146,7 @@ def encode_tile(x, there, row, column, m_r, m_c, block, segment, SIDE: tl.conste
         store_float8(x, there, row, column, block, SIDE)
         missing = x
     elif SIDE.bits == 0:
-        mean = finite(sum_rows(x[None, :, :]) / SIDE.rows).to(tl.float16)
+        mean = finite(sum_rows(x[None, :, :]) * (1.0 / SIDE.rows)).to(tl.float16)
         tl.store(at(block, SIDE.scale.scale, tl.float16) + column[None, :], mean)
         missing = x
     else:

@@ -1,14 +1,34 @@
 """The benchmarks of decoding, at sizes that say nothing of speed: what it runs and refuses."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.bench import decode
-from disagg.bench.decode import MODELS, WARM_UP, DecodeOptions, Decoding, run
+from disagg.bench.decode import (
+    CODECS,
+    MODELS,
+    SIZES,
+    SPARE_RECORDS,
+    USABLE,
+    WARM_UP,
+    DecodeOptions,
+    Decoding,
+    parameters,
+    run,
+)
+from disagg.bench.inputs import shape_of, slabs_for
 from disagg.codecs import codec_names
+from disagg.codecs.planning import parse_plan
+from disagg.engine.arena import make_pool, slab_bytes_for
+from disagg.model.graphs import Recording
 from disagg.model.runner import Runner
+from disagg.pool import Pool
 
 RAW_FP16 = "raw:dtype=fp16"
 LITTLE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}
@@ -43,6 +63,39 @@ def test_rows_say_how_a_codec_compares_with_raw_pages(monkeypatch):
     assert kivi["ratio"] == pytest.approx(raw["step_ms"] / kivi["step_ms"])
     assert kivi["tokens_per_s"] == pytest.approx(2000 / kivi["step_ms"])
     assert all(row["own"] < 1 for row in (raw, kivi))
+
+
+def test_a_size_is_measured_when_the_arenas_of_the_last_one_are_gone(monkeypatch, runner):
+    arenas: list[ReferenceType[Tensor]] = []
+
+    def make(*given: Any) -> tuple[Pool, Tensor]:
+        pool, arena = make_pool(*given)
+        arenas.append(ref(arena))
+        return pool, arena
+
+    monkeypatch.setattr(decode, "make_pool", make)
+    recorder = SimpleNamespace(record=lambda call: Recording(call, call()))
+    runner.record_steps(recorder)
+    options = DecodeOptions(codecs=["kivi"], steps=1, rounds=1)
+    for tokens in (100, 200):
+        assert not any(arena() is not None for arena in arenas)
+        decode._measure(runner, options, 2, tokens)
+    assert len(arenas) == 4
+    runner.graphs = None
+
+
+def test_by_default_all_codecs_fit_an_80_gb_gpu_beside_an_8b():
+    for text in SIZES["cuda"]:
+        count, tokens = decode._size(text)
+        slab, steps = (
+            slab_bytes_for(32, 8, 128),
+            WARM_UP + DecodeOptions.steps * DecodeOptions.rounds,
+        )
+        slabs = (
+            slabs_for(parse_plan(spec, shape_of()), tokens + steps, slab, count, SPARE_RECORDS)
+            for spec in CODECS
+        )
+        assert sum(slabs) * slab + 2 * parameters() < USABLE * 80e9, text
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,15 @@ def test_a_dtype_that_ends_the_process_is_no_baseline(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_baseline_is_compiled_once_for_all_codecs_of_a_shape(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: object())
+    kernels.compiled_flex.cache_clear()
+    one, other = StepShape(1, 64), StepShape(2, 64)
+    assert kernels.compiled_flex(one) is kernels.compiled_flex(StepShape(1, 64))
+    assert kernels.compiled_flex(one) is not kernels.compiled_flex(other)
+    kernels.compiled_flex.cache_clear()
+
+
 def test_a_gpu_that_is_not_there_is_an_error_that_names_the_way_out():
     with pytest.raises(ConfigError, match="--machine-code"):
         kernels.run(kernels.KernelOptions(device="cuda"))

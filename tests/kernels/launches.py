@@ -73,6 +73,7 @@ class FakeLauncher:
 
     launched: ClassVar[list[str]] = []
     compiled: ClassVar[list[str]] = []
+    approximate: ClassVar[set[str]] = set()  # that divide without rounding
 
     def __init__(self, source: Any, metadata: Any):
         self.name, self.types = metadata.name, tuple(source.signature.values())
@@ -81,6 +82,8 @@ class FakeLauncher:
     def __call__(self, x: int, y: int, z: int, stream: int, ptx: str, *rest: Any) -> None:
         _packed, _metadata, _enter, _leave, *arguments = rest
         given = list(flatten(self.types, tuple(arguments)))
+        if "div.full" in ptx:
+            self.approximate.add(self.name)
         head = ptx[ptx.index(".entry") :]
         wanted = re.findall(r"\.param \.[a-z](\d+)", head[: head.index(")")])
         bits = ["64" if kind[0] == "*" else kind.lstrip("ifp") for kind, _ in given]
@@ -236,6 +239,7 @@ def main(asked: list[str]) -> None:
     for text in asked:
         FakeLauncher.launched.clear()
         FakeLauncher.compiled.clear()
+        FakeLauncher.approximate.clear()
         error = ""
         try:
             with mode:  # the same for all: what is computed once for a device stays
@@ -243,6 +247,7 @@ def main(asked: list[str]) -> None:
         except Exception as raised:  # whatever it is, the next scenario says more
             error = f"{type(raised).__name__}: {raised}"
         found = {"launched": FakeLauncher.launched, "compiled": FakeLauncher.compiled}
+        found["approximate"] = sorted(FakeLauncher.approximate)
         print(json.dumps(found | {"error": error}), flush=True)
 
 

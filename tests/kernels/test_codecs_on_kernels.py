@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
-from disagg.codecs.cache import CompressedKV
+from disagg.codecs.cache import CompressedKV, GrowingArena
 from disagg.kernels import ops
 from disagg.kernels.cpu import library
 from disagg.kernels.gpu import reduce
@@ -72,6 +72,24 @@ def test_a_codec_on_kernels_is_the_codec_of_the_reference(spec, monkeypatch):
     bound = PAGES[spec] if DEVICE == "cpu" else 1e-3
     for x, y in zip(cache.reconstruct(), reference.reconstruct(), strict=True):
         assert relative_error(x.cpu(), y.double()) <= bound
+
+
+class DirtyArena(GrowingArena):
+    """As memory of a GPU is that others had: full of what is no number in any format."""
+
+    def _extend(self, nbytes: int) -> int:
+        page = super()._extend(nbytes)
+        self.bytes[page * 128 : page * 128 + nbytes] = 255
+        return page
+
+
+@pytest.mark.parametrize("spec", ["raw:dtype=fp16", "banded", "ott:residual=0", "h2o"])
+def test_what_memory_held_before_is_never_seen(spec, monkeypatch):
+    watch(monkeypatch)
+    clean, q = make_cache(spec, DEVICE)
+    monkeypatch.setattr("disagg.codecs.cache.GrowingArena", DirtyArena)
+    dirty, _ = make_cache(spec, DEVICE)
+    assert torch.equal(dirty.attend(q), clean.attend(q))
 
 
 @pytest.mark.parametrize("spec", ["banded", "kivi:bits=2", "h2o"])

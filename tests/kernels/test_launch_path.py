@@ -86,6 +86,11 @@ def test_no_kernel_is_left_out(found):
     assert {name for one in found.values() for name in one["launched"]} == KERNELS
 
 
+def test_encoders_divide_as_their_reference_does(found):
+    approximate = {name for one in found.values() for name in one["approximate"]}
+    assert not approximate & {"encode_side_kernel", "segment_scales_kernel"}
+
+
 def test_longer_page_tables_and_other_batches_need_no_compiler(found):
     for name, one in found.items():
         assert not one["compiled"] or not name.endswith((", longer", ", replayed")), name

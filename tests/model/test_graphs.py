@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -232,16 +233,75 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_tried_once(runner):
     assert 0 < recorder.asked < 5
 
 
+class StandInCuda:
+    """In place of torch.cuda: notes streams, recordings, and whether waiting is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.refuses = MagicMock(), 0
+        self.streams, self.waited, self.recorded = list[Any](), list[Any](), list[Any]()
+        self.current.wait_stream = self.waited.append
+        for name in ("graph_pool_handle", "CUDAGraph", "set_stream"):
+            monkeypatch.setattr(f"torch.cuda.{name}", MagicMock())
+        monkeypatch.setattr("torch.cuda.current_stream", lambda: self.current)
+        monkeypatch.setattr("torch.cuda.Stream", self.make_stream)
+        monkeypatch.setattr("torch.cuda.stream", nullcontext)
+        monkeypatch.setattr("torch.cuda.graph", self.begin)
+        monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: self.refuses)
+        monkeypatch.setattr("torch.cuda.set_sync_debug_mode", partial(setattr, self, "refuses"))
+
+    def make_stream(self) -> object:
+        self.streams.append(MagicMock())
+        return self.streams[-1]
+
+    def begin(self, _graph: object, _pool: object, stream: object, mode: str) -> Any:
+        assert mode == "thread_local"
+        self.recorded.append(stream)
+        return nullcontext()
+
+    def wait(self) -> Tensor:
+        """What asks the host, as torch does it."""
+        if self.refuses:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.empty(0)
+
+
 def test_whoever_goes_on_waits_for_a_warm_up_that_broke(monkeypatch):
-    current, side, waited = MagicMock(), MagicMock(), list[object]()
-    current.wait_stream = waited.append
-    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: current)
-    monkeypatch.setattr("torch.cuda.Stream", lambda: side)
-    monkeypatch.setattr("torch.cuda.stream", nullcontext)
+    cuda = StandInCuda(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         CudaRecorder().record(MagicMock(side_effect=torch.OutOfMemoryError))
-    assert waited == [side]
+    assert cuda.waited == cuda.streams
+    assert not cuda.refuses
+
+
+def test_all_steps_warm_up_and_record_in_one_stream(monkeypatch):
+    cuda = StandInCuda(monkeypatch)
+    recorder = CudaRecorder()
+    for _ in range(3):
+        recorder.record(torch.Tensor)
+    (stream,) = cuda.streams
+    assert cuda.recorded == [stream] * 3
+
+
+def test_no_recording_begins_of_what_asks_the_host(monkeypatch):
+    cuda = StandInCuda(monkeypatch)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CudaRecorder().record(cuda.wait)
+    assert not cuda.recorded
+    assert not cuda.refuses
+
+
+def test_steps_of_as_many_rows_share_the_room_for_their_logits(runner):
+    class Recorder(EagerRecorder):
+        def record(self, call: Callable[[], Tensor]) -> Recording:
+            return Recording(call, call())
+
+    graphs = runner.record_steps(Recorder())
+    graphs.record_sizes(5000)
+    logits_of(runner, {"a": "kivi"})
+    found = [recorded[1].output for recorded in graphs._found.values() if recorded]
+    assert len(found) > len({x.data_ptr() for x in found}) == 1
+    graphs.clear()
+    assert not graphs._found
 
 
 def test_a_cpu_records_nothing(runner):
@@ -249,12 +309,13 @@ def test_a_cpu_records_nothing(runner):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "kivi", "kivi:bits=2", "int8", "alignedkv"])
 def test_a_graph_gives_what_eager_kernels_give(tiny, codec):
     runner = Runner.load(str(tiny), device="cuda")
     codecs = dict.fromkeys("abc", codec)
     replayed = logits_of(runner, codecs)
     assert runner.graphs is not None
-    assert len(runner.graphs._found) > 0
+    assert runner.graphs._found
+    assert all(runner.graphs._found.values())
     runner.graphs = None
     assert_alike(replayed, logits_of(runner, codecs))
