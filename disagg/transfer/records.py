@@ -8,7 +8,7 @@ Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -255,18 +255,13 @@ class ArenaSource:
         return wait
 
 
+@dataclass(frozen=True)
 class Arrivals:
-    """Which items of a prompt are verified and in place at a receiver.
+    """Which items of a prompt are verified and in place at a receiver: `here`, digests by place."""
 
-    here: their digests, by place; from the beginning those of `digests`
-    """
-
-    def __init__(
-        self, checklist: Checklist, states: Sequence[GroupState], digests: Mapping[int, int]
-    ):
-        self._checklist = checklist
-        self._addresses = Addresses(checklist, states)
-        self.here = dict(digests)
+    checklist: Checklist
+    addresses: Addresses
+    here: dict[int, int]
 
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here, verified: digests by place, and bytes with their
@@ -278,37 +273,33 @@ class Arrivals:
         new: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
         for place, expected, data in zip(frame.places, frame.digests, frame.payload, strict=True):
-            item = self._checklist.item(place)
-            if len(data) != (size := self._checklist.nbytes(item)):
+            item = self.checklist.item(place)
+            if len(data) != (size := self.checklist.nbytes(item)):
                 raise LayoutError(f"{item} comes in {len(data)} bytes; here it has {size}")
             known = self.here.get(place, new.get(place))
             if (seen := digest(data) if known is None else known) != expected:
                 raise CorruptFrameError(f"{item} is {seen:x}, sent as {expected:x}")
             if known is None:
                 new[place], end = expected, 0
-                for start, nbytes in self._addresses.spans(item):
+                for start, nbytes in self.addresses.spans(item):
                     pieces.append((start, data[end : end + nbytes]))
                     end += nbytes
         return new, pieces
-
-    def add(self, new: Mapping[int, int]) -> None:
-        """These are verified and in place now."""
-        self.here |= new
 
     def check(self, commit: Commit) -> None:
         """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
         another digest than the commit says, TransferError if one is not here.
         """
-        ours = self._checklist.tokens, self._checklist.plan.fingerprint, self._checklist.num_items
+        ours = self.checklist.tokens, self.checklist.plan.fingerprint, self.checklist.num_items
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
             raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
         for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
-                item = self._checklist.item(place)
+                item = self.checklist.item(place)
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
         if absent := len(commit.digests) - len(self.here):
             first = next(place for place in range(len(commit.digests)) if place not in self.here)
-            item = self._checklist.item(first)
+            item = self.checklist.item(first)
             raise TransferError(f"{absent} items of the commit never came, the first is {item}")
 
 
