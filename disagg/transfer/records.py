@@ -113,9 +113,8 @@ class Checklist:
 
     def places(self, unit: "Unit") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
-        parts = unit.parts()
         for layer in self.plan.groups[unit.group].layers:
-            for kind, records in parts:
+            for kind, records in unit.parts.items():
                 yield self.runs[layer, kind][records.start : records.stop]
 
     def nbytes(self, item: Item) -> int:
@@ -312,26 +311,19 @@ def _joined(parts: Sequence[memoryview]) -> memoryview:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tokens `first` .. `end - 1` of one layer group, by the records that hold them.
+    """Tokens of one layer group, from those of the unit before up to `end`, by what holds them.
 
     What becomes final together is shared whole: a page, a segment with its pages, or a sink.
+    parts: the records by kind, those that others depend on first
     """
 
     group: int
-    first: int
     end: int
-    pages: range
-    segments: range = range(0)
-    raws: range = range(0)
-
-    def parts(self) -> list[tuple[Kind, range]]:
-        """The records by kind, those that others depend on first."""
-        kinds = (Kind.SEGMENT, self.segments), (Kind.PAGE, self.pages), (Kind.RAW, self.raws)
-        return [(kind, records) for kind, records in kinds if records]
+    parts: dict[Kind, range]
 
     def records(self) -> list[tuple[Kind, int]]:
         """The records, in that order."""
-        return [(kind, record) for kind, records in self.parts() for record in records]
+        return [(kind, record) for kind, records in self.parts.items() for record in records]
 
     def items(self, group: LayerGroup) -> list[Item]:
         """The items of all layers of the group."""
@@ -368,7 +360,7 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
         chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
         keys, known = [], 0
         for unit in units:
-            end = max(unit.end, min(group.lead, len(prompt)) if unit.pages else 0)
+            end = max(unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0)
             chain.update(view[known * size : end * size])
             chain.update(b"%d" % unit.end if group.lead else b"")
             keys.append(chain.digest())
@@ -381,10 +373,11 @@ def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
     sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
-        yield Unit(index, 0, sink, range(0), raws=range(sink // RAW_TOKENS))
+        yield Unit(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
     for first in range(0, sealed - dropped, group.step):
         end = min(first + group.step, sealed - dropped)
-        pages = range(first // group.page.tokens, end // group.page.tokens)
-        segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
-        shared = segments if group.segment else range(0)
-        yield Unit(index, sink + dropped + first, sink + dropped + end, pages, shared)
+        parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
+        if group.segment:
+            segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
+            parts = {Kind.SEGMENT: segments} | parts
+        yield Unit(index, sink + dropped + end, parts)
