@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError, WireError
@@ -97,7 +98,8 @@ class Router:
         self._clock = clock
         self._ready_at = clock()  # or, until then, when this began
         self._clients: dict[str, Client] = {}
-        self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
+        # (worker, rid): what begins it there, until that is done
+        self._calls = WeakValueDictionary[tuple[str, str], asyncio.Task[None]]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
@@ -332,9 +334,6 @@ class Router:
                 error = as_error(failure, f"starting {job.name} at {worker}")
                 event = TokenEvent(job.rid, job.attempt, 0, error=error)
                 self._act(self.dispatch.hear(worker, event, self._clock()))
-            finally:
-                if self._calls.get((worker, job.rid)) is asyncio.current_task():
-                    del self._calls[worker, job.rid]
 
         self._calls[worker, job.rid] = self._spawn(run())
 
