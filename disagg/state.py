@@ -98,8 +98,7 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
         for kind, count in group.inventory(n).items():
             ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
     except DisaggError:
-        for taken in ids.values():
-            allocator.release(taken)
+        allocator.release([*chain.from_iterable(ids.values())])
         raise
     return lay_out(group, n, ids)
 
@@ -119,5 +118,5 @@ def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupSt
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
     raws, split = ids.get(Kind.RAW, []), -(-(n - sealed) // RAW_TOKENS)
-    seals = 1 if sealed else 0
-    return GroupState(runs, raws[:split], side, raws[split:], seals, dropped // group.page.tokens)
+    before = dropped // group.page.tokens
+    return GroupState(runs, raws[:split], side, raws[split:], int(sealed > 0), before)
