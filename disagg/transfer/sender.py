@@ -90,13 +90,12 @@ class Outbox:
         self.credit = 0  # bytes that may be in flight
         self.payload_bytes = 0  # that left
         self._source = source
-        self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queue = deque[Item]()  # to send
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._sent: dict[int, int] = {}  # by place, digests as they were first packed: the promise
-        self.there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
+        self.there: dict[int, int] = {}  # what the receiver said it has, unless we sent another
         self._first_sent = self._last_offer = math.inf
         self._longest_wait = 0.0  # of an item that was offered
 
@@ -125,15 +124,14 @@ class Outbox:
 
     def commit(self, ticket: Ticket, first_token: int, extras: Mapping[str, PlainValue]) -> Commit:
         """With the digest of every item, in the order of the checklist; only once drained."""
-        checklist = self.checklist
-        there = {checklist.place(item): seen for item, seen in self.there.items()}
-        digests = tuple(map((there | self._sent).__getitem__, range(checklist.num_items)))
+        checklist, known = self.checklist, self.there | self._sent
+        digests = tuple(map(known.__getitem__, range(checklist.num_items)))
         plan = checklist.plan.fingerprint
         return Commit(ticket, checklist.tokens, plan, digests, first_token, extras)
 
     def figures(self, before: HandoffStats, ack: Ack, now: float) -> HandoffStats:
         """What is known before, and what was sent until the acknowledgement."""
-        unsent = (item for item in self.there if self.checklist.place(item) not in self._sent)
+        unsent = map(self.checklist.item, self.there.keys() - self._sent.keys())
         return replace(
             before,
             payload_bytes=self.payload_bytes,
@@ -150,10 +148,9 @@ class Outbox:
 
         here: digests by place; CorruptFrameError for a place that no item has
         """
-        if max(here, default=0) >= len(self._order):
-            raise CorruptFrameError(f"item {max(here)} of {len(self._order)} is there")
-        kept = [place for place, seen in here.items() if self._sent.get(place, seen) == seen]
-        self.there = {self._order[place]: here[place] for place in kept}
+        if max(here, default=0) >= self.checklist.num_items:
+            raise CorruptFrameError(f"item {max(here)} of {self.checklist.num_items} is there")
+        self.there = {x: seen for x, seen in here.items() if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queue.clear()
         self._ready, self.credit = None, credit
@@ -190,7 +187,7 @@ class Outbox:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
-        self._queue += [item for item in items if item not in self.there]
+        self._queue += [item for item in items if self.checklist.place(item) not in self.there]
 
     def _head(self) -> tuple[list[Item], bool]:
         """The items of the next frame, and whether it is full; one that is larger goes alone."""

@@ -192,7 +192,7 @@ class Departure(Offering[Moved]):
         sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
         final = [
             x
-            for x in self.checklist.items
+            for x in self._items
             if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
         self.offer(final)

@@ -65,6 +65,7 @@ class Offering(Generic[Made]):
         self._loop = asyncio.get_running_loop()
         self.made: asyncio.Future[Made | Failed] = self._loop.create_future()
         self._source: ArenaSource | None = None
+        self._items = self.checklist.items  # asked for now, while there is time
         self._offered = set[Item]()
         self._left_out = set[Item]()
 
@@ -95,9 +96,9 @@ class Offering(Generic[Made]):
     async def commit(self, first_token: int, extras: Mapping[str, PlainValue]) -> HandoffStats:
         """All is computed: what was kept back goes, and what was left out as it is there; then the
         commit; the figures."""
-        left_out = [x for x in self.checklist.items if x not in self._offered]
+        left_out = [x for x in self._items if x not in self._offered]
         self._left_out.update(left_out)
-        if items := left_out if self._overlap else self.checklist.items:
+        if items := left_out if self._overlap else self._items:
             self._pass(items)
         self.sender.finish(first_token, extras)
         return await self._sending
@@ -139,7 +140,7 @@ class Offering(Generic[Made]):
 
     def has(self, item: Item) -> bool:
         """Whether the other side has it, as far as is known."""
-        return item in self.sender.outbox.there
+        return self.checklist.place(item) in self.sender.outbox.there
 
     # -- on the thread that waits for copies
 
