@@ -1,7 +1,7 @@
 """Which records a sequence owns in a layer group, as page ids. Pure arithmetic; no bytes."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -92,19 +92,23 @@ class GroupState:
 
 
 def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupState:
-    """The records that n tokens need, ready to be written; CapacityError and nothing taken if not.
-
-    Pages of one segment form one run; a codec without segments has a single run.
-    """
-    sealed, dropped = group.sealed(n), group.dropped(n)
+    """The records that n tokens need, ready to be written; CapacityError and none taken if not."""
     ids: dict[Kind, list[int]] = {}
     try:
         for kind, count in group.inventory(n).items():
             ids[kind] = allocator.allocate(group.record(group.layout(kind)), count)
     except DisaggError:
-        for taken in ids.values():
-            allocator.release(taken)
+        allocator.release([*chain.from_iterable(ids.values())])
         raise
+    return lay_out(group, n, ids)
+
+
+def lay_out(group: LayerGroup, n: int, ids: Mapping[Kind, list[int]]) -> GroupState:
+    """A prompt of n tokens in these records, as many of each kind as the inventory says.
+
+    Pages of one segment form one run; a codec without segments has a single run.
+    """
+    sealed, dropped = group.sealed(n), group.dropped(n)
     pages, segments = ids.get(Kind.PAGE, []), ids.get(Kind.SEGMENT, [])
     step = group.segment_tokens // group.page.tokens if segments else max(1, len(pages))
     owners: Sequence[int | None] = segments or [None]
@@ -114,5 +118,5 @@ def allocate_group(group: LayerGroup, n: int, allocator: Allocator) -> GroupStat
     ]
     side = ids[Kind.SIDE][0] if Kind.SIDE in ids else None
     raws, split = ids.get(Kind.RAW, []), -(-(n - sealed) // RAW_TOKENS)
-    seals = 1 if sealed else 0
-    return GroupState(runs, raws[:split], side, raws[split:], seals, dropped // group.page.tokens)
+    before = dropped // group.page.tokens
+    return GroupState(runs, raws[:split], side, raws[split:], int(sealed > 0), before)

@@ -9,16 +9,26 @@ The pool does the keeping. Knows no peer, no lease and no clock.
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from disagg.errors import CapacityError, CorruptFrameError, PromptTooLongError
-from disagg.plan import LayerGroup, Plan, RecordShape
+from disagg.page import Kind
+from disagg.plan import LayerGroup, Plan
 from disagg.pool import Pool
-from disagg.state import GroupState, allocate_group
+from disagg.state import GroupState, lay_out
 from disagg.transfer.messages import Job
-from disagg.transfer.records import Addresses, Checklist, Span, Unit, content_keys, units_of
+from disagg.transfer.records import (
+    Addresses,
+    Arrivals,
+    Checklist,
+    Span,
+    Unit,
+    content_keys,
+    units_of,
+)
 from disagg.wire import digest
 
 Keys = Sequence[Sequence[bytes]]  # of the units of a prompt, by layer group
@@ -60,18 +70,18 @@ class Note:
 
 @dataclass(frozen=True)
 class Holding:
-    """The records of one prompt.
+    """What a job that waits for its pages holds: their records, and what has arrived of them.
 
-    keys:    of its units, by layer group
-    digests: of the items of those that were found, by place
-    shared:  page ids that others may own too
+    keys:     of its units, by layer group
+    arrivals: at the beginning of those that were found
+    shared:   page ids that others may own too
     cached_tokens: leading ones that all layer groups have the units of, or need none of
     """
 
-    checklist: Checklist
+    job: Job
     keys: Keys
     groups: tuple[GroupState, ...]
-    digests: dict[int, int]
+    arrivals: Arrivals
     shared: frozenset[int]
     cached_tokens: int
 
@@ -123,15 +133,15 @@ class PrefixCache:
         Those of a sequence that moves are its own: what is sealed while decoding is no prompt's.
         spare_bytes: what stays free, unless nobody holds anything
         """
-        checklist, none = Checklist(plan, job.tokens), ((),) * len(plan.groups)
+        none = ((),) * len(plan.groups)
         shares = self._share and not job.moved
         keys = content_keys(model, plan, job.prompt) if shares else none
         if self._pool.referenced_pages:
-            return self._hold(checklist, keys, keys, spare_bytes)
+            return self._hold(plan, job, keys, keys, spare_bytes)
         try:
-            return self._hold(checklist, keys, keys, 0)
+            return self._hold(plan, job, keys, keys, 0)
         except CapacityError:  # what it would share lies scattered over too many slabs
-            return self._hold(checklist, keys, none, 0)
+            return self._hold(plan, job, keys, none, 0)
 
     def release(self, groups: Iterable[GroupState]) -> None:
         """Give up all records of a prompt."""
@@ -140,7 +150,7 @@ class PrefixCache:
 
     def keep(self, holding: Holding, digests: Sequence[int]) -> frozenset[int]:
         """Keep the verified units of a prompt, the first longest; the page ids of all units."""
-        plan, tokens = holding.checklist.plan, holding.checklist.tokens
+        plan, tokens = holding.arrivals.checklist.plan, holding.job.tokens
         checklist, packed = Checklist(plan, tokens), array("Q", digests)  # no list of items stays
         units, found = units_of(plan, tokens) if any(holding.keys) else (), set[int]()
         for some, keys, state in zip(units, holding.keys, holding.groups, strict=bool(units)):
@@ -169,74 +179,61 @@ class PrefixCache:
             self._pool.release(note.pages)
 
     def _take(self, keys: Sequence[bytes]) -> list[Note]:
-        """What the leading keys keep; the caller owns it too. An engine's own is left alone."""
-        found = self._pool.take(keys)
-        others = [kept.pages for kept in found if not isinstance(kept.note, Note)]
-        self._pool.release(chain.from_iterable(others))
-        return [kept.note for kept in found if isinstance(kept.note, Note)]
+        """What the leading keys keep; the caller owns it too. An engine has keys of its own."""
+        return [kept.note for kept in self._pool.take(keys) if isinstance(kept.note, Note)]
 
-    def _hold(self, checklist: Checklist, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
-        """With what the `wanted` ones of its keys keep."""
-        found, owned = [self._take(some) for some in wanted], list[int]()
-        shared = list(chain.from_iterable(found))
+    def _hold(self, plan: Plan, job: Job, keys: Keys, wanted: Keys, spare_bytes: int) -> Holding:
+        """With what the `wanted` ones of its keys keep. What else it has comes as it is: a prompt
+        is admitted when all its bytes have arrived.
+        """
+        tokens, found = job.tokens, [self._take(some) for some in wanted]
+        shared = [page for notes in found for note in notes for page in note.pages]
+        owned, records = [*shared], [_by_kind(notes) for notes in found]
         try:
-            owned += chain.from_iterable(note.pages for note in shared)
-            givers = [Giver(self._pool, some, owned) for some in found]
-            self._leave(spare_bytes, checklist, givers)
-            plans = zip(checklist.plan.groups, givers, strict=True)
-            groups = tuple(allocate_group(x, checklist.tokens, giver) for x, giver in plans)
-            for start, nbytes in Addresses(checklist, groups).unsent():
+            lacks = [
+                (pages := ids[kind], group.record(group.layout(kind)), count - len(pages))
+                for group, ids in zip(plan.groups, records, strict=True)
+                for kind, count in group.inventory(tokens).items()
+            ]
+            self._leave(spare_bytes, sum(shape.nbytes * count for _, shape, count in lacks))
+            for pages, shape, count in lacks:
+                fresh = self._pool.claim(shape, count)
+                owned += fresh
+                pages += fresh
+            given = zip(plan.groups, records, strict=True)
+            groups = tuple(lay_out(group, tokens, ids) for group, ids in given)
+            addresses = Addresses(checklist := Checklist(plan, tokens), groups)
+            for start, nbytes in addresses.unsent():
                 self._pool.arena.zero(start, nbytes)
-            for some in found:
-                self._pool.used([note.key for note in some])
+            for notes in found:
+                self._pool.used([note.key for note in notes])
         except BaseException:
             self._pool.release(owned)
             raise
-        plan, tokens = checklist.plan, checklist.tokens
-        digests, cached = dict[int, int](), tokens
+        here, cached = dict[int, int](), tokens
         for group, units, notes in zip(plan.groups, units_of(plan, tokens), found, strict=True):
             end = group.dropped(tokens)
             for unit, note in zip(units, notes, strict=False):  # by this prompt's record numbers
                 places, end = chain.from_iterable(checklist.places(unit)), unit.end
-                digests.update(zip(places, note.seen(), strict=True))
+                here.update(zip(places, note.seen(), strict=True))
             cached = min(cached, end)
-        pages = frozenset(chain.from_iterable(note.pages for note in shared))
-        return Holding(checklist, keys, groups, digests, pages, cached)
+        arrivals = Arrivals(checklist, addresses, here)
+        return Holding(job, keys, groups, arrivals, frozenset(shared), cached)
 
-    def _leave(self, spare_bytes: int, checklist: Checklist, givers: Sequence["Giver"]) -> None:
-        """CapacityError unless the records leave so much free; nothing was evicted by then."""
-        wanted = checklist.plan.nbytes(checklist.tokens) - sum(x.nbytes for x in givers)
+    def _leave(self, spare_bytes: int, wanted: int) -> None:
+        """CapacityError unless so many wanted bytes leave the others free; nothing was evicted."""
         free = self._pool.arena.nbytes - self._pool.used_bytes
         if spare_bytes and wanted + spare_bytes > free:
             raise CapacityError(
-                f"{wanted} bytes wanted for {checklist.tokens} tokens; of {free} free ones "
+                f"{wanted} bytes wanted; of {free} free ones "
                 f"{spare_bytes} stay free for sequences that grow"
             )
 
 
-class Giver:
-    """An allocator that hands out found pages of each shape first; all it gives is in `owned`.
-
-    Fresh ones come as they are: a prompt is admitted when all its bytes have arrived.
-    """
-
-    def __init__(self, pool: Pool, notes: Sequence[Note], owned: list[int]):
-        self.nbytes = 0
-        self._pool = pool
-        self._owned = owned
-        self._found: dict[RecordShape, list[int]] = {}
-        for note in notes:
-            for (kind, _), page in zip(note.unit.records(), note.pages, strict=True):
-                shape = note.group.record(note.group.layout(kind))
-                self.nbytes += shape.nbytes
-                self._found.setdefault(shape, []).append(page)
-
-    def allocate(self, shape: RecordShape, count: int) -> list[int]:
-        """The found pages of a shape, and fresh ones up to `count`."""
-        found = self._found.pop(shape, [])
-        fresh = self._pool.claim(shape, count - len(found))
-        self._owned += fresh
-        return found + fresh
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Nothing: who holds the list of all that is owned gives it up at once."""
+def _by_kind(notes: Iterable[Note]) -> defaultdict[Kind, list[int]]:
+    """The pages of kept units, in their order."""
+    found = defaultdict[Kind, list[int]](list)
+    for note in notes:
+        for (kind, _), page in zip(note.unit.records(), note.pages, strict=True):
+            found[kind].append(page)
+    return found

@@ -55,7 +55,7 @@ class Receiver:
         calls = {"Attach": self.attach, "Renew": self.renew, "Commit": self.commit}
         calls["Probe"] = absorb
         note = lambda error: self.failures.update([error.reason])  # noqa: E731
-        return rpc_handlers(KV_SERVICE, calls, both_stream={"Push": self.push}, on_refusal=note)
+        return rpc_handlers(KV_SERVICE, calls, {"Push": self.push}, note)
 
     async def run(self) -> None:
         """End leases when they are due and verify what is kept, until it is cancelled.

@@ -8,7 +8,7 @@ Arithmetic and hashes only: nothing here knows a peer, a reservation or a pool.
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -113,9 +113,8 @@ class Checklist:
 
     def places(self, unit: "Unit") -> Iterator[range]:
         """Where the items of a unit are in that order; as many as it has, in the unit's order."""
-        parts = unit.parts()
         for layer in self.plan.groups[unit.group].layers:
-            for kind, records in parts:
+            for kind, records in unit.parts.items():
                 yield self.runs[layer, kind][records.start : records.stop]
 
     def nbytes(self, item: Item) -> int:
@@ -255,18 +254,13 @@ class ArenaSource:
         return wait
 
 
+@dataclass(frozen=True)
 class Arrivals:
-    """Which items of a prompt are verified and in place at a receiver.
+    """Which items of a prompt are verified and in place at a receiver: `here`, digests by place."""
 
-    here: their digests, by place; from the beginning those of `digests`
-    """
-
-    def __init__(
-        self, checklist: Checklist, states: Sequence[GroupState], digests: Mapping[int, int]
-    ):
-        self._checklist = checklist
-        self._addresses = Addresses(checklist, states)
-        self.here = dict(digests)
+    checklist: Checklist
+    addresses: Addresses
+    here: dict[int, int]
 
     def absent(self, frame: PageFrame) -> tuple[dict[int, int], list[tuple[int, Buffer]]]:
         """What a frame brings that is not here, verified: digests by place, and bytes with their
@@ -278,37 +272,33 @@ class Arrivals:
         new: dict[int, int] = {}
         pieces: list[tuple[int, Buffer]] = []
         for place, expected, data in zip(frame.places, frame.digests, frame.payload, strict=True):
-            item = self._checklist.item(place)
-            if len(data) != (size := self._checklist.nbytes(item)):
+            item = self.checklist.item(place)
+            if len(data) != (size := self.checklist.nbytes(item)):
                 raise LayoutError(f"{item} comes in {len(data)} bytes; here it has {size}")
             known = self.here.get(place, new.get(place))
             if (seen := digest(data) if known is None else known) != expected:
                 raise CorruptFrameError(f"{item} is {seen:x}, sent as {expected:x}")
             if known is None:
                 new[place], end = expected, 0
-                for start, nbytes in self._addresses.spans(item):
+                for start, nbytes in self.addresses.spans(item):
                     pieces.append((start, data[end : end + nbytes]))
                     end += nbytes
         return new, pieces
-
-    def add(self, new: Mapping[int, int]) -> None:
-        """These are verified and in place now."""
-        self.here |= new
 
     def check(self, commit: Commit) -> None:
         """LayoutError for a commit of another prompt, CorruptFrameError if an item is here with
         another digest than the commit says, TransferError if one is not here.
         """
-        ours = self._checklist.tokens, self._checklist.plan.fingerprint, self._checklist.num_items
+        ours = self.checklist.tokens, self.checklist.plan.fingerprint, self.checklist.num_items
         if ours != (theirs := (commit.tokens, commit.plan, len(commit.digests))):
             raise LayoutError(f"tokens, plan and items are {theirs}; reserved were {ours}")
         for place, seen in self.here.items():
             if seen != (expected := commit.digests[place]):
-                item = self._checklist.item(place)
+                item = self.checklist.item(place)
                 raise CorruptFrameError(f"{item} came as {seen:x}, committed as {expected:x}")
         if absent := len(commit.digests) - len(self.here):
             first = next(place for place in range(len(commit.digests)) if place not in self.here)
-            item = self._checklist.item(first)
+            item = self.checklist.item(first)
             raise TransferError(f"{absent} items of the commit never came, the first is {item}")
 
 
@@ -321,26 +311,19 @@ def _joined(parts: Sequence[memoryview]) -> memoryview:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tokens `first` .. `end - 1` of one layer group, by the records that hold them.
+    """Tokens of one layer group, from those of the unit before up to `end`, by what holds them.
 
     What becomes final together is shared whole: a page, a segment with its pages, or a sink.
+    parts: the records by kind, those that others depend on first
     """
 
     group: int
-    first: int
     end: int
-    pages: range
-    segments: range = range(0)
-    raws: range = range(0)
-
-    def parts(self) -> list[tuple[Kind, range]]:
-        """The records by kind, those that others depend on first."""
-        kinds = (Kind.SEGMENT, self.segments), (Kind.PAGE, self.pages), (Kind.RAW, self.raws)
-        return [(kind, records) for kind, records in kinds if records]
+    parts: dict[Kind, range]
 
     def records(self) -> list[tuple[Kind, int]]:
         """The records, in that order."""
-        return [(kind, record) for kind, records in self.parts() for record in records]
+        return [(kind, record) for kind, records in self.parts.items() for record in records]
 
     def items(self, group: LayerGroup) -> list[Item]:
         """The items of all layers of the group."""
@@ -377,7 +360,7 @@ def content_keys(model: str, plan: Plan, prompt: Sequence[int]) -> tuple[tuple[b
         chain = blake2b(repr((model, group.fingerprint)).encode(), digest_size=KEY_BYTES)
         keys, known = [], 0
         for unit in units:
-            end = max(unit.end, min(group.lead, len(prompt)) if unit.pages else 0)
+            end = max(unit.end, min(group.lead, len(prompt)) if Kind.PAGE in unit.parts else 0)
             chain.update(view[known * size : end * size])
             chain.update(b"%d" % unit.end if group.lead else b"")
             keys.append(chain.digest())
@@ -390,10 +373,11 @@ def _units(index: int, group: LayerGroup, tokens: int) -> Iterator[Unit]:
     sink, sealed = group.sink, 0 if group.final_at is FinalAt.PROMPT else group.sealed(tokens)
     dropped = min(sealed, group.dropped(tokens))
     if sink and tokens >= sink:
-        yield Unit(index, 0, sink, range(0), raws=range(sink // RAW_TOKENS))
+        yield Unit(index, sink, {Kind.RAW: range(sink // RAW_TOKENS)})
     for first in range(0, sealed - dropped, group.step):
         end = min(first + group.step, sealed - dropped)
-        pages = range(first // group.page.tokens, end // group.page.tokens)
-        segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
-        shared = segments if group.segment else range(0)
-        yield Unit(index, sink + dropped + first, sink + dropped + end, pages, shared)
+        parts = {Kind.PAGE: range(first // group.page.tokens, end // group.page.tokens)}
+        if group.segment:
+            segments = range(first // group.segment_tokens, -(-end // group.segment_tokens))
+            parts = {Kind.SEGMENT: segments} | parts
+        yield Unit(index, sink + dropped + end, parts)

@@ -33,7 +33,6 @@ from disagg.pool import Pool
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
-from disagg.transfer.records import Arrivals
 from disagg.wire import Commit, PageFrame, Ticket, digest, pack
 
 MAX_RID_CHARS, MAX_CODEC_CHARS = 256, 4096
@@ -102,23 +101,13 @@ class State(StrEnum):
         return self in (State.HELD, State.ATTACHED, State.BROKEN)
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a live reservation holds: its job, its records, and what has arrived of them."""
-
-    job: Job
-    holding: Holding
-    arrivals: Arrivals
-
-
 class Reservation:
-    """One hand-off as its decode worker sees it. `contents`: None once given away or freed."""
+    """One hand-off as its decode worker sees it. `holding`: None once given away or freed."""
 
-    def __init__(self, nonce: int, job: Job, holding: Holding):
-        self.nonce = nonce
+    def __init__(self, nonce: int, holding: Holding):
+        self.nonce, job = nonce, holding.job
         self.rid, self.attempt, self.name = job.rid, job.attempt, job.name
-        arrivals = Arrivals(holding.checklist, holding.groups, holding.digests)
-        self.contents: Contents | None = Contents(job, holding, arrivals)
+        self.holding: Holding | None = holding
         self.state = State.HELD
         self.reason = ""
         self.gen = 0
@@ -129,18 +118,18 @@ class Reservation:
         self.ack = Ack()  # the answer to it
         self.verify_ms = 0.0
 
-    def live(self) -> Contents:
+    def live(self) -> Holding:
         """What it holds; ReservationError once it is over."""
-        if self.state.live and self.contents is not None:
-            return self.contents
+        if self.state.live and self.holding is not None:
+            return self.holding
         kind = AbortedError if self.state is State.ABORTED else ReservationError
         raise kind(f"{self.name} is {self.state}: {self.reason}")
 
-    def attached(self, ticket: Ticket, *states: State) -> Contents:
+    def attached(self, ticket: Ticket, *states: State) -> Holding:
         """What it holds; ReservationError unless the ticket is of its last attachment."""
-        contents = self.live()
+        holding = self.live()
         if ticket.gen == self.gen and self.state in states:
-            return contents
+            return holding
         raise ReservationError(
             f"stream {ticket.gen} of {self.name}, which is {self.state} by stream {self.gen}"
         )
@@ -203,10 +192,8 @@ class Reservations:
             return Grant(old.nonce, self.epoch)
         self._refuse_late(job)
         self.cache.check(plan, job.tokens)
-        if job.attempt:  # whether one came here or not: none comes after this one
-            self._bury(job.rid, job.attempt - 1)
-        for lower in self._of(job.rid):
-            self._stop(lower, f"attempt {job.attempt} took over")
+        if job.attempt:  # whether a lower one came here or not: none comes after this one
+            self.abort(job.rid, job.attempt - 1, f"attempt {job.attempt} took over")
         return Grant(self._hold(job, plan).nonce, self.epoch)
 
     def abort(self, rid: str, attempt: int, reason: str) -> None:
@@ -236,8 +223,8 @@ class Reservations:
         reservation = self._find(attach.ticket)
         if reservation.state is State.ADMITTED:
             return Attached(admitted=True)
-        contents, gen = reservation.live(), attach.ticket.gen
-        checklist = contents.holding.checklist
+        arrivals, gen = reservation.live().arrivals, attach.ticket.gen
+        checklist = arrivals.checklist
         ours = self.terms.model, checklist.plan.fingerprint, checklist.tokens
         if ours != (theirs := (attach.model, attach.plan, attach.tokens)):
             raise LayoutError(f"model, plan and tokens are {theirs}; reserved were {ours}")
@@ -246,7 +233,7 @@ class Reservations:
         reservation.gen, reservation.state = gen, State.ATTACHED
         reservation.channel = None
         self._renew(reservation)
-        here, credit = contents.arrivals.here, 2 * checklist.frame_bytes
+        here, credit = arrivals.here, 2 * checklist.frame_bytes
         return Attached(False, [*here], [*here.values()], self.terms.lease_s, credit)
 
     def renew(self, tickets: Iterable[Ticket]) -> tuple[int, ...]:
@@ -265,16 +252,16 @@ class Reservations:
         """Take a frame in: what is verified is here."""
         self.expire()
         reservation = self._find(frame.ticket)
-        contents = reservation.attached(frame.ticket, State.ATTACHED)
+        arrivals = reservation.attached(frame.ticket, State.ATTACHED).arrivals
         if reservation.channel not in (None, channel):
             raise ReservationError(f"frames of {reservation.name} come on another channel")
         reservation.channel = channel
         self._renew(reservation)
         began = self._clock()
-        new, pieces = contents.arrivals.absent(frame)
+        new, pieces = arrivals.absent(frame)
         self._arena.write(pieces)
         reservation.verify_ms += 1000 * (self._clock() - began)
-        contents.arrivals.add(new)
+        arrivals.here.update(new)
 
     def channel_ended(self, channel: object) -> None:
         """However a channel ended: nothing is complete without a commit."""
@@ -294,10 +281,10 @@ class Reservations:
             if reservation.committed != _hash(commit):
                 raise ReservationError(f"{reservation.name} was admitted by another commit")
             return reservation.ack
-        contents = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
-        contents.arrivals.check(commit)
+        holding = reservation.attached(commit.ticket, State.ATTACHED, State.BROKEN)
+        holding.arrivals.check(commit)
         reservation.committed = _hash(commit)
-        self._admit(reservation, contents, commit)
+        self._admit(reservation, holding, commit)
         reservation.ack = Ack(reservation.verify_ms, 1000 * (self._clock() - began))
         return reservation.ack
 
@@ -368,7 +355,7 @@ class Reservations:
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
         holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
-        reservation = Reservation(secrets.randbits(64), job, holding)
+        reservation = Reservation(secrets.randbits(64), holding)
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation)
         return reservation
@@ -377,19 +364,18 @@ class Reservations:
         reservation.lease_until = self._clock() + self.terms.lease_s
         self._live.move_to_end(reservation.rid)
 
-    def _admit(self, reservation: Reservation, contents: Contents, commit: Commit) -> None:
+    def _admit(self, reservation: Reservation, holding: Holding, commit: Commit) -> None:
         """Give the records away, to the engine; keep what can be shared."""
-        reservation.pages = self.cache.keep(contents.holding, commit.digests)
-        reservation.contents, reservation.state = None, State.ADMITTED
+        reservation.pages = self.cache.keep(holding, commit.digests)
+        reservation.holding, reservation.state = None, State.ADMITTED
         del self._live[reservation.rid]
         self._running[reservation.rid] = reservation
-        groups, shared = contents.holding.groups, contents.holding.cached_tokens
-        self.counts["shared_tokens"] += shared
-        self.counts["received_tokens"] += commit.tokens - shared
+        self.counts["shared_tokens"] += holding.cached_tokens
+        self.counts["received_tokens"] += commit.tokens - holding.cached_tokens
         try:
-            self._on_admit(Admission(contents.job, groups, commit))
+            self._on_admit(Admission(holding.job, holding.groups, commit))
         except BaseException as error:
-            self.cache.release(groups)
+            self.cache.release(holding.groups)
             self._end(reservation, State.ABORTED, str(error))
             raise
 
@@ -407,9 +393,9 @@ class Reservations:
             if table.get(reservation.rid) is reservation:
                 del table[reservation.rid]
         self._ended.append(reservation)
-        if contents := reservation.contents:
-            reservation.contents = None
-            self.cache.release(contents.holding.groups)
+        if holding := reservation.holding:
+            reservation.holding = None
+            self.cache.release(holding.groups)
 
     def _bury(self, rid: str, attempt: int) -> None:
         """No attempt up to this one may reserve any more."""

@@ -24,7 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -84,8 +84,7 @@ SERVER_OPTIONS = [
 ]
 
 Unary = Callable[[bytes], Awaitable[bytes]]
-ServerStream = Callable[[bytes], AsyncGenerator[bytes, None]]
-BothStream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
+Stream = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 def tune_malloc() -> None:
@@ -222,22 +221,19 @@ def address_of(host: str, port: int) -> str:
 def rpc_handlers(
     service: str,
     unary: Mapping[str, Unary],
-    server_stream: Mapping[str, ServerStream] | None = None,
-    both_stream: Mapping[str, BothStream] | None = None,
+    streams: Mapping[str, Stream] | None = None,
     on_refusal: Callable[[DisaggError], None] = lambda error: None,
 ) -> grpc.GenericRpcHandler:
     """The handler of a service by method name, for `start_server`.
 
-    both_stream: methods whose messages are received one ahead of what they look at
-    on_refusal:  hears of every error that a peer is told
+    streams:    methods whose messages are received one ahead of what they look at
+    on_refusal: hears of every error that a peer is told
     """
     guard, handlers = _Guard(on_refusal), {}
     for name, run in unary.items():
         handlers[name] = grpc.unary_unary_rpc_method_handler(guard.unary(run))
-    for name, stream in (server_stream or {}).items():
-        handlers[name] = grpc.unary_stream_rpc_method_handler(guard.stream(stream))
-    for name, both in (both_stream or {}).items():
-        handlers[name] = grpc.stream_stream_rpc_method_handler(guard.stream(both, _ahead))
+    for name, stream in (streams or {}).items():
+        handlers[name] = grpc.stream_stream_rpc_method_handler(guard.stream(stream))
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -256,16 +252,12 @@ class _Guard:
 
         return call
 
-    def stream(
-        self,
-        run: Callable[[Any], AsyncGenerator[bytes, None]],
-        reader: Callable[[Any], AbstractAsyncContextManager[Any]] = nullcontext,
-    ) -> Callable[..., Any]:
+    def stream(self, run: Stream) -> Callable[..., Awaitable[None]]:
         """Writes by itself: so whatever ends the call ends `run` at once, not when it is found."""
 
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def call(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             try:
-                async with reader(request) as coming, aclosing(run(coming)) as replies:
+                async with _ahead(messages) as coming, aclosing(run(coming)) as replies:
                     async for reply in replies:
                         await context.write(reply)
             except Exception as error:

@@ -63,16 +63,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Parcel:
-    """One page frame of `size` bytes with `items`, in parts: the pages lie where they were.
-
-    queued_since: when its first item was offered
-    """
+    """One page frame of `size` bytes with `items`, in parts: the pages lie where they were."""
 
     items: Sequence[Item]
     parts: Sequence[Buffer]
     size: int
     payload_bytes: int
-    queued_since: float
 
 
 class Outbox:
@@ -92,20 +88,23 @@ class Outbox:
         self.checklist = checklist
         self.frame_bytes = frame_bytes
         self.credit = 0  # bytes that may be in flight
+        self.payload_bytes = 0  # that left
         self._source = source
-        self._order = checklist.items  # asked for now, while there is time
         self._given: dict[Item, float] = {}  # every item offered so far, in order, and when
         self._queue = deque[Item]()  # to send
         self._ready: Parcel | None = None  # packed, waiting for credit
         self._flight: deque[Parcel] = deque()
         self._sent: dict[int, int] = {}  # by place, digests as they were first packed: the promise
-        self.there: dict[Item, int] = {}  # what the receiver said it has, unless we sent another
+        self.there: dict[int, int] = {}  # what the receiver said it has, unless we sent another
+        self._first_sent = self._last_offer = math.inf
+        self._longest_wait = 0.0  # of an item that was offered
 
     def offer(self, items: Iterable[Item], now: float) -> None:
         """The bytes of these items are final. Each item of the checklist is offered once."""
         given = dict.fromkeys(items, now)
         assert self._given.keys().isdisjoint(given)
         self._given |= given
+        self._last_offer = now
         self._enqueue(given)
 
     @property
@@ -123,26 +122,35 @@ class Outbox:
         """Of frames that are not answered."""
         return sum(parcel.size for parcel in self._flight)
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes that need not be sent, because the receiver has them."""
-        unsent = (item for item in self.there if self.checklist.place(item) not in self._sent)
-        return sum(map(self.checklist.nbytes, unsent))
+    def commit(self, ticket: Ticket, first_token: int, extras: Mapping[str, PlainValue]) -> Commit:
+        """With the digest of every item, in the order of the checklist; only once drained."""
+        checklist, known = self.checklist, self.there | self._sent
+        digests = tuple(map(known.__getitem__, range(checklist.num_items)))
+        plan = checklist.plan.fingerprint
+        return Commit(ticket, checklist.tokens, plan, digests, first_token, extras)
 
-    def manifest(self) -> tuple[int, ...]:
-        """The digest of every item, in the order of the checklist; only once drained."""
-        there = {self.checklist.place(item): seen for item, seen in self.there.items()}
-        return tuple(map((there | self._sent).__getitem__, range(self.checklist.num_items)))
+    def figures(self, before: HandoffStats, ack: Ack, now: float) -> HandoffStats:
+        """What is known before, and what was sent until the acknowledgement."""
+        unsent = map(self.checklist.item, self.there.keys() - self._sent.keys())
+        return replace(
+            before,
+            payload_bytes=self.payload_bytes,
+            cached_bytes=sum(map(self.checklist.nbytes, unsent)),
+            queue_ms=1000 * self._longest_wait,
+            wire_ms=1000 * max(0.0, now - self._first_sent),
+            verify_ms=ack.verify_ms,
+            admit_ms=ack.admit_ms,
+            exposed_ms=1000 * max(0.0, now - self._last_offer),
+        )
 
     def attached(self, here: Mapping[int, int], credit: int) -> None:
         """Start over with a receiver that has these items, sent before or found by their keys.
 
         here: digests by place; CorruptFrameError for a place that no item has
         """
-        if max(here, default=0) >= len(self._order):
-            raise CorruptFrameError(f"item {max(here)} of {len(self._order)} is there")
-        kept = [place for place, seen in here.items() if self._sent.get(place, seen) == seen]
-        self.there = {self._order[place]: here[place] for place in kept}
+        if max(here, default=0) >= self.checklist.num_items:
+            raise CorruptFrameError(f"item {max(here)} of {self.checklist.num_items} is there")
+        self.there = {x: seen for x, seen in here.items() if self._sent.get(x, seen) == seen}
         self._flight.clear()
         self._queue.clear()
         self._ready, self.credit = None, credit
@@ -156,7 +164,7 @@ class Outbox:
         if not stored:
             self._enqueue(parcel.items)
 
-    def next_parcel(self, ticket: Ticket) -> Parcel | None:
+    def next_parcel(self, ticket: Ticket, now: float) -> Parcel | None:
         """The next frame, if there is one and credit for it; it counts as in flight."""
         if self._ready is None and self._queue:
             items, full = self._head()
@@ -169,6 +177,9 @@ class Outbox:
             return None
         self._ready = None
         self._flight.append(parcel)
+        self.payload_bytes += parcel.payload_bytes
+        self._first_sent = min(self._first_sent, now)
+        self._longest_wait = max(self._longest_wait, now - self._given[parcel.items[0]])
         return parcel
 
     @property
@@ -176,7 +187,7 @@ class Outbox:
         return len(self._given) == self.checklist.num_items
 
     def _enqueue(self, items: Iterable[Item]) -> None:
-        self._queue += [item for item in items if item not in self.there]
+        self._queue += [item for item in items if self.checklist.place(item) not in self.there]
 
     def _head(self) -> tuple[list[Item], bool]:
         """The items of the next frame, and whether it is full; one that is larger goes alone."""
@@ -200,8 +211,7 @@ class Outbox:
         digests = tuple(map(self._sent.__getitem__, places))
         frame = PageFrame(ticket, places, digests, tuple(payload))
         parts = pack(frame)
-        nbytes = sum(map(len, payload))
-        return Parcel(items, parts, sum(map(len, parts)), nbytes, self._given[items[0]])
+        return Parcel(items, parts, sum(map(len, parts)), sum(map(len, payload)))
 
 
 # -- one hand-off
@@ -227,7 +237,7 @@ class Sender:
         self.ticket = attach.ticket
         self.deadline = time.monotonic() + deadline_s
         self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
-        self.wire_bytes = self.payload_bytes = 0
+        self.wire_bytes = 0
         self.figures = HandoffStats("", attach.tokens, 0, 0)  # of the codec; those of the wire join
         self._channel = channel
         self._terms = attach
@@ -237,15 +247,12 @@ class Sender:
         self._over: asyncio.Future[Exception] = asyncio.Future()  # what ended the attachment
         self._advanced_at = 0.0  # when the receiver last stored a frame
         self._corrupt = 0  # frames that it could not
-        self._first_sent = self._last_offer = math.inf
-        self._longest_wait = 0.0
 
     # -- the engine's side, by call_soon_threadsafe
 
     def offer(self, items: Iterable[Item]) -> None:
         """The bytes of these items are final; they leave in this order, each offered once."""
-        self._last_offer = time.monotonic()
-        self.outbox.offer(items, self._last_offer)
+        self.outbox.offer(items, time.monotonic())
         self._channel.wake()
 
     def finish(self, first_token: int, extras: Mapping[str, PlainValue] | None = None) -> None:
@@ -307,11 +314,7 @@ class Sender:
 
     async def _commit(self) -> Ack:
         assert self._ending is not None
-        first_token, extras = self._ending
-        checklist, digests = self.outbox.checklist, self.outbox.manifest()
-        plan = checklist.plan.fingerprint
-        commit = Commit(self.ticket, checklist.tokens, plan, digests, first_token, extras)
-        return await self._channel.commit(self, commit)
+        return await self._channel.commit(self, self.outbox.commit(self.ticket, *self._ending))
 
     async def _unless_over(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` brings, unless the attachment ends before."""
@@ -332,17 +335,9 @@ class Sender:
             self._drained.clear()
 
     def _stats(self, ack: Ack) -> HandoffStats:
-        now = time.monotonic()
         return replace(
-            self.figures,
+            self.outbox.figures(self.figures, ack, time.monotonic()),
             wire_bytes=self.wire_bytes,
-            payload_bytes=self.payload_bytes,
-            cached_bytes=self.outbox.cached_bytes,
-            queue_ms=1000 * self._longest_wait,
-            wire_ms=1000 * max(0.0, now - self._first_sent),
-            verify_ms=ack.verify_ms,
-            admit_ms=ack.admit_ms,
-            exposed_ms=1000 * max(0.0, now - self._last_offer),
             attaches=self.ticket.gen,
             link_bytes_per_s=self._channel.meter.read(),
         )
@@ -358,14 +353,7 @@ class Sender:
 
     def next_parcel(self) -> Parcel | None:
         """The next frame, if there is credit for it; it leaves now."""
-        parcel = self.outbox.next_parcel(self.ticket)
-        if parcel is not None:
-            now = time.monotonic()
-            self._first_sent = min(self._first_sent, now)
-            self._longest_wait = max(self._longest_wait, now - parcel.queued_since)
-            self.payload_bytes += parcel.payload_bytes
-        self._note_drained()
-        return parcel
+        return self.outbox.next_parcel(self.ticket, time.monotonic())
 
     def credited(self, credit: Credit, nbytes: int) -> None:
         """What became of frames, in an answer of `nbytes`; of older attachments it is ignored."""

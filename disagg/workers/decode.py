@@ -53,7 +53,6 @@ class DecodeSide:
     counts: Counter[str] = field(default_factory=Counter)
     _jobs: dict[str, Job] = field(default_factory=dict)  # by the engine's name, as all below
     _moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _stopped: dict[str, asyncio.Future[tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
@@ -121,16 +120,9 @@ class DecodeSide:
         """A request was dropped, and the router does not know: it may try again."""
         self.events.say([TokenEvent(rid, attempt, 0, error=error)])
 
-    def step(self, outputs: Iterable[Token | Moved | Failed]) -> list[TokenEvent]:
+    def step(self, outputs: Iterable[Token | Failed]) -> list[TokenEvent]:
         """What an engine step brought for the router; what is not of this side is left alone."""
-        events = []
-        for output in outputs:
-            if isinstance(output, Moved):
-                if stopped := self._stopped.get(output.rid):  # none: it was given up meanwhile
-                    stopped.set_result(output.emitted)
-            elif job := self._jobs.get(output.rid):
-                events.append(self._event(output, job))
-        return events
+        return [self._event(x, job) for x in outputs if (job := self._jobs.get(x.rid))]
 
     def _event(self, output: Token | Failed, job: Job) -> TokenEvent:
         """Of a request that is served whole the first token says what its prompt took here, for
@@ -157,12 +149,10 @@ class DecodeSide:
     async def _move(self, name: str, submit: Submit) -> None:
         """One hand-off from begin to end."""
         rid, attempt = submit.job.rid, submit.job.attempt
-        stopped: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
-        self._stopped[name] = stopped
         try:
-            async with Departure(self.way, submit).sending() as departure:
+            async with Departure(self.way, submit, name).sending() as departure:
                 self.way.engine.submit(Move(name, submit.job.tokens, departure))
-                emitted = await departure.unless_over(stopped)
+                emitted = (await departure.computed()).emitted
                 stats = await departure.commit(emitted[0], {EMITTED: list(emitted)})
             self.counts.update(
                 moved=1, moved_bytes=stats.wire_bytes, moved_ms=round(stats.exposed_ms)
@@ -174,13 +164,12 @@ class DecodeSide:
     def _free(self, name: str, rid: str, attempt: int, _: object) -> None:
         """However its hand-off ended, and if it never began: nothing of the sequence is here."""
         del self._moves[name]
-        self._stopped.pop(name, None)
         self._jobs.pop(name, None)
         self.way.engine.submit(Abort(name))
         self.on_done(rid, attempt)
 
 
-class Departure(Offering):
+class Departure(Offering[Moved]):
     """The engine's end of a sequence that moves. It begins twice: sealed pages are final already,
     and where it stops everything is.
 
@@ -203,7 +192,7 @@ class Departure(Offering):
         sealed = [_sealed(*each, tokens) for each in zip(plan.groups, groups, strict=True)]
         final = [
             x
-            for x in self.checklist.items
+            for x in self._items
             if x not in self._offered and (stops or x.record < sealed[x.group].get(x.kind, 0))
         ]
         self.offer(final)

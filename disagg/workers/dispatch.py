@@ -61,7 +61,7 @@ class Entry:
     exact, pages: keys of its beginnings · cached: tokens that `prefill` need not compute, probably
     avoid:    the pair that refused it last · blamed: whoever failed it ever
     computed: its prefill worker has no more to compute · handed: when its giver left
-    choice:   why it has its codec, where that was left to the service · nbytes: of its records
+    choice:   why it has its codec, where that was left to the service
     deaths:   of workers that computed nothing else · alone: it may cost one more
     """
 
@@ -87,7 +87,6 @@ class Entry:
     not_before: float = 0.0
     began: float = 0.0
     choice: str = ""
-    nbytes: float = 0.0
 
     @property
     def workers(self) -> list[str]:
@@ -289,7 +288,6 @@ class Dispatch:
         """The next attempt, on this pair."""
         if entry.job.codec == AUTO:
             self._choose(entry, prefill, decode, now)
-        entry.nbytes = decode.started.bytes_of(entry.job.codec, len(entry.job.prompt))
         self._count(entry, prefill, decode)
         prefill.recent += len(entry.job.prompt) - entry.cached
         for member in (prefill, decode):
@@ -306,9 +304,10 @@ class Dispatch:
 
     def _choose(self, entry: Entry, prefill: Member, decode: Member, now: float) -> None:
         """Its codec, for life: of those that the decode worker lists."""
-        prompt, config, here = entry.job.prompt, self._config, self.entries.values()
-        sizes = {x: decode.started.bytes_of(x, len(prompt)) for x in decode.started.sizes}
-        ahead = sum(x.nbytes for x in here if x.prefill == prefill.name and not x.decodes)
+        prompt, config, bytes_of = entry.job.prompt, self._config, decode.started.bytes_of
+        sizes = {x: bytes_of(x, len(prompt)) for x in decode.started.sizes}
+        here = [x for x in self.entries.values() if x.prefill == prefill.name and not x.decodes]
+        ahead = sum(bytes_of(x.job.codec, len(x.job.prompt)) for x in here)
         left_s = entry.arrived + config.first_decode_s - now
         facts = config.error_budget, decode.load.free_bytes, (prefill.name, decode.name)
         codec, entry.choice = self.choices.choose(sizes, *facts, left_s, ahead)

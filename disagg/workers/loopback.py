@@ -44,8 +44,7 @@ class Loopback:
         job = Job(request.rid, 0, request.tokens, (), vars(request.params), request.codec)
         grant = self._rules.reserve(job, self._rules.epoch)
         self._ticket = Ticket(grant.nonce, grant.epoch, gen=1)
-        self._wire_bytes = self._payload_bytes = 0
-        self._first_frame = self._last_offer = 0.0
+        self._wire_bytes = 0
 
     def begin(self, plan: Plan, groups: Sequence[GroupState]) -> None:
         """The records are there: attach."""
@@ -62,8 +61,7 @@ class Loopback:
         """Send what is final."""
         if not self._sender.pool.arena.on_host:
             self._source.stage(items)()
-        self._last_offer = time.monotonic()
-        self._outbox.offer(items, self._last_offer)
+        self._outbox.offer(items, time.monotonic())
         self._send()
 
     def has(self, item: Item) -> bool:
@@ -80,30 +78,18 @@ class Loopback:
             self._rules.abort(self._request.rid, 0, "nothing to decode")
         else:
             assert self._outbox.drained, "frames do not get lost in a process"
-            digests, first = self._outbox.manifest(), prefilled.first_token
-            ack = self._commit(Commit(self._ticket, tokens, plan.fingerprint, digests, first))
+            ack = self._commit(self._outbox.commit(self._ticket, prefilled.first_token, {}))
         self._sender.submit(Abort(self._request.rid))
-        now = time.monotonic()
-        self.stats = replace(
-            stats,
-            wire_bytes=self._wire_bytes,
-            payload_bytes=self._payload_bytes,
-            cached_bytes=self._outbox.cached_bytes,
-            wire_ms=1e3 * (now - (self._first_frame or now)),
-            exposed_ms=1e3 * (now - self._last_offer),
-            verify_ms=ack.verify_ms,
-            admit_ms=ack.admit_ms,
-        )
+        stats = self._outbox.figures(stats, ack, time.monotonic())
+        self.stats = replace(stats, wire_bytes=self._wire_bytes)
 
     def _send(self) -> None:
-        while parcel := self._outbox.next_parcel(self._ticket):
-            self._first_frame = self._first_frame or time.monotonic()
+        while parcel := self._outbox.next_parcel(self._ticket, time.monotonic()):
             message = frame_message(parcel.parts)
             credit = self._receiver.take(message_frame(message), self)
             if credit.error is not None:
                 raise credit.error
             self._wire_bytes += len(message) + credit.to_message().ByteSize()
-            self._payload_bytes += parcel.payload_bytes
             self._outbox.answered()
 
     def _commit(self, commit: Commit) -> Ack:

@@ -10,11 +10,10 @@ up; whatever goes wrong with one request ends that request, and nothing else.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from disagg.engine.messages import Abort, Failed, Prefill, Prefilled, named
+from disagg.engine.messages import Abort, Prefill, Prefilled, named
 from disagg.engine.sequence import Request, SamplingParams, handoff_stats
 from disagg.errors import RequestError
 from disagg.transfer.messages import Job, Submit, TokenEvent
@@ -44,7 +43,6 @@ class PrefillSide:
     events: Events
     failures: Counter[str] = field(default_factory=Counter)
     _running: dict[str, tuple[int, asyncio.Task[None]]] = field(default_factory=dict)
-    _computed: dict[str, asyncio.Future[Prefilled]] = field(default_factory=dict)
 
     @property
     def attempts(self) -> set[tuple[str, int]]:
@@ -67,17 +65,6 @@ class PrefillSide:
             known[1].cancel()
             await asyncio.wait([known[1]])
 
-    def step(self, outputs: Iterable[Prefilled | Failed]) -> None:
-        """What an engine step brought; entries that are not of this side are left alone."""
-        for output in outputs:
-            future = self._computed.get(output.rid)
-            if future is None or future.done():
-                continue
-            if isinstance(output, Failed):
-                future.set_exception(output.error)
-            else:
-                future.set_result(output)
-
     async def _run(self, submit: Submit) -> None:
         """One hand-off from begin to end; its error goes to the router."""
         job = submit.job
@@ -90,17 +77,15 @@ class PrefillSide:
 
     async def _hand_over(self, submit: Submit) -> None:
         job, request = submit.job, request_of(submit.job, "p")
-        computed: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
-        self._computed[request.rid] = computed
+        offering = Offering[Prefilled](self.way, submit, request.rid, self.overlap)
         try:
-            async with Offering(self.way, submit, self.overlap).sending() as offering:
+            async with offering.sending():
                 self.way.engine.submit(Prefill(request, offering, waited_s=job.waited_s))
-                await self._tell(job, offering, await offering.unless_over(computed))
+                await self._tell(job, offering, await offering.computed())
         finally:
-            del self._computed[request.rid]
             self.way.engine.submit(Abort(request.rid))  # only now: nobody reads its records
 
-    async def _tell(self, job: Job, offering: Offering, done: Prefilled) -> None:
+    async def _tell(self, job: Job, offering: Offering[Prefilled], done: Prefilled) -> None:
         """The first token, then the figures when the decode worker has it all."""
         plan = self.way.engine.plan(job.codec)
         stats = handoff_stats(plan, len(job.prompt), done.cached_tokens, done.encode_ms)

@@ -17,13 +17,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from disagg.config import RouterConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, QueueFullError, WireError
 from disagg.transfer.control import WorkerHandler
 from disagg.transfer.messages import Job, Step, Submit, TokenEvent, WorkerStatus
 from disagg.workers.actions import Action, Deliver, Forget, Reserve, Start
-from disagg.workers.dispatch import Dispatch, Phase
+from disagg.workers.dispatch import Dispatch, Entry, Phase
 from disagg.workers.members import Started
 
 TICK_S = 0.05
@@ -38,7 +39,7 @@ class Output:
 
     kv:       figures of the hand-off, once known
     logprobs: of the token, where they are wanted; before them, with the first, those of the prompt
-    waited_s: until a worker began with what said the first token
+    waited_s: until the attempt began that said it
     """
 
     token: int | None = None
@@ -71,17 +72,13 @@ class Peer:
 
 @dataclass
 class Client:
-    """Whoever waits. `receipt` is set when the figures of the hand-off, `kv`, have come.
+    """Whoever waits for a request. `receipt` is set when the figures of its hand-off, `kv`, have
+    come."""
 
-    waited_s: how long in the queue
-    choice:   why it has its codec, where that was left to the service
-    """
-
-    waited_s: float = 0.0
+    request: Entry = field(init=False)
     inbox: asyncio.Queue[Output | DisaggError] = field(default_factory=asyncio.Queue)
     kv: Mapping[str, Any] = field(default_factory=dict)
     receipt: asyncio.Event = field(default_factory=asyncio.Event)
-    choice: str = ""
 
 
 class Router:
@@ -97,7 +94,8 @@ class Router:
         self._clock = clock
         self._ready_at = clock()  # or, until then, when this began
         self._clients: dict[str, Client] = {}
-        self._calls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (worker, rid): what begins it
+        # (worker, rid): what begins it there, until that is done
+        self._calls = WeakValueDictionary[tuple[str, str], asyncio.Task[None]]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._bytes = Counter({"fp16_bytes": 0, "wire_bytes": 0})  # of all hand-offs
@@ -127,7 +125,9 @@ class Router:
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         try:
             job = Job(rid, 0, prompt, sampling=dict(params), codec=codec)
-            self._act(self.dispatch.submit(job, self._clock(), at))
+            actions = self.dispatch.submit(job, self._clock(), at)
+            client.request = self.dispatch.entries[rid]
+            self._act(actions)
             while True:
                 output = await client.inbox.get()
                 if isinstance(output, DisaggError):
@@ -258,8 +258,8 @@ class Router:
             if event.stats is not None and (client := self._clients.get(event.rid)):
                 if event.stats.get("wire_bytes"):
                     self._bytes.update({x: event.stats.get(x, 0) for x in self._bytes})
-                choice = {"choice": client.choice} if client.choice else {}
-                client.kv = {**event.stats, **choice}
+                choice = client.request.choice
+                client.kv = {**event.stats, **({"choice": choice} if choice else {})}
                 client.receipt.set()
             self._act(self.dispatch.hear(peer.name, event, now))
         self._act(self.dispatch.load(peer.name, step.load, now))
@@ -300,19 +300,15 @@ class Router:
                 case Reserve(worker, job):
                     self._call(worker, job, self._reserve(self.peers[worker], job))
                 case Start(worker, job):
-                    peer, submit = self.peers[worker], self._submit(action)
-                    if not job.emitted and (client := self._clients.get(job.rid)):
-                        entry = self.dispatch.entries[job.rid]
-                        client.waited_s = self._clock() - entry.arrived
-                        client.choice = entry.choice
-                    self._call(worker, job, peer.client.submit(submit))
+                    submit = self.peers[worker].client.submit(self._submit(action))
+                    self._call(worker, job, submit)
                 case Forget():
                     self._spawn(self._forget(action))
                 case Deliver(rid, str() as reason):
                     self._spawn(self._finish(rid, reason))
                 case Deliver(rid, int() as token, logprobs) if client := self._clients.get(rid):
-                    output = Output(token, None, client.kv, logprobs, client.waited_s)
-                    client.inbox.put_nowait(output)
+                    waited_s = client.request.job.waited_s
+                    client.inbox.put_nowait(Output(token, None, client.kv, logprobs, waited_s))
                 case Deliver(rid, DisaggError() as error) if client := self._clients.get(rid):
                     client.inbox.put_nowait(error)
 
@@ -332,9 +328,6 @@ class Router:
                 error = as_error(failure, f"starting {job.name} at {worker}")
                 event = TokenEvent(job.rid, job.attempt, 0, error=error)
                 self._act(self.dispatch.hear(worker, event, self._clock()))
-            finally:
-                if self._calls.get((worker, job.rid)) is asyncio.current_task():
-                    del self._calls[worker, job.rid]
 
         self._calls[worker, job.rid] = self._spawn(run())
 

@@ -340,8 +340,8 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
 
     def _step(self, output: StepOutput) -> None:
-        self.prefill.step([*output.prefilled, *output.failed])
-        self._events.say(self.decode.step([*output.tokens, *output.moved, *output.failed]))
+        self.prefill.way.step([*output.prefilled, *output.moved, *output.failed])
+        self._events.say(self.decode.step([*output.tokens, *output.failed]))
 
     # -- the end
 

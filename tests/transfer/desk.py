@@ -56,9 +56,11 @@ class Desk:
 
     def known_tokens(self, rid: str) -> int:
         """Leading tokens of a reserved prompt that all layer groups had the units of."""
-        contents = self.ledger._live[rid].contents
-        assert contents
-        return contents.holding.cached_tokens
+        return self.ledger._live[rid].live().cached_tokens
+
+    def here(self, ticket: Ticket) -> dict[int, int]:
+        """What has arrived for a reservation."""
+        return self.ledger._by_nonce[ticket.nonce].live().arrivals.here
 
     def ask(self, prompt: Prompt, grant: Grant, gen: int = 1, now: float = 0.0) -> Attached:
         """Attach; `attach` when it has to succeed."""
@@ -83,9 +85,7 @@ class Desk:
 
     def push(self, prompt: Prompt, ticket: Ticket, now: float = 0.0) -> int:
         """Send all that is not there; the bytes of it."""
-        reservation = self.ledger._by_nonce[ticket.nonce]
-        assert reservation.contents
-        here, sent = {*reservation.contents.arrivals.here}, 0
+        here, sent = {*self.here(ticket)}, 0
         for place, item in enumerate(prompt.checklist.items):
             if place not in here:
                 self.store(prompt.frame(ticket, [item]), now)
@@ -96,9 +96,7 @@ class Desk:
         """A whole hand-off; the bytes that were sent. What is here keeps its digests."""
         ticket = self.begin(prompt, rid=rid, **changes)
         sent = self.push(prompt, ticket)
-        contents = self.ledger._by_nonce[ticket.nonce].contents
-        assert contents
-        digests = tuple(seen for _, seen in sorted(contents.arrivals.here.items()))
+        digests = tuple(seen for _, seen in sorted(self.here(ticket).items()))
         commit = replace(prompt.commit(ticket), digests=digests)
         assert isinstance(self.at(0.0).commit(commit), Ack)
         return sent

@@ -66,8 +66,7 @@ class Peer(Desk):
 
     def arrived(self) -> int:
         """Items of all prompts that are here."""
-        held = self.ledger._live.values()
-        return sum(len(x.contents.arrivals.here) for x in held if x.contents is not None)
+        return sum(len(x.live().arrivals.here) for x in self.ledger._live.values())
 
     @property
     def held(self) -> int:

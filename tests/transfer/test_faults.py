@@ -71,7 +71,7 @@ async def push_until(
     running = asyncio.create_task(sender.run())
     for layer in range(len(prompt.plan.group_of)):
         sender.offer(prompt.checklist.layer(layer))
-    await until(lambda: sender.payload_bytes >= nbytes or running.done())
+    await until(lambda: sender.outbox.payload_bytes >= nbytes or running.done())
     strike()
     sender.finish(42)
     try:

@@ -18,7 +18,9 @@ from disagg.transfer.receiver import Receiver
 from disagg.wire import Ticket, frame_message, pack
 from tests.transfer.desk import bend
 from tests.transfer.peer import Peer
-from tests.transfer.prompts import EPOCH, MODEL, Prompt, make_prompt
+from tests.transfer.prompts import EPOCH, MODEL, Prompt
+
+TOKENS = 130
 
 
 def seeds(prompt: Prompt, ticket: Ticket) -> dict[str, list[bytes]]:
@@ -62,11 +64,6 @@ async def _push(receiver: Receiver, source: random.Random, honest: list[bytes]) 
 
     async for reply in receiver.push(stream()):
         Credit.from_message(kv.PushResponse.FromString(reply))
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(130)
 
 
 def test_bent_messages_end_in_typed_errors_and_leak_nothing(prompt):

@@ -9,7 +9,8 @@ import pytest
 from disagg.codecs.planning import KVShape, parse_plan
 from disagg.config import TransferConfig
 from disagg.errors import CorruptFrameError
-from disagg.transfer.messages import Attached
+from disagg.metrics import HandoffStats
+from disagg.transfer.messages import Ack, Attached
 from disagg.transfer.records import Checklist
 from disagg.transfer.sender import Outbox
 from disagg.wire import MAX_FRAME_BYTES, Item, PageFrame, Ticket, pack, unpack
@@ -32,7 +33,7 @@ def make_outbox(
 
 def beside(outbox: Outbox) -> Iterator[PageFrame]:
     """What it sends without an answer."""
-    while parcel := outbox.next_parcel(TICKET):
+    while parcel := outbox.next_parcel(TICKET, 0.0):
         yield unpack(b"".join(parcel.parts))
 
 
@@ -57,7 +58,7 @@ def test_items_leave_in_the_order_of_offering(prompt):
         outbox.offer([item], float(now))
     assert drain(prompt, outbox) == backwards
     assert outbox.drained
-    assert outbox.manifest() == prompt.commit().digests
+    assert outbox.commit(TICKET, 5, {}).digests == prompt.commit().digests
 
 
 def test_what_does_not_fill_a_frame_waits_for_more_while_something_is_on_its_way(prompt):
@@ -110,7 +111,7 @@ def test_as_much_is_in_flight_as_the_credit_and_two_frames_allow(prompt, credit)
     assert sizes[:2] == [803, 1625]
     outbox, first, last = make_outbox(prompt, prompt.checklist.items, credit), 0, 0
     for answers in (0, 1, 2, 0, 3, 1) * 3:
-        while outbox.next_parcel(TICKET):
+        while outbox.next_parcel(TICKET, 0.0):
             last += 1
         assert outbox.bytes_in_flight == sum(sizes[first:last]) <= min(credit, 2 * FRAME)
         assert sum(sizes[first : last + 1]) > min(credit, 2 * FRAME) or last == len(sizes)
@@ -134,8 +135,9 @@ def test_items_that_the_receiver_has_are_skipped_and_committed_by_its_digests(pr
     outbox.attached(dict.fromkeys(range(9), 1), PLENTY)
     outbox.offer(prompt.checklist.items, 0.0)
     assert drain(prompt, outbox) == [*prompt.checklist.items[9:]]
-    assert outbox.cached_bytes == sum(map(prompt.checklist.nbytes, known))
-    assert outbox.manifest() == (1,) * 9 + prompt.commit().digests[9:]
+    figures = outbox.figures(HandoffStats("", 0, 0, 0), Ack(), 0.0)
+    assert figures.cached_bytes == sum(map(prompt.checklist.nbytes, known))
+    assert outbox.commit(TICKET, 5, {}).digests == (1,) * 9 + prompt.commit().digests[9:]
 
 
 @pytest.mark.parametrize("there", ["nothing", "other digests"])
@@ -163,7 +165,7 @@ def test_records_that_change_while_they_are_sent_break_their_promise(prompt):
     packed = []
     for _ in range(2):
         outbox.attached({}, PLENTY)
-        packed.append(outbox.next_parcel(TICKET).parts)
+        packed.append(outbox.next_parcel(TICKET, 0.0).parts)
     (first, *bytes_then), (second, *bytes_now) = packed
     assert first == second
     assert bytes_then != bytes_now

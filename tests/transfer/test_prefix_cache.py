@@ -133,7 +133,7 @@ def test_cached_pages_that_lie_scattered_do_not_keep_out_who_would_share_them():
     pool.release(pages)
     assert pool.cached_pages == 3
     holding = cache.hold(MODEL, BY_PAGE, prompt.job(), 0)
-    assert (holding.cached_tokens, holding.digests) == (0, {})
+    assert (holding.cached_tokens, holding.arrivals.here) == (0, {})
     cache.release(holding.groups)
     pool.check_integrity()
     assert pool.referenced_pages == 0
@@ -243,8 +243,8 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
             for unit in chain.from_iterable(units_of(plan, len(tokens)))
             for i, item in enumerate(unit.items(plan.groups[unit.group]))
         }
-        items = holding.checklist.items
-        assert all(seen[items[place]] == known for place, known in holding.digests.items())
+        items = holding.arrivals.checklist.items
+        assert all(seen[items[place]] == known for place, known in holding.arrivals.here.items())
         cache.keep(holding, [seen.get(item, 0) for item in items])
         return holding
 
@@ -252,7 +252,7 @@ def test_a_prefix_is_held_by_a_window_when_its_last_window_is() -> None:
     longer, much_longer, shorter = (hold(prompt[:n]) for n in (1100, 1500, 500))
     sealed = plan.groups[0].sealed(1000)
     assert longer.cached_tokens == sealed  # the window begins among what the first prompt kept
-    found = [x for x in map(longer.checklist.items.__getitem__, longer.digests) if x.group == 1]
+    found = [x for x in map(longer.arrivals.checklist.item, longer.arrivals.here) if x.group == 1]
     pages = (sealed - plan.groups[1].dropped(1100)) // 64
     assert len(found) == pages * len(plan.groups[1].layers)
     assert much_longer.cached_tokens == plan.groups[0].sealed(1100)

@@ -12,7 +12,14 @@ from disagg.errors import LayoutError, TransferError
 from disagg.page import Kind
 from disagg.plan import Plan
 from disagg.state import Run
-from disagg.transfer.records import ArenaSource, Arrivals, Checklist, content_keys, units_of
+from disagg.transfer.records import (
+    Addresses,
+    ArenaSource,
+    Arrivals,
+    Checklist,
+    content_keys,
+    units_of,
+)
 from disagg.wire import Item, Ticket
 from tests.transfer.prompts import (
     BY_PAGE,
@@ -97,7 +104,8 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
 def test_frames_of_items_that_are_none_or_have_other_sizes_are_layout_errors():
     """Of the tail of 116 tokens 7 records come whole, then 4 rows of one."""
     prompt = make_prompt(500)
-    arrivals, place = Arrivals(prompt.checklist, prompt.states, {}), prompt.checklist.place
+    addresses = Addresses(prompt.checklist, prompt.states)
+    arrivals, place = Arrivals(prompt.checklist, addresses, {}), prompt.checklist.place
     whole, rows = (Item(Kind.RAW, 0, 2, record) for record in (6, 7))
     frame = prompt.frame(TICKET, [whole, rows])
     assert len(arrivals.absent(frame)[0]) == 2
@@ -161,7 +169,7 @@ def test_a_key_stands_for_model_layout_and_every_token_before():
 def test_a_sink_is_a_unit_of_its_own():
     plan = parse_plan("kivi:sink=64", KVShape(1, 1, 64, "float16", (None,)))
     (units,) = units_of(plan, 400)
-    assert [(unit.first, unit.end) for unit in units] == [(x, x + 64) for x in (0, 64, 128, 192)]
+    assert [unit.end for unit in units] == [64, 128, 192, 256]
     assert units[0].records() == [(Kind.RAW, i) for i in range(4)]
     assert not units_of(plan, 63)[0]
     (first,), (second,) = (content_keys(MODEL, plan, TOKENS[:70] + x) for x in ([1] * 300, [2] * 9))

@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
             assert named == (self.gens[frame.ticket.nonce], self.epoch)
             assert bound in (None, channel)
             assert reservation.channel == channel
-            assert not {start // 128 for start, _ in pieces} & reservation.contents.holding.shared
+            assert not {start // 128 for start, _ in pieces} & reservation.holding.shared
             written(pieces)
 
         written = self.pool.arena.write
@@ -201,8 +201,8 @@ class Machine(RuleBasedStateMachine):
         except CorruptFrameError:
             return
         except TransferError:
-            contents = self.ledger._by_nonce[ticket.nonce].contents
-            assert len(contents.arrivals.here) < len(digests)
+            holding = self.ledger._by_nonce[ticket.nonce].holding
+            assert len(holding.arrivals.here) < len(digests)
         else:
             assert last or ticket.nonce in self.acks
             assert self.acks.setdefault(ticket.nonce, (said, ack)) == (said, ack)
@@ -306,7 +306,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_ended_keeps_names_and_numbers_and_nothing_of_its_prompt(self) -> None:
-        assert all(x.contents is None for x in self.ledger._running.values())
+        assert all(x.holding is None for x in self.ledger._running.values())
         for reservation in self.ledger._ended:
             assert not reservation.state.live
             for kept in vars(reservation).values():

@@ -35,9 +35,8 @@ class Service:
         self.refusals: list[DisaggError] = []
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        return rpc_handlers(
-            "a.B", {"One": self.one}, {"Many": self.many}, {"Both": self.both}, self.refusals.append
-        )
+        streams = {"Many": self.many, "Both": self.both}
+        return rpc_handlers("a.B", {"One": self.one}, streams, self.refusals.append)
 
     async def one(self, data: bytes) -> bytes:
         self.seen.append(len(data))
@@ -49,10 +48,10 @@ class Service:
             await asyncio.Event().wait()
         return data
 
-    async def many(self, data: bytes) -> AsyncGenerator[bytes, None]:
+    async def many(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         try:
             yield await self.one(b"x")
-            yield await self.one(data)
+            yield await self.one(await anext(messages))
             await asyncio.Event().wait()
         finally:
             self.left += 1
@@ -167,7 +166,7 @@ async def test_one_message_is_received_while_another_is_looked_at():
             seen.append(asked)
             yield message
 
-    service = rpc_handlers("a", {}, both_stream={"B": both})
+    service = rpc_handlers("a", {}, {"B": both})
     handler = service.service(SimpleNamespace(method="/a/B", invocation_metadata=()))
     await handler.stream_stream(messages(), AsyncMock())
     assert seen == [2, 3, 4, 5, 6, 6]

@@ -280,15 +280,15 @@ async def test_a_cancelled_hand_off_leaves_the_stream_to_the_others(prompt):
         peer.pause = held.wait
         senders = [peer.sender(prompt, channel, rid) for rid in "ab"]
         first, second = (asyncio.create_task(hand_over(x, prompt)) for x in senders)
-        await until(lambda: all(sender.payload_bytes for sender in senders))
+        await until(lambda: all(sender.outbox.payload_bytes for sender in senders))
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        left = senders[0].payload_bytes
+        left = senders[0].outbox.payload_bytes
         held.set()
         await second
         assert peer.opened == 1
-        assert senders[0].payload_bytes == left  # nothing more of it was sent
+        assert senders[0].outbox.payload_bytes == left  # nothing more of it was sent
         peer.assert_admitted(b=prompt)
 
 

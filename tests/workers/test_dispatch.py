@@ -322,9 +322,6 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
     assert [x.worker for x in only(Reserve, join(dispatch, "d3", 2.0))] == ["d3"]
 
 
-# -- local work
-
-
 # -- who gets what
 
 

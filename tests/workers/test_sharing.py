@@ -144,8 +144,8 @@ async def test_a_page_that_was_left_out_and_is_gone_is_computed_by_the_next_atte
     def miss(self: Sender, *arguments: Any) -> None:
         if not missed:
             missed.append(min(self.outbox._source._left_out))
-            there, place = self.outbox.there, self.outbox.checklist.place
-            here = {place(x): seen for x, seen in there.items() if x not in missed}
+            here = dict(self.outbox.there)
+            del here[self.outbox.checklist.place(*missed)]
             self.outbox.attached(here, self.outbox.credit)
         finish(self, *arguments)
 
