@@ -138,16 +138,16 @@ def seal_codes(
         if SIDE.low_rank is not None:
             missing = tl.where(there, missing, 0.0).to(tl.float16)
             if D_AXIS == 1:
-                store_factors(missing, o_r, o_c, m_c, block, seed, SIDE)
+                store_factors(tl.trans(missing), o_r, o_c, m_c, block, seed, SIDE)
             else:
-                store_factors(tl.trans(missing), o_c, o_r, m_r, block, seed, SIDE)
+                store_factors(missing, o_c, o_r, m_r, block, seed, SIDE)
 
 
 @triton.jit
-def store_factors(x, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
-    """A and B of what is missing of a page, x [T, D]."""
+def store_factors(x_t, o_t, o_d, m_d, block, seed, SIDE: tl.constexpr):
+    """A and B of what is missing of a page, x_t [D, T]."""
     RANK: tl.constexpr = SIDE.low_rank.rank
-    a, b = fit_page(x, o_d, m_d, seed, RANK)
+    a, b = fit_page(x_t, o_d, m_d, seed, RANK)
     o_r = tl.arange(0, WIDTH)[None, :]
     p_a = at(block, SIDE.low_rank.a, tl.float16) + o_t[:, None] * RANK + o_r
     p_b = at(block, SIDE.low_rank.b, tl.float16) + o_d[:, None] * RANK + o_r

@@ -62,9 +62,7 @@ def low_rank_kernel(
         z = squared_product(p_x, q, most, length, FMT)
         q = orthonormal(z / power_above(z), RANK)
     z = squared_product(p_x, q, most, length, FMT)
-    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
-    size = tl.sqrt(length.to(tl.float32))
-    b = tl.dot(z, w, input_precision="ieee") / size
+    q, b = factors(q, z, tl.sqrt(length.to(tl.float32)), RANK)
     offset = base + i_head.to(tl.int64) * FMT.block_bytes
     if FMT.k.low_rank.shared:
         home = segments_ptr + (i_segment * heads + i_head).to(tl.int64) * FMT.segment_bytes
@@ -73,7 +71,6 @@ def low_rank_kernel(
     home += tl.where(i_side == 0, FMT.k.low_rank.b, FMT.v.low_rank.b)
     tl.store(at(home, 0, tl.float16) + o_b, b.to(tl.float16), mask=m_b)
 
-    q = tl.dot(q, w, input_precision="ieee") * size
     q_most = power_above(q)
     offset += tl.where(i_side == 0, FMT.k.low_rank.a, FMT.v.low_rank.a)
     for i in tl.range(0, length // T, num_stages=STAGES):
@@ -84,22 +81,19 @@ def low_rank_kernel(
 
 
 @triton.jit
-def fit_page(x, o_d, m_d, seed, RANK: tl.constexpr):
-    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x [T, D_PAD] fp16 is in
-    registers: what low_rank_kernel finds. o_d: the channels of x; m_d: those that exist."""
+def fit_page(x_t, o_d, m_d, seed, RANK: tl.constexpr):
+    """A [T, 16] and B [D_PAD, 16] in fp32 of a segment of one page, whose x_t [D_PAD, T] fp16 is in
+    registers: what low_rank_kernel finds. o_d: its channels; m_d: those that exist."""
     o_r = tl.arange(0, WIDTH)[None, :]
-    x_t = tl.trans(x)
-    most = power_above(x.to(tl.float32)) * LONGEST
+    most = power_above(x_t.to(tl.float32)) * LONGEST
     q = tl.where(m_d[:, None] & (o_r < RANK), uniform(seed, o_d[:, None] * RANK + o_r), 0.0)
     q /= LONGEST
-    for _ in tl.static_range(2):
-        z = times(x_t, times(x, q, 1.0), most)
+    for _ in range(2):
+        z = times(x_t, transposed_times(x_t, q, 1.0), most)
         q = orthonormal(z / power_above(z), RANK)
-    z = times(x_t, times(x, q, 1.0), most)
-    w = orthonormal_by(tl.dot(tl.trans(q), z, input_precision="ieee"), RANK)
-    SIZE: tl.constexpr = x.shape[0] ** 0.5
-    q = tl.dot(q, w, input_precision="ieee") * SIZE
-    return times(x, q, power_above(q)), tl.dot(z, w, input_precision="ieee") / SIZE
+    z = times(x_t, transposed_times(x_t, q, 1.0), most)
+    q, b = factors(q, z, x_t.shape[1] ** 0.5, RANK)
+    return transposed_times(x_t, q, power_above(q)), b
 
 
 @triton.jit
@@ -150,11 +144,27 @@ def squared_product(p_x, q, most, length, FMT: tl.constexpr):
 
 @triton.jit
 def times(x, y, most):
-    """x @ y of fp16 x and fp32 y, whose two terms reach 24 bits below `most`, a power of two."""
+    """x @ y of fp16 x and fp32 y, whose numbers are below `most`, a power of two."""
+    high, low = two_terms(y, most)
+    terms = tl.reshape(tl.join(high, low), [y.shape[0], 2 * y.shape[1]])
+    product = tl.reshape(tl.dot(x, terms), [x.shape[0], y.shape[1], 2])
+    return tl.sum(product, 2) * most
+
+
+@triton.jit
+def transposed_times(x, y, most):
+    """The same of the transpose of x: as the second operand a warp has its columns, and nothing is
+    in the registers twice (Triton 3.9)."""
+    high, low = two_terms(tl.trans(y), most)
+    return tl.trans(tl.dot(low, x, tl.dot(high, x)) * most)
+
+
+@triton.jit
+def two_terms(y, most):
+    """Two fp16 terms whose sum is y / most to 24 bits below 1."""
     y = y * (1.0 / most)
     high = y.to(tl.float16)
-    product = tl.dot(x, high)
-    return tl.dot(x, (y - high.to(tl.float32)).to(tl.float16), product) * most
+    return high, (y - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -180,11 +190,20 @@ def orthonormal(b, RANK: tl.constexpr):
 
 
 @triton.jit
-def orthonormal_by(gram, RANK: tl.constexpr):
-    """W [16, 16] with W^T gram W = 1, column by column; 0 where a column is in the others."""
+def factors(q, z, size, RANK: tl.constexpr):
+    """Q W size and Z W / size [D, 16], where z = X^T X q, and W makes the columns of X Q W
+    orthonormal; 0 where a column is in the others.
+
+    Column by column: a thread would hold whole rows and columns of a product in fp32.
+    """
     o_r = tl.arange(0, WIDTH)
-    w = tl.zeros(gram.shape, tl.float32)
+    gram = tl.zeros([WIDTH, WIDTH], tl.float32)
+    for j in range(RANK):
+        column = tl.sum(tl.where((o_r == j)[None, :], q, 0.0), 1)
+        gram = tl.where((o_r == j)[:, None], tl.sum(column[:, None] * z, 0)[None, :], gram)
     floor = tl.maximum(tl.max(tl.max(gram, 1), 0) * FAINTEST, 1e-30)
+    w = tl.zeros(gram.shape, tl.float32)
+    a, b = tl.zeros(q.shape, tl.float32), tl.zeros(z.shape, tl.float32)
     for j in range(RANK):
         x = (o_r == j).to(tl.float32)
         for _ in tl.static_range(2):
@@ -193,7 +212,9 @@ def orthonormal_by(gram, RANK: tl.constexpr):
         left = tl.sum(x * tl.sum(gram * x[None, :], 1), 0)
         x *= tl.where(left > floor, tl.rsqrt(tl.maximum(left, floor)), 0.0)
         w = tl.where((o_r == j)[None, :], x[:, None], w)
-    return w
+        a = tl.where((o_r == j)[None, :], tl.sum(q * x[None, :], 1)[:, None], a)
+        b = tl.where((o_r == j)[None, :], tl.sum(z * x[None, :], 1)[:, None], b)
+    return a * size, b / size
 
 
 def encode_low_rank(
