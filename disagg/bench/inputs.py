@@ -12,37 +12,34 @@ Keys and values have the statistics that the papers rely on, without a pretraine
 tensors follow from seed, shape and knobs. On plain Gaussian tensors the premises of the papers
 vanish: never rank codecs on them.
 
-Layers for attention of any size are realistic tokens, encoded once and repeated. The pages of a
-stretch are stored again and again at addresses of their own, in shuffled order, so that reading is
-as scattered as in a service and encoding costs nothing. What a sequence has once, its side record
-and the tokens kept exact, it has once here too.
+Layers for attention are prompts written as a worker writes them, to records in shuffled order, so
+that reading is as scattered as in a service. Sequences of a layer have the same tokens.
 """
 
 import math
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from disagg.codecs import get_codec
 from disagg.codecs.base import Codec
-from disagg.codecs.contract import Encoded, Prompt, Queries
-from disagg.codecs.exact import exact_format, slots_format
-from disagg.codecs.layer import views_of
+from disagg.codecs.cache import CompressedKV, GrowingArena
+from disagg.codecs.contract import Queries
+from disagg.codecs.exact import exact_format
+from disagg.codecs.layer import views_of, write_prompt
 from disagg.codecs.planning import KVShape
-from disagg.codecs.tables import PageTable, plan_units, upload
+from disagg.codecs.seals import Growth, Places
+from disagg.codecs.tables import PageTable, build_tables, plan_units, upload
 from disagg.errors import ConfigError, PromptTooLongError
-from disagg.kernels.formats import FREE
-from disagg.kernels.ops import attend, prepare, serves_gpu, store_blocks
-from disagg.kernels.reference.kept import view_kept
-from disagg.kernels.sealing import NewRows, Target
+from disagg.kernels.ops import attend, prepare, serves_gpu
+from disagg.kernels.sealing import NewRows
 from disagg.kernels.view import Softmax, Units
-from disagg.page import ARENA_UNIT
 from disagg.plan import LayerGroup, Plan
+from disagg.state import GroupState, allocate_group
 
 SLAB_BYTES = 16 << 20
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
@@ -213,11 +210,11 @@ class StepShape:
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """One codec's pages of a shape.
+    """One codec's pages of a shape, without the tails behind them.
 
-    q:      [B, 1, Hq, D] fp32; nbytes: of pages, segments and side records that a step reads
-    k, v:   [H, stretch, D] fp32 - what the pages of a stretch stand for
-    counts: [H, stretch] - how often a sequence shows each of these tokens; 0 where it is dropped
+    q:       [B, 1, Hq, D] fp32; nbytes: of pages, segments and side records that a step reads
+    k, v:    [H, tokens, D] fp32 - what the pages of each sequence stand for
+    present: [H, tokens] bool - those that the codec has not dropped
     """
 
     codec: Codec
@@ -229,7 +226,7 @@ class PagedLayer:
     q: Tensor
     k: Tensor
     v: Tensor
-    counts: Tensor
+    present: Tensor
     nbytes: int
 
     def attend(self) -> Tensor:
@@ -263,88 +260,55 @@ class PagedLayer:
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:
-        """What `attend` should give, in fp64: [B, 1, Hq, D]; all sequences are alike."""
+        """What `attend` should give, in fp64: [B, 1, Hq, D]."""
         k, v = self.k.double(), self.v.double()
         q = self.q[:, 0].double().unflatten(1, (self.shape.heads, -1))
         scores = torch.einsum("bhgd,hnd->bhgn", q, k) * self.shape.scale
-        p = (scores + self.counts.double().log().unsqueeze(1)).softmax(-1)
+        p = scores.masked_fill(~self.present.unsqueeze(1), -torch.inf).softmax(-1)
         return torch.einsum("bhgn,hnd->bhgd", p, v).flatten(1, 2).unsqueeze(1)
 
 
 def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
-    """Encode a stretch on the CPU and store as many copies of it as the shape has."""
+    """Write a prompt of which all tokens of the shape are in pages, once for each sequence."""
     codec = get_codec(spec)
     group = codec.layer_group((LAYER,), shape.heads, shape.head_dim, "float16")
-    stretch = min(group.segment_tokens, shape.tokens)
-    assert shape.tokens % stretch == 0
-    made = make_prompt(stretch, shape.heads, shape.head_dim, shape.per_head)
-    prompt = Prompt(stretch, made.k, Queries.of(made.q, shape.heads, stretch))
-    encoded = codec.encode(made.k, made.v, 0, LAYER, prompt, None)
-    k, v = codec.decode(encoded, group)
-    counts = count_tokens(codec, encoded, group, shape.tokens // stretch)
-    arena, tables, nbytes = _store(encoded, group, shape, device)
-    units = plan_units(group, tables, device)
-    tables, units = upload((tables, units), device)
+    n = group.sink + shape.tokens + group.residual
+    made = make_prompt(n, shape.heads, shape.head_dim, shape.per_head)
+    q, k, v = (x.to(device) for x in (made.q, made.k, made.v))
+    arena, queries = GrowingArena(device), Queries.of(q, shape.heads, n)
+    states = _scattered(group, n, shape.batch, arena)
+    for state in states:
+        at = upload(Places.of(state), device)
+        write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, queries)
+    if device.type == "cpu":  # in huge pages, as the arena of a service
+        arena.bytes = torch.from_numpy(arena.bytes.numpy().copy())
+    cache = CompressedKV(codec, group, states[0], arena)
+    cache.num_tokens = n
+    paged = slice(group.sink, group.sink + shape.tokens)
+    k, v, present = (x[:, paged] for x in (*cache.reconstruct(), cache.present()))
+    growths = [Growth(state, n - 1, 1, row) for row, state in enumerate(states)]
+    tables = build_tables(group, growths, 1, torch.device("cpu"))
+    tables = tables[:-1] if states[0].tail else tables
+    nbytes = sum(_bytes_of(group, table) for table in tables)
+    tables, units = upload((tables, plan_units(group, tables, device)), device)
     source = torch.Generator().manual_seed(1)
     rows = shape.heads * shape.per_head
-    q = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source)
-    q, k, v, counts = (x.to(device) for x in (q, k, v, counts))
-    return PagedLayer(codec, group, shape, arena, tables, units, q, k, v, counts, nbytes)
+    asked = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(device)
+    return PagedLayer(codec, group, shape, arena.bytes, tables, units, asked, k, v, present, nbytes)
 
 
-def count_tokens(codec: Codec, encoded: Encoded, group: LayerGroup, repeats: int) -> Tensor:
-    """How often a sequence of so many stretches shows each token: [H, stretch] int64.
-
-    A token kept exact is in the side record, once, and in none of the pages.
-    """
-    counts = repeats * codec.present(encoded, group).long()
-    if encoded.side is not None and encoded.kept is not None and group.side is not None:
-        side, raw = slots_format(group.side), exact_format(group.raw)
-        kept = view_kept(encoded.side, encoded.kept, side, raw)
-        head, slot = (kept.states != FREE).nonzero(as_tuple=True)
-        counts[head, kept.positions[head, slot].long()] = 1
-    return counts
+def _scattered(group: LayerGroup, n: int, count: int, arena: GrowingArena) -> list[GroupState]:
+    """Records for sequences of n tokens: those of each kind in no order."""
+    ids = [x for _ in range(count) for x in allocate_group(group, n, arena).ids()]
+    random.Random(0).shuffle(ids)
+    arena.release(ids)
+    return [allocate_group(group, n, arena) for _ in range(count)]
 
 
-def _store(
-    encoded: Encoded, group: LayerGroup, shape: StepShape, device: torch.device
-) -> tuple[Tensor, tuple[PageTable, ...], int]:
-    """An arena with all sequences, tables on the host of all that they see, and the bytes."""
-    repeats = shape.tokens // (encoded.blocks.shape[0] * group.page.tokens)
-    side = None if encoded.side is None else encoded.side.unsqueeze(0)
-    kinds = {  # and how often a sequence has it
-        "pages": (group.page, encoded.blocks, repeats),
-        "segments": (group.segment, encoded.segments, repeats),
-        "kept": (group.raw, encoded.kept, 1),
-        "sides": (group.side, side, 1),
-    }
-    source = torch.Generator().manual_seed(0)
-    stored: list[tuple[Tensor, Tensor]] = []
-    found: dict[str, Any] = {}
-    end = nbytes = 0
-    for name, (layout, blocks, copies) in kinds.items():
-        if layout is None or blocks is None or not blocks.numel():
-            continue
-        stride = -(-group.layer_bytes(layout) // ARENA_UNIT)
-        count = shape.batch * copies * blocks.shape[0]
-        places = torch.randperm(count, generator=source) * stride + end
-        found[name] = places.int().view(shape.batch, -1)
-        stored.append((blocks.to(device), found[name].to(device)))
-        end += count * stride
-        nbytes += count * group.layer_bytes(layout)
-    zeros = np.zeros(end * ARENA_UNIT, np.uint8)  # in huge pages, as the arena of a service
-    arena = torch.from_numpy(zeros).to(device)
-    for there, ids in stored:
-        for row in ids.view(-1, there.shape[0]):
-            store_blocks(Target(arena, row), there)
-    lo = torch.zeros(shape.batch, 1, dtype=torch.int32)
-    seen = lo, lo + shape.tokens
-    tables = [PageTable(found["pages"], *seen, group.page)]
-    if "segments" in found:
-        own = torch.arange(found["pages"].shape[1]) // (group.segment_tokens // group.page.tokens)
-        owner = own.int().expand(shape.batch, -1).contiguous()
-        tables = [replace(tables[0], segments=found["segments"], owner=owner)]
-    if "kept" in found:
-        kept = PageTable(found["kept"], *seen, group.raw, sides=found["sides"].view(-1))
-        tables.append(kept)
-    return arena, tuple(tables), nbytes
+def _bytes_of(group: LayerGroup, table: PageTable) -> int:
+    """What attention reads of one layer, of sequences that are alike."""
+    nbytes = table.pages.numel() * group.layer_bytes(table.layout)
+    for layout, ids in ((group.segment, table.segments), (group.side, table.sides)):
+        if layout is not None and ids is not None:
+            nbytes += ids.numel() * group.layer_bytes(layout)
+    return nbytes

@@ -201,11 +201,7 @@ def _finish(call: Call, device: torch.device) -> None:
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     """Decode on fp16 (CPU: also fp32 and bf16) K and V of the same shape, by everything at hand."""
     shape, device = layer.shape, layer.q.device
-    repeats = shape.tokens // layer.k.shape[1]
-    k, v = (
-        x.half().repeat(1, repeats, 1).expand(shape.batch, -1, -1, -1).contiguous()
-        for x in (layer.k, layer.v)
-    )
+    k, v = (x.half().expand(shape.batch, -1, -1, -1).contiguous() for x in (layer.k, layer.v))
     q = layer.q[:, 0].half()
     by_group = q.unflatten(1, (shape.heads, -1)).contiguous()  # queries of a KV head as its rows
     by_head = q.unsqueeze(2).contiguous()

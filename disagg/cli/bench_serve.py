@@ -44,7 +44,7 @@ def serve(
     ),
     percentile_metrics: str = Option("ttft,tpot,itl", help="Of ttft, tpot, itl and e2el."),
     metric_percentiles: str = Option("99", help="25,50,99."),
-    seed: int = 0,
+    seed: int = Option(0, min=0),
     save_result: bool = Option(False, "--save-result", help="Write a JSON file."),
     save_detailed: bool = Option(False, "--save-detailed", help="With every request in it."),
     result_dir: Path = Option(Path(), help="Where it is written."),

@@ -31,7 +31,7 @@ def evaluate(
     ),
     keys: int | None = Option(None, min=1, help="Of each --passkey and depth; 5."),
     streaming: bool = Option(False, "--streaming", help="Seal tails meanwhile, as service."),
-    threads: int = Option(1, min=1, help="Of torch."),
+    threads: int = Option(1, min=1, max=1024, help="Of torch."),
     out: Path | None = Option(None, callback=options.writable, help="Write rows to it."),
     plot: options.Plot = None,
     resume: bool = Option(False, "--resume", help="Keep the rows that --out has."),

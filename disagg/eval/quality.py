@@ -100,11 +100,10 @@ class Judge:
         info, length = describe_model(options.model), options.prompt + options.score
         self.codecs = options.codecs or tuple(x for x in CODECS if holds(x, info.head_dim))
         self.specs = {x: parse_plan(x, kv_shape(info)).spec for x in self.codecs}
-        if options.score < 2 or length > info.context_length:
-            raise ConfigError(
-                f"{options.prompt} + {options.score} tokens do not fit: 2 or more are scored, and "
-                f"the context of the model is {info.context_length}"
-            )
+        more, most = max(options.score, options.free), info.context_length
+        if options.score < 2 or options.prompt + more > most:
+            told = f"{options.prompt} + {more} tokens do not fit: 2 or more are scored, and"
+            raise ConfigError(f"{told} the context of the model is {most}")
         tokenizer = Tokenizer.load(options.model)
         texts = dict(map(read_text, options.texts))
         self.rows = {

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_repeated_pages_are_attended_as_the_tokens_they_stand_for(spec):
+def test_pages_of_a_prompt_are_attended_as_the_tokens_they_stand_for(spec):
     layer = make_layer(spec, StepShape(2, 4096, heads=1, per_head=3, head_dim=64), CPU)
     assert layer.error() < layer.codec.attend_error
     wrong = layer.exact().roll(1, 2)

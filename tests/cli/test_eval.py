@@ -46,6 +46,8 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
     [
         (["--codec", "zip"], 2, "zip"),
         (["--prompt", "3000"], 2, "do not fit"),
+        (["--free", "3000"], 2, "150 + 3000 tokens do not fit"),
+        (["--threads", "99999999999"], 2, "--threads"),
         (["--keys", "3"], 2, "--passkey"),
         (["--text", "a.txt", "--text", "./a.txt"], 2, "one name"),
         (["--plot", "a.gif"], 2, ".png"),
@@ -55,7 +57,6 @@ def test_a_file_of_another_run_is_not_gone_on_with(disagg, tmp_path):
         (["--out", "/dev/null/a.json"], 2, "/dev/null/a.json cannot be written"),
         (["--model", "smollm2"], 3, "disagg fetch smollm2"),
     ],
-    ids=["codec", "length", "keys", "texts", "picture", "resume", "other", "text", "out", "model"],
 )
 def test_what_cannot_be_judged_says_why_before_a_model_is_loaded(
     arguments, code, said, disagg, tmp_path, monkeypatch
