@@ -164,7 +164,7 @@ def class_of(info: ModelInfo) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True)
         model = AutoModelForCausalLM._model_mapping[type(config)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever checks it has for an architecture
         raise ModelError(f"transformers has no such language model: {error}") from error
     if not model._supports_attention_backend:
         raise ModelError(

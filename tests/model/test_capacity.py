@@ -83,7 +83,20 @@ def test_sizes_are_written_with_units() -> None:
             parse_bytes(wrong)
 
 
-@pytest.mark.parametrize("changes", [{"text_config": 3}, {"num_attention_heads": "four"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text_config": 3},
+        {"num_attention_heads": "four"},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -3},
+        {"num_key_value_heads": "two"},
+        {"layer_types": 5},
+        {"rope_scaling": 5},
+        {"architectures": [5]},
+    ],
+    ids=str,
+)
 def test_a_config_that_makes_no_sense_is_a_refusal(changes, tmp_path):
     fit = check_model(write(tmp_path, **changes))
     assert not fit.served
