@@ -3,6 +3,8 @@
 Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
 """
 
+from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,10 +17,15 @@ from disagg.workers.router import Router
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "arena_bytes")
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
+# what a worker says of itself: a series, and what it is
+GAUGES = {
+    "engine_running": ("vllm:num_requests_running", "Sequences that compute"),
+    "engine_waiting": ("vllm:num_requests_waiting", "Sequences that wait"),
+    "engine_held": ("disagg_held_sequences", "Prefilled ones that wait for an acknowledgement"),
+}
 # where the KV of prompts is from, as vLLM names it: what a worker counts of it
 SOURCES = {
     "local_compute": ("computed_tokens",),
@@ -47,13 +54,8 @@ class Counts:
             "damaged": counter("disagg_kv_damaged", "Cached units whose bytes were altered"),
             "preempted": counter("vllm:num_preemptions", "Sequences that had to make room"),
         }
-        held = "Prefilled sequences that wait for their acknowledgement"
-        self._gauges = (
-            gauge("vllm:num_requests_running", "Sequences that compute"),
-            gauge("vllm:num_requests_waiting", "Sequences that wait"),
-            gauge("disagg_held_sequences", held),
-            gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
-        )
+        self._gauges = {name: gauge(*series) for name, series in GAUGES.items()}
+        self._usage = gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1")
         wrong = "Relative error of attention outputs, of sampled prompts, by listed codec"
         self._errors = gauge("disagg_attention_error", wrong, "codec")
         left = "Requests that left their codec to the service, by codec and why it is that one"
@@ -170,15 +172,15 @@ class Counts:
 
     def _load(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """The gauges of each role, of all its workers together; of those that answer."""
-        by_role: dict[str, list[Mapping[str, float]]] = {}
+        by_role: defaultdict[str, Tally[str]] = defaultdict(Tally)
         for worker in workers:
-            by_role.setdefault(worker["role"], []).append(worker.get("gauges", {}))
-        for gauge in self._gauges:
+            by_role[worker["role"]].update(worker.get("gauges", {}))
+        for gauge in (*self._gauges.values(), self._usage):
             gauge.clear()
         for role, said in by_role.items():
-            *doing, used, arena = (sum(x.get(y, 0) for x in said) for y in GAUGES)
-            for gauge, value in zip(self._gauges, (*doing, used / max(1, arena)), strict=True):
-                self._of(gauge, role).set(value)
+            for name, gauge in self._gauges.items():
+                self._of(gauge, role).set(said[name])
+            self._of(self._usage, role).set(said["used_bytes"] / max(1, said["arena_bytes"]))
 
     def _raise(self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str) -> None:
         """Add what a worker counted since it was last seen; a new process of it begins at 0."""
