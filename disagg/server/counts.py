@@ -3,8 +3,6 @@
 Prometheus series of the service: `disagg_` names, and vLLM's for dashboards.
 """
 
-from collections import Counter as Tally
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -172,15 +170,15 @@ class Counts:
 
     def _load(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """The gauges of each role, of all its workers together; of those that answer."""
-        by_role: defaultdict[str, Tally[str]] = defaultdict(Tally)
-        for worker in workers:
-            by_role[worker["role"]].update(worker.get("gauges", {}))
         for gauge in (*self._gauges.values(), self._usage):
             gauge.clear()
-        for role, said in by_role.items():
+        for worker in workers:
+            role, said = worker["role"], worker.get("gauges", {})
+            alike = (x.get("gauges", {}) for x in workers if x["role"] == role)
+            arena = sum(x.get("arena_bytes", 0) for x in alike)
             for name, gauge in self._gauges.items():
-                self._of(gauge, role).set(said[name])
-            self._of(self._usage, role).set(said["used_bytes"] / max(1, said["arena_bytes"]))
+                self._of(gauge, role).inc(said.get(name, 0))
+            self._of(self._usage, role).inc(said.get("used_bytes", 0) / max(1, arena))
 
     def _raise(self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str) -> None:
         """Add what a worker counted since it was last seen; a new process of it begins at 0."""
