@@ -177,14 +177,11 @@ def quoted(text: str) -> str:
     return repr(text) if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]!r}..."
 
 
-def all_errors() -> dict[str, type[DisaggError]]:
+def all_errors(root: type[DisaggError] = DisaggError) -> dict[str, type[DisaggError]]:
     """Every error class by its `reason`: how a peer's named error becomes an exception again."""
-    found: dict[str, type[DisaggError]] = {}
-    stack: list[type[DisaggError]] = [DisaggError]
-    while stack:
-        error = stack.pop()
-        found[error.reason] = error
-        stack.extend(error.__subclasses__())
+    found = {root.reason: root}
+    for error in root.__subclasses__():
+        found |= all_errors(error)
     return found
 
 

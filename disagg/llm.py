@@ -18,14 +18,14 @@ from operator import index
 from threading import Lock
 
 from disagg.codecs.doctor import check_plans
-from disagg.config import DEFAULT_CODEC, EngineConfig, ModelConfig
+from disagg.config import DEFAULT_CODEC, EngineConfig
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
 from disagg.engine.sequence import Logprobs, Request, SamplingParams
 from disagg.errors import CapacityError, RequestError
 from disagg.metrics import HandoffStats
-from disagg.model.device import load_runner
+from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.receiver import Receiver
@@ -66,7 +66,7 @@ class LLM:
         codec: a spec such as "kivi:bits=2,group=64,residual=64", or a plan by layers
         Raises ModelError, UnknownNameError and ConfigError for what cannot be used.
         """
-        self._runner = load_runner(ModelConfig(model, dtype, device))
+        self._runner = Runner.load(model, dtype, device)
         self._tokenizer = Tokenizer.load(model)
         self._codec = codec
         config = config or EngineConfig()

@@ -130,7 +130,7 @@ def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):
 def test_a_codec_whose_kernels_a_gpu_refuses_is_an_error_before_it_serves(tiny, monkeypatch):
     runner, wrong = Runner.load(str(tiny)), 0.0
     runner.record_steps(EagerRecorder())  # as on a GPU
-    monkeypatch.setattr("disagg.llm.load_runner", lambda config: runner)
+    monkeypatch.setattr("disagg.llm.Runner.load", lambda *_: runner)
     monkeypatch.setattr("disagg.codecs.doctor._error", lambda found, wanted: wrong)
     small = EngineConfig(arena_bytes=16 << 20)
     llm, wrong = LLM(str(tiny), KIVI, config=small), 0.5

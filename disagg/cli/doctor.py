@@ -27,7 +27,7 @@ def doctor(
         say("loading torch and the codecs")
         from disagg.codecs.doctor import examine, name_of
         from disagg.codecs.registry import codec_names, get_codec
-        from disagg.model.device import pick_device
+        from disagg.model.runner import pick_device
 
         where, found = pick_device(device), []
         for spec in specs or ():

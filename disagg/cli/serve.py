@@ -266,7 +266,7 @@ def check_model(config: Config) -> "tuple[ModelInfo, Tokenizer]":
     if config.cluster.address == ClusterConfig.address:  # else workers have them, on their hosts
         check_weights(info.path)
         if config.model.device == "cuda":
-            from disagg.model.device import pick_device
+            from disagg.model.runner import pick_device
 
             pick_device("cuda")
     read_template(config.model.name)  # its errors now

@@ -23,7 +23,6 @@ from disagg.codecs.layer import write_prompt
 from disagg.codecs.planning import KVShape, codec_of, parse_plan
 from disagg.codecs.seals import Places
 from disagg.config import EngineConfig
-from disagg.engine.answers import choose, score_prompts
 from disagg.engine.arena import make_pool, measure_memory, slab_bytes_for, wait_for_kernels
 from disagg.engine.guard import Guard, relative_errors
 from disagg.engine.messages import (
@@ -42,7 +41,7 @@ from disagg.engine.messages import (
     named,
 )
 from disagg.engine.prefixes import ExactPrefixes
-from disagg.engine.sampler import Sampled
+from disagg.engine.sampler import Sampled, choose, score_prompts
 from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
@@ -95,7 +94,7 @@ class Engine:
         self._orders = count()
         self._draining = False
         self._refused: Sequence | None = None  # who last found no room
-        self._events: list[Token | Prefilled | Moved | Failed] = []
+        self._output = StepOutput()  # of the step that runs
 
     def _listed_plan(self, spec: str, shape: KVShape) -> Plan:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
@@ -174,7 +173,7 @@ class Engine:
                 except Exception as error:
                     for state in message.groups if isinstance(message, Admit) else ():
                         self.pool.release(state.ids())
-                    self._events.append(Failed(message.request.rid, named(error)))
+                    self._output.failed.append(Failed(message.request.rid, named(error)))
             case Move(rid):
                 if (sequence := self._scheduler.find(rid)) is not None:
                     self._prepare_to_move(sequence, message)
@@ -462,7 +461,7 @@ class Engine:
         else:
             sequence.enter(Status.HELD)
             self._scheduler.hold(sequence)
-            self._events.append(Moved(sequence.rid, tuple(sequence.emitted)))
+            self._output.moved.append(Moved(sequence.rid, tuple(sequence.emitted)))
 
     # -- what the world hears
 
@@ -473,16 +472,16 @@ class Engine:
         if sequence.status is Status.HELD:
             self._scheduler.hold(sequence)
             told = rid, token, reason, 1e3 * sequence.encode_s, sequence.known or 0, scores
-            self._events.append(Prefilled(*told, relative_errors(sequence)))
+            self._output.prefilled.append(Prefilled(*told, relative_errors(sequence)))
             return
         if reason is not None:
             self._end(sequence)
         index = len(sequence.emitted) - 1
-        self._events.append(Token(rid, index, token, reason, sequence.known or 0, scores))
+        self._output.tokens.append(Token(rid, index, token, reason, sequence.known or 0, scores))
 
     def _fail(self, sequence: Sequence, error: DisaggError) -> None:
         self._end(sequence)
-        self._events.append(Failed(sequence.rid, error))
+        self._output.failed.append(Failed(sequence.rid, error))
 
     def _end(self, sequence: Sequence) -> None:
         """Free a sequence and everything of it."""
@@ -490,10 +489,5 @@ class Engine:
         sequence.enter(Status.DONE)
 
     def _take_output(self) -> StepOutput:
-        events, self._events = self._events, []
-        return StepOutput(
-            tokens=tuple(x for x in events if isinstance(x, Token)),
-            prefilled=tuple(x for x in events if isinstance(x, Prefilled)),
-            moved=tuple(x for x in events if isinstance(x, Moved)),
-            failed=tuple(x for x in events if isinstance(x, Failed)),
-        )
+        output, self._output = self._output, StepOutput()
+        return output

@@ -140,14 +140,14 @@ class EngineLoad:
     slots: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepOutput:
-    """What one step brought."""
+    """What one step brought; the engine that made it keeps no hold of it."""
 
-    tokens: tuple[Token, ...] = ()
-    prefilled: tuple[Prefilled, ...] = ()
-    moved: tuple[Moved, ...] = ()
-    failed: tuple[Failed, ...] = ()
+    tokens: list[Token] = field(default_factory=list)
+    prefilled: list[Prefilled] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
 
 
 def named(error: BaseException) -> DisaggError:

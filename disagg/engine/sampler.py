@@ -1,4 +1,4 @@
-"""From logits to tokens: one pass over a whole batch, on the device that made the logits.
+"""From logits to tokens, and to log-probabilities: one pass over a whole batch, on its device.
 
 Randomness is a function of (seed, token index) and of nothing else. So a token does not depend on
 the batch it was sampled in, on the worker, or on how often its sequence was started: no sampler
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.engine.sequence import Logprobs, Request, SamplingParams
+from disagg.engine.messages import named
+from disagg.engine.scheduler import Share
+from disagg.engine.sequence import Logprobs, Request, SamplingParams, Sequence
 from disagg.errors import RequestError
 
 
@@ -64,6 +66,41 @@ def logprobs_of(logits: Tensor, tokens: Tensor, counts: Seq[int]) -> list[Logpro
         (own[row], tuple(zip(ids[row][:count], best[row][:count], strict=True)))
         for row, count in enumerate(counts)
     ]
+
+
+def score_prompts(shares: Seq[Share], logits: Tensor) -> Tensor:
+    """Keep what logits [rows, V] say of prompts; those that give the next tokens."""
+    if not any(share.scores for share in shares):
+        return logits
+    last = []
+    for share, part in zip(shares, logits.split([x.outputs for x in shares]), strict=True):
+        sequence = share.sequence
+        if share.scores:
+            del sequence.scores[sequence.n :]  # of a start that was given up
+            known = sequence.request.tokens[sequence.n + 1 :][: share.count]
+            counts = [sequence.request.params.logprobs or 0] * len(known)
+            tokens = torch.tensor(known, dtype=torch.int64, device=logits.device)
+            sequence.scores += logprobs_of(part[: len(known)], tokens, counts)
+        if share.completes:
+            last.append(part[-1:])
+    return torch.cat(last) if last else logits[:0]
+
+
+def choose(sequences: Seq[Sequence], logits: Tensor, eos_ids: Seq[int]) -> list[Sampled]:
+    """The next token of each, alone where a batch breaks; an error and any token for a bad one."""
+    asked = [sequence.request for sequence in sequences]
+    emitted = [sequence.emitted for sequence in sequences]
+    try:
+        return sample(logits, asked, emitted, eos_ids)
+    except Exception:
+        chosen = [Sampled(0)] * len(sequences)
+    for i, sequence in enumerate(sequences):
+        one = slice(i, i + 1)
+        try:
+            (chosen[i],) = sample(logits[one], asked[one], emitted[one], eos_ids)
+        except Exception as error:
+            sequence.error = named(error)
+    return chosen
 
 
 def uniform(seed: int, index: int) -> float:

@@ -57,6 +57,8 @@ def read_template(ref: str | None = None) -> tuple[str, dict[str, str]] | None:
         source = {each["name"]: each["template"] for each in source}.get(DEFAULT)
     if not source:
         return None
+    if not isinstance(source, str):
+        raise ModelError(f"the chat template in {folder / 'tokenizer_config.json'} is no text")
     named = {k: v for k, v in config.items() if k.endswith("_token")}
     words = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items()}
     return source, {k: v for k, v in words.items() if isinstance(v, str)}

@@ -105,22 +105,25 @@ def describe_model(ref: str | None = None, dtype: str = "auto", device: str = "c
     """
     path = locate_model(ref)
     config = read_config(path)
-    refuse_unsupported(config)
-    sizes = _complete(config, path)
-    layers, query_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
-    return ModelInfo(
-        path=path,
-        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
-        num_layers=layers,
-        query_heads=query_heads,
-        heads=sizes.get("num_key_value_heads") or query_heads,
-        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
-        dtype=_dtype(dtype, device, config),
-        windows=_windows(sizes, layers),
-        context_length=_context_length(sizes),
-        vocab_size=sizes["vocab_size"],
-        eos_ids=_eos_ids(path, sizes),
-    )
+    try:
+        refuse_unsupported(config)
+        sizes = _complete(config, path)
+        layers, query_heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+        return ModelInfo(
+            path=path,
+            architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+            num_layers=layers,
+            query_heads=query_heads,
+            heads=sizes.get("num_key_value_heads") or query_heads,
+            head_dim=sizes.get("head_dim") or sizes["hidden_size"] // query_heads,
+            dtype=_dtype(dtype, device, config),
+            windows=_windows(sizes, layers),
+            context_length=_context_length(sizes),
+            vocab_size=sizes["vocab_size"],
+            eos_ids=_eos_ids(path, sizes),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{path / 'config.json'} makes no sense: {error}") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -131,11 +134,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_object(file)
 
 
+def named_weights(path: Path) -> list[str]:
+    """The safetensors of a model folder: one file, or all that its index names; none of others."""
+    if (path / SINGLE).is_file():
+        return [SINGLE]
+    return sorted({*read_object(path / INDEX).get("weight_map", {}).values()})
+
+
 def check_weights(path: Path) -> None:
     """ModelError for a model folder without weights, or without some files that its index names."""
     found = {x.name for x in path.iterdir() if x.suffix in (".safetensors", ".bin") and x.is_file()}
-    named = {*read_object(path / INDEX).get("weight_map", {}).values()}
-    lacking = [] if SINGLE in found else sorted(named - found)
+    lacking = [name for name in named_weights(path) if name not in found]
     if lacking or not found:
         told = ", ".join(lacking[:3]) or "*.safetensors, *.bin"
         raise ModelError(f"{path} lacks weights of its model: there is no {told}")
@@ -211,9 +220,9 @@ def _complete(config: dict[str, Any], path: Path) -> dict[str, Any]:
         if not hasattr(type(text), "sliding_window"):
             sizes["sliding_window"] = None  # a key left over: the architecture knows no windows
         refuse_unsupported(sizes)
-    missing = [name for name in SIZES if not isinstance(sizes.get(name), int)]
-    if missing:
-        raise ModelError(f"{path / 'config.json'} does not say {', '.join(missing)}")
+    sound = {name for name, size in sizes.items() if type(size) is int and size > 0}
+    if missing := [name for name in SIZES if name not in sound]:
+        raise ModelError(f"{path / 'config.json'} says no usable {', '.join(missing)}")
     return sizes
 
 
@@ -257,7 +266,7 @@ def _context_length(sizes: dict[str, Any]) -> int:
 
 def stored_dtype(config: dict[str, Any]) -> str:
     """What a checkpoint holds, by its config."""
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _dtype(dtype: str, device: str, config: dict[str, Any]) -> str:

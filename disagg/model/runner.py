@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from disagg.codecs.tables import upload
+from disagg.config import DEVICES
+from disagg.errors import ConfigError
 from disagg.model.attention import IMPLEMENTATION, Batch, BatchAttention
 from disagg.model.cache import Workspace, pass_through
 from disagg.model.capacity import kv_shape
@@ -22,6 +24,19 @@ from disagg.model.linear import pack_linears
 from disagg.model.probe import check_attention
 from disagg.model.static import StaticStep
 from disagg.model.weights import fingerprint_model, load_model
+
+
+def pick_device(wanted: str) -> str:
+    """The device meant, "cpu" or "cuda"; "auto" takes a GPU where torch sees one.
+
+    ConfigError for an unknown one and for a GPU that is not there.
+    """
+    if wanted not in DEVICES:
+        raise ConfigError(f"device {wanted!r} is unknown; known: {', '.join(DEVICES)}")
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise ConfigError("device 'cuda' is wanted, and torch sees no GPU here; 'auto' takes a CPU")
+    return "cuda" if there and wanted != "cpu" else "cpu"
 
 
 def has_bfloat16() -> bool:
@@ -50,8 +65,10 @@ class Runner:
 
         dtype: "auto" (float32 on a CPU, else the checkpoint's, or float16 where the chip has no
                bfloat16), "float32", "bfloat16", "float16"
-        ModelError if there is none, or if its attention is not plain softmax attention.
+        ModelError if there is none, or if its attention is not plain softmax attention; ConfigError
+        as `pick_device` says.
         """
+        device = pick_device(device)
         info = describe_model(ref, dtype, device)
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
             info = replace(info, dtype="float16")

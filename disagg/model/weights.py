@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 from disagg.errors import ModelError
 from disagg.model.attention import IMPLEMENTATION
 from disagg.model.capacity import class_of
-from disagg.model.describe import INDEX, SINGLE, ModelInfo, read_config, stored_dtype, user_cache
+from disagg.model.describe import ModelInfo, named_weights, read_config, stored_dtype, user_cache
 
 READ_BYTES = 16 << 20
 NOTED_BYTES = 64 << 20  # less is read as soon as a note is found
@@ -60,11 +60,8 @@ def load_model(info: ModelInfo, device: str) -> PreTrainedModel:
 
 def _open(info: ModelInfo, device: str) -> dict[str, Any] | None:
     """Slices of all tensors by name, of which none is read yet; None: others have to read them."""
-    config, names = read_config(info.path), [SINGLE]
-    if (info.path / INDEX).is_file():
-        index = json.loads((info.path / INDEX).read_text())
-        names = sorted(set(index["weight_map"].values()))
-    if "quantization_config" in config or not (info.path / names[0]).is_file():
+    config, names = read_config(info.path), named_weights(info.path)
+    if "quantization_config" in config or not names:
         return None
     as_it_is = device == "cpu" and stored_dtype(config) == info.dtype
     backend = "mmap" if as_it_is else "pread"

@@ -1,10 +1,10 @@
 """What the owner of a service may change while it serves. Knows no Ray: `Staff` does it.
 
-POST /scale {"prefill": 2, "decode": 3} · POST /workers/NAME/drain
+POST /stop · /scale {"prefill": 2, "decode": 3} · /workers/NAME/drain
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fastapi import APIRouter, Depends, Request
@@ -38,7 +38,7 @@ class Wanted(BaseModel):
     decode: int | None = None
 
 
-def admin_routes(staff: Staff, token: str) -> APIRouter:
+def admin_routes(token: str, on_stop: Callable[[], None], staff: Staff | None) -> APIRouter:
     """The routes, for whoever carries the token."""
 
     def is_owner(http: Request) -> None:
@@ -46,6 +46,14 @@ def admin_routes(staff: Staff, token: str) -> APIRouter:
             raise AuthError("the token of the service is missing or wrong")
 
     routes = APIRouter(dependencies=[Depends(is_owner)])
+
+    @routes.post("/stop")
+    async def stop() -> dict[str, bool]:
+        on_stop()
+        return {"stopping": True}
+
+    if staff is None:
+        return routes
 
     @routes.post("/scale")
     async def scale(http: Request) -> Wanted:

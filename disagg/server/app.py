@@ -1,6 +1,6 @@
 """HTTP: routes, statuses, and clients that leave. What an answer is made of is `reply.py`.
 
-POST /v1/completions · /v1/chat/completions · /tokenize · /detokenize · /stop; views.py has the rest
+POST /v1/completions · /v1/chat/completions; views.py and admin.py have the rest
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from disagg.errors import CancelledError, DisaggError
-from disagg.server.access import Access, bears
+from disagg.server.access import Access
 from disagg.server.admin import Staff, admin_routes
 from disagg.server.answers import ChatAnswer, CompletionAnswer, error_body
 from disagg.server.completions import Completions
@@ -38,8 +38,8 @@ def create_app(
 ) -> ASGIApp:
     """The application.
 
-    token: the secret of its owner: POST /stop wants it, or there is no such route
-    staff: who has the workers: POST /scale and others want the secret too
+    token: the secret of its owner, for POST /stop, and /scale and others where there is `staff`,
+           who has the workers; None: there are no such routes
     keys:  of clients; the owner's secret is as good as one. None: everybody is served
     origins: whose pages browsers let read the answers; "*": of all
     """
@@ -47,8 +47,8 @@ def create_app(
     _add_errors(app)
     add_views(app, completions, staff)
     add_tokens(app, completions)
-    if staff is not None and token is not None:
-        app.include_router(admin_routes(staff, token))
+    if token is not None:
+        app.include_router(admin_routes(token, on_stop, staff))
 
     async def answer(http: Request, form: type[GenerationRequest], answer: Answers) -> Response:
         host, port = http.scope.get("server") or ("", 0)  # where it came in
@@ -71,14 +71,6 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         return await answer(http, ChatRequest, ChatAnswer)
-
-    @app.post("/stop")
-    async def stop(http: Request) -> Response:
-        given = http.headers.get("authorization", "").encode()
-        if token is None or not bears(given, [token]):
-            return JSONResponse(error_body("the token is missing or wrong", "auth", 401), 401)
-        on_stop()
-        return JSONResponse({"stopping": True})
 
     guarded = Access(app, [*keys, *([token] if token else [])] if keys else ())
     if not origins:

@@ -189,13 +189,13 @@ class Completions:
             if failure is not None:
                 self.counts.failed(failure)
 
-    async def text_of(self, tokens: list[Any]) -> str:
-        """The text of token ids; RequestError where there is another thing among them.
+    async def text_of(self, tokens: list[Any], field: str = "tokens") -> str:
+        """The text of the token ids of a field; RequestError where there are other things in it.
 
         PromptTooLongError for too many: decoding holds Python's lock, on whatever thread it runs.
         """
-        limits.check_length(len(tokens), self.served.context_length, "tokens")
-        limits.check_ids(tokens, self.served.vocab_size, "tokens")
+        limits.check_length(len(tokens), self.served.context_length, field)
+        limits.check_ids(tokens, self.served.vocab_size, field)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, True)
 
     async def tokens_of(self, text: str, special: bool, field: str = "prompt") -> list[int]:
@@ -244,8 +244,7 @@ class Completions:
         if isinstance(prompt, str):
             tokens = await self.tokens_of(prompt, request.add_special_tokens)
             return TokenizedPrompt(tuple(tokens), prompt)
-        limits.check_prompt(len(prompt), self.served.context_length)
-        text = await self.text_of(prompt) if request.echo else ""
+        text = await self.text_of(prompt, "prompt") if request.echo else ""
         return TokenizedPrompt(tuple(prompt), text)
 
     def _params(self, request: GenerationRequest, tokens: int, sibling: int) -> dict[str, Any]:

@@ -15,16 +15,20 @@ from disagg.workers.router import Router
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-GAUGES = ("engine_running", "engine_waiting", "engine_held", "used_bytes", "arena_bytes")
 PHASES = ("encode", "queue", "wire", "verify", "admit")
 KINDS = ("fp16", "wire", "cached", "resident")
 ROUTER = "router"
-# what a worker counts of prompts, as vLLM names where it came from
+# what a worker says of itself: a series, and what it is
+GAUGES = {
+    "engine_running": ("vllm:num_requests_running", "Sequences that compute"),
+    "engine_waiting": ("vllm:num_requests_waiting", "Sequences that wait"),
+    "engine_held": ("disagg_held_sequences", "Prefilled ones that wait for an acknowledgement"),
+}
+# where the KV of prompts is from, as vLLM names it: what a worker counts of it
 SOURCES = {
-    "computed_tokens": "local_compute",
-    "cached_tokens": "local_cache_hit",
-    "received_tokens": "external_kv_transfer",
-    "shared_tokens": "local_cache_hit",
+    "local_compute": ("computed_tokens",),
+    "local_cache_hit": ("cached_tokens", "shared_tokens"),
+    "external_kv_transfer": ("received_tokens",),
 }
 
 Series = TypeVar("Series", Counter, Gauge, Histogram)
@@ -36,7 +40,7 @@ class Counts:
     def __init__(self, model: str):
         self._registry = CollectorRegistry()
         self._model = model
-        self._seen: dict[tuple[str, int, str], int] = {}
+        self._seen: dict[tuple[Any, ...], int] = {}
         gauge, counter = partial(self._series, Gauge), partial(self._series, Counter)
         histogram = partial(self._series, partial(Histogram, buckets=SECONDS))
         self._bytes = counter("disagg_kv_transfer_bytes", "KV of hand-offs", "kind", "codec")
@@ -48,13 +52,8 @@ class Counts:
             "damaged": counter("disagg_kv_damaged", "Cached units whose bytes were altered"),
             "preempted": counter("vllm:num_preemptions", "Sequences that had to make room"),
         }
-        held = "Prefilled sequences that wait for their acknowledgement"
-        self._gauges = (
-            gauge("vllm:num_requests_running", "Sequences that compute"),
-            gauge("vllm:num_requests_waiting", "Sequences that wait"),
-            gauge("disagg_held_sequences", held),
-            gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1"),
-        )
+        self._gauges = {name: gauge(*series) for name, series in GAUGES.items()}
+        self._usage = gauge("vllm:kv_cache_usage_perc", "Used part of the pool, 0 to 1")
         wrong = "Relative error of attention outputs, of sampled prompts, by listed codec"
         self._errors = gauge("disagg_attention_error", wrong, "codec")
         left = "Requests that left their codec to the service, by codec and why it is that one"
@@ -142,13 +141,12 @@ class Counts:
         choices = router.dispatch.choices
         self._of(self._queued).set(router.waiting)
         for (role, reason), count in router.dispatch.routed.items():
-            rise = self._rise({"name": ROUTER}, f"{role}: {reason}", count)
-            self._of(self._routed, role, reason=reason).inc(rise)
+            self._raise(self._routed, {"name": role, "role": role}, count, reason=reason)
         for codec, error in choices.errors.items():
             self._of(self._errors, codec=codec).set(error.value)
         for (codec, reason), count in choices.chosen.items():
-            rise = self._rise({"name": ROUTER}, f"{codec}: {reason}", count)
-            self._of(self._chosen, codec=codec, reason=reason).inc(rise)
+            ours = {"name": ROUTER, "role": ROUTER}
+            self._raise(self._chosen, ours, count, codec=codec, reason=reason)
         self._workers.clear()
         self._load(workers)
         for worker in workers:
@@ -159,36 +157,34 @@ class Counts:
 
     def _take(self, worker: Mapping[str, Any]) -> None:
         """A worker that does not answer counts nothing."""
-        role = worker["role"]
+        counts = worker.get("counts", {})
         for name, counter in self._rising.items():
-            if rise := self._rise(worker, name, worker.get("counts", {}).get(name, 0)):
-                self._of(counter, role).inc(rise)
-        for name, source in SOURCES.items():
-            rise = self._rise(worker, name, worker.get("counts", {}).get(name, 0))
-            self._of(self._sources, role, source=source).inc(rise)
-            self._of(self._queries, role).inc(rise)
-            self._of(self._hits, role).inc(rise if source == "local_cache_hit" else 0)
+            self._raise(counter, worker, counts.get(name, 0))
+        known = {x: sum(counts.get(name, 0) for name in names) for x, names in SOURCES.items()}
+        for source, count in known.items():
+            self._raise(self._sources, worker, count, source=source)
+        self._raise(self._queries, worker, sum(known.values()))
+        self._raise(self._hits, worker, known["local_cache_hit"])
         for reason, count in worker.get("failures", {}).items():
-            if rise := self._rise(worker, f"failed: {reason}", count):
-                self._of(self._broken, role, reason=reason).inc(rise)
+            self._raise(self._broken, worker, count, reason=reason)
 
     def _load(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """The gauges of each role, of all its workers together; of those that answer."""
-        by_role: dict[str, list[Mapping[str, float]]] = {}
-        for worker in workers:
-            by_role.setdefault(worker["role"], []).append(worker.get("gauges", {}))
-        for gauge in self._gauges:
+        for gauge in (*self._gauges.values(), self._usage):
             gauge.clear()
-        for role, said in by_role.items():
-            *doing, used, arena = (sum(x.get(y, 0) for x in said) for y in GAUGES)
-            for gauge, value in zip(self._gauges, (*doing, used / max(1, arena)), strict=True):
-                self._of(gauge, role).set(value)
+        for worker in workers:
+            role, said = worker["role"], worker.get("gauges", {})
+            alike = (x.get("gauges", {}) for x in workers if x["role"] == role)
+            arena = sum(x.get("arena_bytes", 0) for x in alike)
+            for name, gauge in self._gauges.items():
+                self._of(gauge, role).inc(said.get(name, 0))
+            self._of(self._usage, role).inc(said.get("used_bytes", 0) / max(1, arena))
 
-    def _rise(self, worker: Mapping[str, Any], name: str, count: int) -> int:
-        """A new process of a worker begins at 0."""
-        key = (worker["name"], worker.get("pid", 0), name)
+    def _raise(self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str) -> None:
+        """Add what a worker counted since it was last seen; a new process of it begins at 0."""
+        key = (series, worker["name"], worker.get("pid", 0), *labels.values())
         before, self._seen[key] = self._seen.get(key, 0), count
-        return count - before
+        self._of(series, worker["role"], **labels).inc(count - before)
 
     # -- series
 

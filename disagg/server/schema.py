@@ -155,6 +155,7 @@ class GenerationRequest(Body, ABC):
     """What both dialects have."""
 
     n: int = Field(1, ge=1, le=limits.MAX_CHOICES)
+    max_tokens: Count | None = None
     min_tokens: int = Field(0, ge=0, le=limits.MAX_COUNT)
     temperature: float = Field(1.0, ge=0, lt=limits.MAX_TEMPERATURE, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -175,9 +176,9 @@ class GenerationRequest(Body, ABC):
     kv_transfer_params: TransferParams = TransferParams()
 
     @property
-    @abstractmethod
     def wanted(self) -> int | None:
         """How many tokens are wanted; None: as many as the context holds."""
+        return self.max_tokens
 
     @property
     @abstractmethod
@@ -207,10 +208,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: Likeliest | None = None
     echo: bool = False
     add_special_tokens: bool = True
-
-    @property
-    def wanted(self) -> int | None:
-        return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
@@ -262,7 +259,6 @@ class Conversation(Body):
 class ChatRequest(GenerationRequest, Conversation):
     """The body of POST /v1/chat/completions."""
 
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Likeliest = 0

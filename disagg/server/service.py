@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -100,10 +101,11 @@ class Service:
             count = f"{cluster.prefill} worker for both" if cluster.colocated else count
             self._say(f"loading {self.name} on {count}, then measuring their links")
             for started in workers.start(self._say):
-                self._up(started)
+                self._tell(self._add, started)
                 self.links.append(f"{started.name}: room for {started.room:,} tokens")
             self.links += workers.links
-            workers.watch(self._up, self._down, self._lost)
+            up, down = (partial(self._tell, call) for call in (self._add, self._remove))
+            workers.watch(up, down, self._lost)
             self._workers = workers
             stack.callback(self._drain)  # first of all: answers on their way need their workers
             self._stack = stack.pop_all()
@@ -179,13 +181,9 @@ class Service:
 
     # -- from other threads
 
-    def _up(self, started: Started) -> None:
+    def _tell(self, call: Callable[..., object], *about: object) -> None:
         loop, _ = self._serving.result()
-        loop.call_soon_threadsafe(self._add, started)
-
-    def _down(self, name: str) -> None:
-        loop, _ = self._serving.result()
-        loop.call_soon_threadsafe(self._remove, name)
+        loop.call_soon_threadsafe(call, *about)
 
     def _lost(self, error: DisaggError) -> None:
         """No workers any more: what goes on ends with an error, and the service too."""

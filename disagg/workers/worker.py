@@ -35,7 +35,6 @@ from disagg.engine.warm import warm_up
 from disagg.errors import AbortedError, CapacityError, DisaggError, PeerLostError, ReservationError
 from disagg.kernels.cpu.library import describe_backend
 from disagg.model.capacity import tokens_that_fit
-from disagg.model.device import load_runner
 from disagg.model.runner import Runner
 from disagg.transfer.channel import Peers
 from disagg.transfer.control import worker_handler
@@ -85,7 +84,8 @@ class Worker:
         self.config, self.role, self.name = config, role, name
         self.epoch = time.time_ns() // 1_000_000  # ms: later incarnations are higher
         self._host, self._security = host, security
-        self._runner = runner or load_runner(config.model)
+        model = config.model
+        self._runner = runner or Runner.load(model.name, model.dtype, model.device)
         self._listed = config.listed
         self._codec = self._listed[0]  # of who names none
         compiled = self._listed if self._runner.graphs else ()

@@ -295,8 +295,12 @@ def lose_a_part(model: Path) -> None:
         (lose_a_part, "no model-00002-of-00002.safetensors"),
         (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer that can be read"),
         (lambda model: (model / "chat_template.jinja").write_bytes(b"\xff"), "jinja is no text"),
+        (
+            lambda model: (model / "tokenizer_config.json").write_text('{"chat_template": 5}'),
+            "tokenizer_config.json is no text",
+        ),
     ],
-    ids=["weights", "a-part", "tokenizer", "template"],
+    ids=["weights", "a-part", "tokenizer", "template", "template-in-config"],
 )
 def test_a_model_with_a_bad_file_is_refused_before_anything_starts(
     spoil, told, state_file, disagg, monkeypatch, tmp_path

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.errors import ModelError
+from disagg.errors import ConfigError, ModelError
 from disagg.model.attention import Batch, Chunk
 from disagg.model.describe import describe_model
 from disagg.model.probe import check_attention
-from disagg.model.runner import Runner
+from disagg.model.runner import Runner, pick_device
 from disagg.model.weights import fingerprint_model
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
@@ -106,3 +106,21 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float16_where_the_chip_lacks_it(t
         assert runner.info.dtype == str(dtype).removeprefix("torch.")
         assert next(runner._model.parameters()).dtype == dtype
     assert Runner.load(str(tiny), dtype="bfloat16").info.dtype == "bfloat16"  # asked for by name
+
+
+@pytest.mark.parametrize(("there", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_takes_a_gpu_where_there_is_one(there, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert pick_device("auto") == device
+    assert pick_device("cpu") == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU here"):
+        Runner.load(device="cuda")
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="'tpu' is unknown; known: auto, cpu, cuda"):
+        pick_device("tpu")

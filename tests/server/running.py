@@ -1,75 +1,63 @@
-"""A whole service in this process, but for Ray: HTTP on a port, a router, two workers, a model."""
+"""A whole service in this process, but for Ray: HTTP on a port, a router, workers, a model."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-import uvicorn
+from dataclasses import dataclass, replace
+from unittest.mock import Mock, patch
 
 from disagg.config import Config, ModelConfig, ServerConfig
-from disagg.model.runner import Runner
-from disagg.server.access import read_keys
-from disagg.server.app import create_app
-from disagg.server.completions import Completions
-from disagg.server.connections import http_server
-from disagg.server.service import bind
-from disagg.workers.router import Router
-from tests.workers.pairs import House
+from disagg.server.service import Service
+from disagg.transfer.messages import Role
+from disagg.transfer.security import Security
+from disagg.workers import launch
+from disagg.workers.worker import Worker
+from tests.workers.pairs import TOKEN, House
 
 
 @dataclass(frozen=True)
 class Running:
-    """Where it is, and what is behind it; `loop` is the one that its router lives on.
+    """A service, where it is, and where each of its workers is for foreign routers: "p" and "d"."""
 
-    doors: where each worker is for foreign routers
-    """
-
+    service: Service
     url: str
     doors: dict[str, str]
-    house: House
-    loop: asyncio.AbstractEventLoop
 
     def empty(self) -> None:
         """Wait until every gauge of every worker is zero, and the pools are whole."""
-        asyncio.run_coroutine_threadsafe(self.house.empty(), self.loop).result()
+        loop, _ = self.service._serving.result()
+        house = House(self.service.config, self.service._router, self.service._workers.workers)
+        asyncio.run_coroutine_threadsafe(house.empty(), loop).result()
 
 
 @contextmanager
 def running(model: str | None, http: ServerConfig = ServerConfig(port=0)) -> Iterator[Running]:
-    """Serve a model on a thread of its own while inside; each of two workers loads it."""
-    runners = [Runner.load(model) for _ in range(2)]
-    config = Config(codec="raw", model=ModelConfig(model), server=http)
-    socket, *doors = (bind(http.host, port) for port in (http.port, 0, 0))
-    ports = {x.getsockname()[1]: name for x, name in zip(doors, "pd", strict=True)}
-    found: Future[tuple[Running, uvicorn.Server]] = Future()
+    """Serve a model as "tiny" while inside; each of two workers loads it."""
+    http = replace(http, pd_ports=0, served_model_name="tiny")
+    with serving(Config("raw", model=ModelConfig(model), server=http)) as service:
+        host, _, _ = service.url.rpartition(":")
+        doors = {name[0]: f"{host}:{port}" for port, name in service._ports.items()}
+        yield Running(service, service.url, doors)
 
-    async def serve() -> None:
-        house = House(config, Router(config.router))
-        house.pair(runners)
-        completions = Completions.load(config, "tiny", house.router, ports)
-        app = create_app(completions, "owner", keys=read_keys(http))
-        server = http_server(app, http)
-        scheme = "https" if http.tls_certificate else "http"
-        host = f"{scheme}://127.0.0.1"
-        url, loop = f"{host}:{socket.getsockname()[1]}", asyncio.get_running_loop()
-        urls = {name: f"{host}:{port}" for port, name in ports.items()}
-        found.set_result((Running(url, urls, house, loop), server))
-        try:
-            await server.serve([socket, *doors])
-        finally:
-            await house.router.close()
-            for worker in house.workers.values():
-                worker.stop(0.0)
-                await asyncio.to_thread(worker.wait)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="http", daemon=True)
-    thread.start()
-    service, server = found.result()
-    try:
+@contextmanager
+def serving(config: Config) -> Iterator[Service]:
+    """A service whose workers, one of each role, live in this process; its secret is "owner"."""
+    cluster = replace(config.cluster, address="none but this process")
+    with (
+        patch.object(launch, "Cluster", cluster_of),
+        Service(replace(config, cluster=cluster), secret="owner") as service,
+    ):
         yield service
-    finally:
-        server.should_exit = True
-        thread.join()
+
+
+def cluster_of(config: Config, session: None) -> Mock:
+    """In place of a `Cluster`."""
+    security, workers = Security(token=TOKEN), dict[str, Worker]()
+    for role in config.cluster.roles:
+        name = f"{role}-0"
+        workers[name] = Worker(config, Role(role), name, security=security)
+    cluster = Mock(security=security, links=(), workers=workers, wanted=config.cluster.roles)
+    cluster.start.side_effect = lambda tell: [x.start() for x in workers.values()]
+    cluster.close.side_effect = lambda: [(x.stop(0.0), x.wait()) for x in workers.values()]
+    return cluster

@@ -35,6 +35,7 @@ HUGE = 2**64  # does not fit where integers of 64 bits are wanted
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": 5}, "prompt", "a text or a list of token ids"),
         ({"prompt": [256]}, "prompt", "256 is no token id"),
+        ({"prompt": [256], "echo": True}, "prompt", "prompt: 256 is no token id"),
         ({"prompt": [-3]}, "prompt", "-3 is no token id; whole numbers from 0 to 255 are"),
         ({"prompt": [1, True]}, "prompt", "True is no token id"),
         ({"prompt": ["a", 5]}, "prompt", "or a list of these, is wanted; not 5"),

@@ -2,32 +2,20 @@
 
 import json
 from contextlib import ExitStack
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from disagg.config import Config, load_config
+from disagg.config import load_config
 from disagg.errors import PeerLostError
-from disagg.server.service import Service
-from disagg.transfer.messages import Role
-from disagg.workers import launch
-from disagg.workers.worker import Worker
+from tests.server.running import serving
 
 
-def test_open_streams_and_their_service_end_at_once_when_ray_is_lost_for_good(monkeypatch):
-    def cluster(config: Config, session: None) -> Mock:
-        worker = Worker(config, Role.BOTH, "both-0")
-        workers = Mock(security=None, links=())
-        workers.start.side_effect = lambda tell: [worker.start()]
-        workers.close.side_effect = lambda: (worker.stop(0.0), worker.wait())
-        return workers
-
-    monkeypatch.setattr(launch, "Cluster", cluster)
-    flags = {"cluster.address": "any:1", "cluster.colocated": True, "cluster.grace_s": 3600}
+def test_open_streams_and_their_service_end_at_once_when_ray_is_lost_for_good():
+    flags = {"cluster.colocated": True, "cluster.grace_s": 3600, "server.port": 0}
     body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.Client(timeout=60) as client, ExitStack() as stack:
-        service = stack.enter_context(Service(load_config(None, flags | {"server.port": 0})))
+        service = stack.enter_context(serving(load_config(None, flags)))
         request = client.build_request("POST", f"{service.url}/v1/completions", json=body)
         lines = filter(None, client.send(request, stream=True).iter_lines())
         assert "text" in next(lines)
