@@ -48,26 +48,34 @@ def request(rid: str, prompt: Sequence[int], codec: str, max_tokens: int, **how:
     return Request(rid, tuple(prompt), SamplingParams(max_tokens=max_tokens, **how), codec)
 
 
-def run_until_idle(engine: Engine) -> list[StepOutput]:
-    """Step until nothing is left; the pool must be whole and empty then."""
-    outputs = []
+def run_until_idle(engine: Engine) -> StepOutput:
+    """What all steps bring until nothing is left; the pool must be whole and empty then."""
+    outputs = list[StepOutput]()
     while not engine.idle:
         assert len(outputs) < MAX_STEPS
         outputs.append(engine.step())
     engine.pool.check_integrity()
     assert not engine.pool.referenced_pages
-    return outputs
+    return joined(outputs)
 
 
-def answers(outputs: Sequence[StepOutput]) -> dict[str, list[int]]:
+def joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    """What several steps brought, as one."""
+    found = StepOutput()
+    for output in outputs:
+        for name, some in vars(found).items():
+            some += getattr(output, name)
+    return found
+
+
+def answers(output: StepOutput) -> dict[str, list[int]]:
     """Tokens by request; every index must come once and in order."""
     found: dict[str, list[int]] = {}
-    for output in outputs:
-        assert not output.failed, output.failed
-        for token in output.tokens:
-            answer = found.setdefault(token.rid, [])
-            assert token.index == len(answer)
-            answer.append(token.token)
+    assert not output.failed, output.failed
+    for token in output.tokens:
+        answer = found.setdefault(token.rid, [])
+        assert token.index == len(answer)
+        answer.append(token.token)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from disagg.engine import engine as engine_module
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Prefill, StepOutput
+from disagg.engine.messages import Abort, Admit, Prefill, Prefilled
 from disagg.kernels.cpu import library
 from disagg.model.attention import Batch
 from disagg.model.runner import Runner
@@ -43,11 +43,11 @@ class Recorder(Nowhere):
         self.events.append(items)
 
 
-def steps_until_prefilled(engine: Engine) -> list[StepOutput]:
-    outputs = [engine.step()]
-    while not outputs[-1].prefilled:
-        outputs.append(engine.step())
-    return outputs
+def prefilled(engine: Engine) -> Prefilled:
+    """What an engine says of the only prompt that it has."""
+    while not (output := engine.step()).prefilled:
+        pass
+    return output.prefilled[0]
 
 
 def test_a_ragged_batch_answers_as_unbatched_generate_does(runner):
@@ -125,9 +125,9 @@ def test_an_answer_that_outgrows_an_empty_pool_ends_with_what_it_has(runner):
     (expected,) = serve(make_engine(runner), [prompt], "raw", 300)
     engine = make_engine(runner, arena_bytes=1 << 20)
     engine.submit(Prefill(request("big", prompt, "raw", 300, ignore_eos=True)))
-    outputs = run_until_idle(engine)
-    assert not any(output.failed for output in outputs)
-    *tokens, last = [token for output in outputs for token in output.tokens]
+    output = run_until_idle(engine)
+    assert not output.failed
+    *tokens, last = output.tokens
     assert not any(token.finish_reason for token in tokens)
     assert (last.finish_reason, last.index) == ("length", len(tokens) - 1)
     said = [token.token for token in tokens]
@@ -144,16 +144,15 @@ def test_who_lies_scattered_over_slabs_starts_again_alone_before_its_answer_is_c
     for rid, n in (("0", 340), ("1", 300), ("2", 250)):
         how = request(rid, random_prompt(n), "gear:bits=2", 150, ignore_eos=True)
         engine.submit(Prefill(how))
-    outputs = run_until_idle(engine)
-    assert [len(answer) for answer in answers(outputs).values()] == [150] * 3
+    said = answers(run_until_idle(engine))
+    assert [len(answer) for answer in said.values()] == [150] * 3
     assert engine.counts["preempted"] < 6  # who finds no room waits for it
 
 
 def test_prefill_offers_every_item_once_and_holds_the_records(runner):
     engine, handoff, n = make_engine(runner, max_batch_tokens=50), Recorder(), 200
     engine.submit(Prefill(request("a", random_prompt(n), MIXED, 10), handoff))
-    outputs = steps_until_prefilled(engine)
-    (done,) = outputs[-1].prefilled
+    done = prefilled(engine)
     plan = engine.plan(MIXED)
     expected = [
         Item(kind, index, layer, record)
@@ -175,7 +174,7 @@ def test_an_admitted_prompt_goes_on_as_a_local_one(runner, codec):
     whole = forced_logits(runner, {"a": prompt}, {"a": codec}, 60)["a"]
     (engine, forced), handoff = make_forced(runner), Recorder()
     engine.submit(Prefill(request("p", prompt, codec, 60), handoff))
-    (done,) = steps_until_prefilled(engine)[-1].prefilled
+    done = prefilled(engine)
     assert done.first_token == token_at(199)
     assert relative_error(forced.logits[0], whole[0]) <= allowed(codec)
     engine.pool.retain([page for state in handoff.groups for page in state.ids()])
@@ -192,7 +191,7 @@ def test_an_answer_that_ended_with_its_first_token_is_repeated_and_freed(runner)
     engine = make_engine(runner)
     groups = tuple(allocate_group(group, 20, engine.pool) for group in engine.plan(KIVI).groups)
     engine.submit(Admit(request("d", random_prompt(20), KIVI, 1), groups, (7,)))
-    (token,) = [token for output in run_until_idle(engine) for token in output.tokens]
+    (token,) = run_until_idle(engine).tokens
     assert (token.index, token.token, token.finish_reason) == (0, 7, "length")
 
 
@@ -205,11 +204,11 @@ def test_an_end_of_text_stops_unless_it_is_ignored(runner):
     ends = make_engine(with_eos(runner, stop))
     ends.submit(Prefill(request("stop", prompt, "raw", 20)))
     ends.submit(Prefill(request("on", prompt, "raw", 20, ignore_eos=True)))
-    outputs = run_until_idle(ends)
-    last = {t.rid: t for output in outputs for t in output.tokens if t.finish_reason}
+    output = run_until_idle(ends)
+    last = {x.rid: x for x in output.tokens if x.finish_reason}
     assert last["stop"].index == whole.index(stop)
     assert (last["stop"].finish_reason, last["on"].finish_reason) == ("stop", "length")
-    assert answers(outputs)["on"] == whole
+    assert answers(output)["on"] == whole
 
 
 def with_eos(runner: Runner, token: int) -> Runner:
@@ -233,8 +232,7 @@ def test_an_aborted_request_leaves_nothing_and_says_no_more(runner):
     assert (engine.load.running, engine.load.waiting) == (3, 1)
     for rid in ("waits", "prefills", "decodes", "nobody"):
         engine.submit(Abort(rid))
-    outputs = run_until_idle(engine)
-    assert {token.rid for output in outputs for token in output.tokens} == {"stays"}
+    assert {token.rid for token in run_until_idle(engine).tokens} == {"stays"}
 
 
 def test_an_engine_says_what_it_could_take_now(runner):

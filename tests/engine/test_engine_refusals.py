@@ -11,7 +11,7 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.model.capacity import exact_bytes
-from tests.engine.serving import make_engine, request, run_until_idle
+from tests.engine.serving import joined, make_engine, request, run_until_idle
 from tests.model.tiny import CONTEXT, VOCAB, random_prompt
 
 KIVI = "kivi:bits=2,group=64,residual=64"
@@ -48,23 +48,24 @@ def test_with_little_memory_what_fits_is_served_under_load_and_the_rest_is_refus
         outputs.append(engine.step())
         begun = [x.prompt_len for x in engine._scheduler.active if x.workspace is not None]
         most = max(most, sum(begun))
-    failed = {x.rid: x.error for output in outputs for x in output.failed}
+    said = joined(outputs)
+    failed = {x.rid: x.error for x in said.failed}
     assert failed.keys() == {f"long {i}" for i in range(12)}
     assert all(isinstance(error, PromptTooLongError) for error in failed.values())
     for told in (f"needs {wanted} bytes of exact KV", f"room for {room}"):
         assert all(told in str(error) for error in failed.values())
     assert 100 < most <= 200
-    tokens = [x for output in outputs for x in output.tokens]
-    assert {(x.rid, x.index) for x in tokens} == {(f"{i}", j) for i in range(12) for j in range(8)}
+    whole = {(f"{i}", j) for i in range(12) for j in range(8)}
+    assert {(x.rid, x.index) for x in said.tokens} == whole
 
 
 def test_a_request_id_in_use_is_refused_and_the_first_one_lives(runner):
     engine = make_engine(runner)
     for _ in range(2):
         engine.submit(Prefill(request("a", [1, 2, 3], KIVI, 4)))
-    outputs = run_until_idle(engine)
-    assert [failed.error.reason for output in outputs for failed in output.failed] == ["request"]
-    assert len([token for output in outputs for token in output.tokens]) == 4
+    output = run_until_idle(engine)
+    assert [failed.error.reason for failed in output.failed] == ["request"]
+    assert len(output.tokens) == 4
 
 
 def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
@@ -74,7 +75,8 @@ def test_an_engine_that_drains_finishes_its_work_and_refuses_more(runner):
     engine.submit(Prefill(request("new", [1, 2, 3], KIVI, 4)))
     outputs: list[StepOutput] = []
     engine.run(outputs.append)
-    (failed,) = [failed for output in outputs for failed in output.failed]
+    said = joined(outputs)
+    (failed,) = said.failed
     assert (failed.rid, type(failed.error)) == ("new", PeerLostError)
-    assert len([token for output in outputs for token in output.tokens]) == 4
+    assert len(said.tokens) == 4
     assert not engine.pool.used_bytes

@@ -9,7 +9,7 @@ import torch
 from disagg.engine import engine as engine_module
 from disagg.engine import steps as steps_module
 from disagg.engine.engine import Engine
-from disagg.engine.messages import Abort, Admit, Failed, Prefill
+from disagg.engine.messages import Abort, Admit, Prefill
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import CapacityError, DisaggError, RequestError
 from disagg.model import attention as attention_module
@@ -38,21 +38,16 @@ class Breaking(Nowhere):
             raise OverflowError("int too big to convert")
 
 
-def failures(engine: Engine) -> list[Failed]:
-    return [failed for output in run_until_idle(engine) for failed in output.failed]
-
-
 def serve_beside(runner: Runner, break_one: Callable[[Engine], None], **config: Any) -> DisaggError:
     """Serve good prompts beside one that breaks: the error of that; the others are answered."""
     engine, good = make_engine(runner, **config), random_prompt(70)
     engine.submit(Prefill(request("good", good, KIVI, 12)))
     break_one(engine)
     engine.submit(Prefill(request("late", good, KIVI, 12)))
-    outputs = run_until_idle(engine)
+    output = run_until_idle(engine)
     for name in ("good", "late"):
-        said = [x.index for output in outputs for x in output.tokens if x.rid == name]
-        assert said == list(range(12))
-    (failed,) = [failed for output in outputs for failed in output.failed]
+        assert [x.index for x in output.tokens if x.rid == name] == list(range(12))
+    (failed,) = output.failed
     assert failed.rid == "bad"
     return failed.error
 
@@ -112,7 +107,7 @@ def test_a_hand_off_with_tokens_that_cannot_be_fed_is_refused_and_freed(runner, 
     engine = make_engine(runner)
     groups = tuple(allocate_group(x, 90, engine.pool) for x in engine.plan(KIVI).groups)
     engine.submit(Admit(request("bad", random_prompt(90), KIVI, 4), groups, tuple(emitted)))
-    (failed,) = failures(engine)
+    (failed,) = run_until_idle(engine).failed
     assert isinstance(failed.error, RequestError)
 
 
@@ -145,7 +140,7 @@ def test_a_step_that_breaks_frees_all_that_were_in_it_and_the_engine_lives(
     monkeypatch.setattr(owner, what, Fuse(getattr(owner, what), at, done))
     for rid in ("a", "b"):
         engine.submit(Prefill(request(rid, random_prompt(126), KIVI, 9)))
-    assert {x.rid for x in failures(engine)} == {"a", "b"}
+    assert {x.rid for x in run_until_idle(engine).failed} == {"a", "b"}
     assert not engine.pool.used_bytes
     assert len(serve(engine, [random_prompt(70)], KIVI, 5)[0]) == 5
 
@@ -200,11 +195,11 @@ def test_a_step_without_memory_ends_its_longest_prompt_and_the_others_start_agai
     engine.step()
     for name, prompt in (("beside", good), ("bad", bad)):
         engine.submit(Prefill(request(name, prompt, KIVI, 12)))
-    outputs = run_until_idle(engine)
-    (failed,) = [failed for output in outputs for failed in output.failed]
+    output = run_until_idle(engine)
+    (failed,) = output.failed
     assert (failed.rid, type(failed.error)) == ("bad", CapacityError)
     said = {name: {} for name in ("decoding", "beside")}
-    for token in (token for output in outputs for token in output.tokens):
+    for token in output.tokens:
         said[token.rid][token.index] = token.token
     assert list(said["beside"].values()) == expected
     assert [said["decoding"][i] for i in range(2, 12)] == expected[2:]

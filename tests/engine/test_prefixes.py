@@ -13,7 +13,7 @@ from disagg.page import RAW_TOKENS
 from disagg.transfer.records import ArenaSource, Checklist
 from tests.engine.margins import assert_same, serve_watched
 from tests.engine.serving import StandIn, make_engine, request, run_until_idle, serve
-from tests.engine.test_engine import Recorder, steps_until_prefilled
+from tests.engine.test_engine import Recorder, prefilled
 from tests.engine.test_failures import Fuse
 from tests.engine.test_turns import SHAPE, Load
 from tests.model.tiny import random_prompt
@@ -58,7 +58,7 @@ def records_of(engine: Engine, prompt: tuple[int, ...], codec: str) -> list[byte
     """The bytes of a prompt's items, as they are handed off."""
     handoff = Recorder()
     engine.submit(Prefill(request("r", prompt, codec, 2), handoff))
-    steps_until_prefilled(engine)
+    prefilled(engine)
     checklist = Checklist(handoff.plan, len(prompt))
     source = ArenaSource(engine.pool.arena, checklist, handoff.groups)
     found = [bytes(data) for data in source.read(checklist.items)]
@@ -171,10 +171,9 @@ def test_hits_are_those_of_an_ideal_lru_of_the_same_size():
 def test_who_starts_again_has_nothing_of_its_own_as_cached(runner):
     engine = make_engine(runner)
     engine.submit(Prefill(request("a", random_prompt(130), "kivi", 3)))
-    outputs = [engine.step()]
+    first = engine.step()
     victim = engine._scheduler.preempt()
     engine._requeued(victim)
-    outputs += run_until_idle(engine)
+    tokens = first.tokens + run_until_idle(engine).tokens
     assert engine.counts["cached_tokens"] == 128
-    said = [(x.index, x.cached_tokens) for output in outputs for x in output.tokens]
-    assert said == [(0, 0), (1, 0), (2, 0)]
+    assert [(x.index, x.cached_tokens) for x in tokens] == [(0, 0), (1, 0), (2, 0)]

@@ -17,7 +17,7 @@ def test_every_token_of_a_prompt_is_scored_once(batch, runner):
     engine = make_engine(runner, max_batch_tokens=batch)
     engine.submit(Prefill(request("scored", PROMPT, "raw", 3, prompt_logprobs=True, **SCORED)))
     engine.submit(Prefill(request("plain", PROMPT[:20], "raw", 3, ignore_eos=True)))
-    tokens = [token for output in run_until_idle(engine) for token in output.tokens]
+    tokens = run_until_idle(engine).tokens
     assert not any(token.logprobs for token in tokens if token.rid == "plain")
     first, *rest = [token for token in tokens if token.rid == "scored"]
     assert len(first.logprobs) == len(PROMPT)  # all but its first, and the first of the answer
@@ -39,10 +39,8 @@ def test_a_prompt_that_starts_again_is_scored_once(runner):
     for engine in (roomy, tight):
         for index in range(4):
             engine.submit(Prefill(request(str(index), PROMPT, "raw", 60, **asked)))
-        outputs = run_until_idle(engine)
-        found.append(
-            {(x.rid, x.index): len(x.logprobs) for y in outputs for x in y.tokens if x.logprobs}
-        )
+        tokens = run_until_idle(engine).tokens
+        found.append({(x.rid, x.index): len(x.logprobs) for x in tokens if x.logprobs})
     assert tight.counts["preempted"]
     assert found[0] == found[1]
 
@@ -56,6 +54,6 @@ def test_what_prefill_says_of_the_first_token_is_said_again_by_who_goes_on(runne
     groups = decode.plan("raw").groups
     states = tuple(allocate_group(group, len(PROMPT), decode.pool) for group in groups)
     decode.submit(Admit(asked, states, (done.first_token,), logprobs=done.logprobs))
-    first, second = (token for output in run_until_idle(decode) for token in output.tokens)
+    first, second = run_until_idle(decode).tokens
     assert (first.index, first.logprobs) == (0, done.logprobs)
     assert (second.index, len(second.logprobs)) == (1, 1)
