@@ -32,7 +32,7 @@ from disagg.bench.inputs import (
     make_prompt,
 )
 from disagg.bench.machine_code import TARGETS, compile_all, compile_others
-from disagg.bench.result import Row, result_of, table, tell
+from disagg.bench.result import Row, result_of, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
 from disagg.codecs.doctor import examine
@@ -57,7 +57,6 @@ OTHER_HEADS = ((4, 64), (1, 128), (1, 64))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ENCODE_HEADS, ENCODE_TOKENS = 8, {"cpu": 2048, "cuda": 8192}
 COLD_BYTES = 256 << 20  # more than any L2 cache
-SECTIONS = ("checks", "rows", "others", "encode")  # of a result, as people read them
 NOTES = {
     "machine-code": "instructions of a thread for each element of K and V; no chip was needed",
     "cpu": "a layer of a decode step on a CPU, against torch SDPA, one thread, medians by turns",
@@ -123,11 +122,6 @@ def cases_of(options: KernelOptions, device: torch.device) -> list[tuple[str, St
     slower = [path for path in library.paths() if path != best]
     cases += [(spec, shape, path) for path in slower for shape in shapes for spec in FEW_SPECS]
     return cases
-
-
-def draw(result: Row) -> str:
-    """For people: a table of each section."""
-    return "\n\n".join(table(result[name]) for name in SECTIONS if result.get(name))
 
 
 def measure_attend(

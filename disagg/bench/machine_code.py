@@ -1,7 +1,6 @@
 """What the compiler makes of the kernels, for chips that need not be there.
 
-    python -m disagg.bench.machine_code loops sm_90 kivi-2-4heads    # a row of JSON
-    python -m disagg.bench.machine_code others sm_90 low-rank        # a row for each name, or all
+    python -m disagg.bench.machine_code sm_90 kivi-2-4heads low-rank    # a row of JSON for each
 
 The figure that decides decode speed is instructions per element of K and V in the loop over pages:
 an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bit. It is counted in
@@ -78,7 +77,6 @@ SPECS = {
     "raw-bf16": "raw:dtype=bf16",
     "h2o": "h2o",
 }
-LOOPS = tuple(f"{x}{dim}-{n}heads" for dim in ("", f"-D{WIDE}") for x in SPECS for n in (4, 8))
 COMPILE_SECONDS = 300.0
 
 
@@ -162,10 +160,9 @@ def served_formats(spec: str, head_dim: int = HEAD_DIM) -> list[PageFormat | Exa
     return found if group.page == group.raw else [*found, exact_format(group.raw)]
 
 
-def attention(
-    formats: Sequence[PageFormat | ExactFormat], group: int, chip: GPUTarget
-) -> CompiledSource:
-    """Attention on pages of all formats for so many query heads of a KV head, as it is launched."""
+def attention(spec: str, group: int, head_dim: int, chip: GPUTarget) -> CompiledSource:
+    """Attention on all pages of a codec for so many query heads of a KV head, as it is launched."""
+    formats = served_formats(spec, head_dim)
     nvidia = chip.backend == "cuda"
     float8 = PTX if nvidia and chip.arch != 80 else PLAIN  # as gpu/attend.py chooses
     told = Chip(nvidia, PTX if nvidia else PLAIN, float8)
@@ -184,62 +181,32 @@ def attention(
     return CompiledSource(attend_kernel, constants, 1, options, types)
 
 
-def measure_loop(kernel: str, target: str) -> Row:
-    """Compile one attention kernel for one target, in this process: its loop over pages.
+def measure(kernel: str, target: str) -> Row:
+    """Compile one kernel for one target, in this process. Bytes that spill are of a thread.
 
+    Of attention it is the loop over pages that counts:
     per_element: instructions of one thread lane for each element of K and V, in all programs that
                  share the heads
-    spill_bytes: of a thread; load_bits: width of the loads that bring in most bytes
+    load_bits:   width of the loads that bring in most bytes
     buffers:     pages that can be in flight while one is worked on, plus that one
     """
-    chip = TARGETS[target]
-    name, _, width = kernel.rpartition("-")
-    head_dim = head_dim_of(name)
-    formats = served_formats(SPECS[name.removesuffix(f"-D{head_dim}")], head_dim)
-    fmt = formats[0]
-    source = attention(formats, int(width.removesuffix("heads")), chip)
-    compiled, blocks = source.compile(chip), source.constants["LOOPS"][0].shape.blocks(1)
-    slots = fmt.slots * fmt.tile_pages if isinstance(fmt, ExactFormat) else fmt.tokens
-    items, threads = 2 * slots * head_dim, chip.warp_size * compiled.metadata.num_warps
-    if chip.backend == "cuda":
-        code, registers, spilled = read_cubin(compiled.asm["cubin"])
-        loop = pipelined(code, items // (8 * threads))
-    else:
-        loop, registers, spilled = read_amdgcn(compiled.asm["amdgcn"])
-    return {
-        "kernel": kernel,
-        "target": target,
-        "per_element": round(blocks * len(loop) * threads / items, 3),
-        "registers": registers,
-        "spill_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared,
-        "load_bits": load_width(loop),
-        "buffers": count_buffers(compiled.asm["ttgir"]),
-    }
-
-
-def measure_spills(kernel: str, target: str) -> Row:
-    """Compile one of the other kernels for one target, in this process.
-
-    spill_bytes: of a thread; instructions: of the whole kernel
-    """
     chip, head_dim = TARGETS[target], head_dim_of(kernel)
-    compiled = OTHERS[kernel](head_dim, chip).compile(chip)
-    if chip.backend == "cuda":
-        code, registers, spilled = read_cubin(compiled.asm["cubin"])
-        count = len(code)
-    else:
-        text = compiled.asm["amdgcn"]
-        registers, spilled = _amd_registers(text)
-        count = len(re.findall(r"^\t[vs]_\w", text, re.M))
-    return {
-        "kernel": kernel,
-        "target": target,
-        "registers": registers,
-        "spill_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared,
-        "instructions": count,
-    }
+    source = KERNELS[kernel](head_dim, chip)
+    made = source.compile(chip)
+    amd, asm = chip.backend == "hip", made.asm
+    found = read_amdgcn(asm["amdgcn"]) if amd else read_cubin(asm["cubin"])
+    row = {"kernel": kernel, "target": target}
+    used = {"registers": found.registers, "spill_bytes": found.spilled}
+    used |= {"shared_bytes": made.metadata.shared}
+    if kernel in OTHERS:
+        return row | used | {"instructions": len(found.code)}
+    pages = source.constants["LOOPS"][0]
+    exact = isinstance(pages.fmt, ExactFormat)
+    slots = pages.fmt.slots * pages.fmt.tile_pages if exact else pages.fmt.tokens
+    items, threads = 2 * slots * head_dim, chip.warp_size * made.metadata.num_warps
+    loop = over_pages(found.loops, items // (8 * threads))
+    row["per_element"] = round(pages.shape.blocks(1) * len(loop) * threads / items, 3)
+    return row | used | {"load_bits": load_width(loop), "buffers": count_buffers(asm["ttgir"])}
 
 
 def _encode(name: str, is_v: bool, head_dim: int, chip: GPUTarget) -> CompiledSource:
@@ -294,7 +261,8 @@ ENCODED = (
     *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
     *("banded-2", "banded-3"),
 )
-OTHERS: dict[str, Callable[[int, GPUTarget], CompiledSource]] = {
+Source = Callable[[int, GPUTarget], CompiledSource]  # for so many channels of a head
+OTHERS: dict[str, Source] = {
     **{
         f"encode-{name}-{side}": partial(_encode, name, side == "v")
         for name in ENCODED
@@ -311,50 +279,50 @@ OTHERS: dict[str, Callable[[int, GPUTarget], CompiledSource]] = {
     "plane-values": partial(_planes, "plane_values_kernel"),
 }
 OTHERS |= {f"{name}-D{WIDE}": source for name, source in OTHERS.items()}
+LOOPS: dict[str, Source] = {
+    f"{name}{dim}-{heads}heads": partial(attention, spec, heads)
+    for dim in ("", f"-D{WIDE}")
+    for name, spec in SPECS.items()
+    for heads in (4, 8)
+}
+KERNELS = LOOPS | OTHERS
 
 
-def read_cubin(cubin: bytes) -> tuple[list[tuple[int, str]], int, int]:
-    """(address and text of every instruction, registers, bytes spilled) of NVIDIA machine code."""
+@dataclass(frozen=True)
+class Assembly:
+    """What a compiler made of a kernel: instructions, those of each loop, and what they need."""
+
+    code: list[str]
+    loops: list[list[str]]
+    registers: int
+    spilled: int
+
+
+def read_cubin(cubin: bytes) -> Assembly:
+    """NVIDIA machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code, use = (
+        told, use = (
             subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True)
             for flag in ("-sass", "-res-usage")
         )
-    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code.stdout)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", use.stdout + use.stderr)
-    assert usage is not None
-    found = [(int(address, 16), instruction) for address, instruction in lines]
-    return found, int(usage[1]), int(usage[2])
-
-
-def pipelined(code: list[tuple[int, str]], products: int) -> list[str]:
-    """The shortest loop that loads ahead and does so many matrix products: one over other pages
-    does fewer, and one with masks, for the ends of a sequence, is longer."""
-    places = {address: i for i, (address, _) in enumerate(code)}
-    text = [instruction for _, instruction in code]
-    loops = []
-    for i, instruction in enumerate(text):
+    lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", told.stdout)
+    places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    code, loops = [instruction for _, instruction in lines], []
+    for i, instruction in enumerate(code):
         found = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
         if found and places.get(int(found[1], 16), i) < i:
-            loops.append(text[places[int(found[1], 16)] : i + 1])
-
-    def count(name: str, loop: list[str]) -> int:
-        return sum(name in x for x in loop)
-
-    ahead = (x for x in loops if count("LDGSTS", x) > 4 and count("HMMA", x) >= products)
-    return min(ahead, key=len)
+            loops.append(code[places[int(found[1], 16)] : i + 1])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", use.stdout + use.stderr)
+    assert usage is not None
+    return Assembly(code, loops, int(usage[1]), int(usage[2]))
 
 
-def read_amdgcn(code: str) -> tuple[list[str], int, int]:
-    """(vector instructions of the loop over pages, registers, bytes spilled) of AMD code.
-
-    Of the loops that multiply matrices the first is it: the other, for the ends of a sequence,
-    comes behind it. Loops within, of loads whose lanes differ, are counted as if run once.
-    """
-    lines = [line.split(";")[0].strip() for line in code.splitlines()]
+def read_amdgcn(text: str) -> Assembly:
+    """AMD code: of its loops vector instructions, of all of it scalar ones too."""
+    lines = [line.split(";")[0].strip() for line in text.splitlines()]
     labels = {line.removesuffix(":"): i for i, line in enumerate(lines) if line.endswith(":")}
     loops = []
     for i, line in enumerate(lines):
@@ -362,17 +330,30 @@ def read_amdgcn(code: str) -> tuple[list[str], int, int]:
         if found and labels.get(found[1], i) < i:
             body = lines[labels[found[1]] : i]
             loops.append([x for x in body if re.match(r"(v|ds|global|buffer)_", x)])
-    loop = next(loop for loop in loops if any("mfma" in x for x in loop))
-    return loop, *_amd_registers(code)
-
-
-def _amd_registers(code: str) -> tuple[int, int]:
-    """(registers, bytes spilled) of AMD code."""
-    registers = re.search(r"\.vgpr_count:\s*(\d+)", code)
-    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", code)
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
     assert registers is not None
     assert spilled is not None
-    return int(registers[1]), 4 * int(spilled[1])
+    code = [line for line in lines if re.match(r"[vs]_\w", line)]
+    return Assembly(code, loops, int(registers[1]), 4 * int(spilled[1]))
+
+
+def over_pages(loops: list[list[str]], products: int) -> list[str]:
+    """The loop over whole pages of prompts, which does so many matrix products on NVIDIA chips.
+
+    There it is the shortest that loads ahead: one over other pages does fewer products, and one
+    with masks, for the ends of a sequence, is longer. Of AMD code it is the first that multiplies
+    matrices: the other comes behind it. Loops within, of loads whose lanes differ, are counted as
+    if run once.
+    """
+
+    def count(name: str, loop: list[str]) -> int:
+        return sum(name in x for x in loop)
+
+    if amd := [loop for loop in loops if count("mfma", loop)]:
+        return amd[0]
+    ahead = (x for x in loops if count("LDGSTS", x) > 4 and count("HMMA", x) >= products)
+    return min(ahead, key=len)
 
 
 def load_width(loop: list[str]) -> int:
@@ -401,36 +382,36 @@ def count_buffers(ttgir: str) -> int:
 def compile_all(
     kernels: Iterable[str] = LOOPS, targets: Iterable[str] = tuple(TARGETS)
 ) -> list[Row]:
-    """A row of `measure_loop` for each kernel and target; one that does not compile has a `reason`:
-    what the compiler said first."""
-    return _two_at_once((x, "loops", y, (x,)) for x, y in product(kernels, targets))
+    """A row of `measure` for each kernel of attention and target; one that does not compile has a
+    `reason`: what the compiler said first."""
+    return _two_at_once((x, y, (x,)) for x, y in product(kernels, targets))
 
 
 def compile_others(
     targets: Iterable[str] = tuple(TARGETS), kernels: Sequence[str] = tuple(OTHERS)
 ) -> list[Row]:
-    """The same of all other kernels: rows of `measure_spills`; a process for each head dim."""
+    """The same of all other kernels: a process for each head dim."""
     names = {dim: tuple(x for x in kernels if head_dim_of(x) == dim) for dim in (HEAD_DIM, WIDE)}
     given = product(targets, names.items())
-    return _two_at_once((f"others of {d}", "others", x, some) for x, (d, some) in given)
+    return _two_at_once((f"others of {dim}", target, some) for target, (dim, some) in given)
 
 
-def _two_at_once(given: Iterable[tuple[str, str, str, tuple[str, ...]]]) -> list[Row]:
-    """The rows of (name, kind, target, kernels), in order."""
+def _two_at_once(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[Row]:
+    """The rows of (name, target, kernels), in order."""
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            (f"{name} on {target}", pool.submit(_compile_each, kind, target, kernels))
-            for name, kind, target, kernels in given
+            (f"{name} on {target}", pool.submit(_compile_each, target, kernels))
+            for name, target, kernels in given
         ]
         return [row for _, job in tell(jobs, lambda job: job[0]) for row in job.result()]
 
 
-def _compile_each(kind: str, target: str, kernels: tuple[str, ...]) -> list[Row]:
+def _compile_each(target: str, kernels: tuple[str, ...]) -> list[Row]:
     """The rows of one target; where a kernel ends the process, the next one begins behind it."""
     rows: list[Row] = []
     while len(rows) < len(kernels):
         rest = kernels[len(rows) :]
-        lines, reason = _compile(kind, target, *rest)
+        lines, reason = _compile(target, *rest)
         rows += map(json.loads, lines)
         if len(lines) < len(rest):
             rows.append({"kernel": rest[len(lines)], "target": target, "reason": reason})
@@ -458,14 +439,11 @@ def _cause(said: str) -> str:
     return next(errors, lines[-1] if lines else "")
 
 
-def main(kind: str, target: str, *names: str) -> None:
+def main(target: str, *names: str) -> None:
     """Print a row of JSON for each kernel."""
-    known, measure = (LOOPS, measure_loop) if kind == "loops" else (tuple(OTHERS), measure_spills)
-    if target not in TARGETS:
-        raise ValueError(f"no target {target!r}; there are {', '.join(TARGETS)}")
-    for name in names or known:
-        if name not in known:
-            raise ValueError(f"no kernel {name!r}; there are {', '.join(known)}")
+    for name in names:
+        if name not in KERNELS:
+            raise ValueError(f"no kernel {name!r}; there are {', '.join(KERNELS)}")
         print(json.dumps(measure(name, target)), flush=True)
 
 

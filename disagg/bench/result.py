@@ -85,6 +85,12 @@ def write(result: Row, path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def tables(result: Row) -> str:
+    """What people read of a result: its rows, and what it has beside them that are rows too."""
+    beside = (x for name, x in result.items() if name != "rows" and isinstance(x, list))
+    return "\n\n".join(map(table, filter(None, (result["rows"], *beside))))
+
+
 def table(rows: Sequence[Row], keys: Sequence[str] = ()) -> str:
     """Text on the left, numbers on the right, a column for every key that some row has."""
     keys = keys or list(dict.fromkeys(key for row in rows for key in row))

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from disagg.bench.child import Child
-from disagg.bench.result import Row, p99, result_of, table, tell
+from disagg.bench.result import Row, p99, result_of, tell
 from disagg.bench.serving import (
     ServeOptions,
     Visit,
@@ -250,9 +250,3 @@ def _known(
             found.append(1e3 * seen.e2el_s)
     row = {"codec": codec, "tokens": options.arriving, "new_ms": median(new)}
     return row | {"known_ms": median(known), "ratio": median(known) / median(new)}
-
-
-def draw_streams(result: Row) -> str:
-    """What people read."""
-    tables = [result[name] for name in ("rows", "overhead", "beside", "known") if name in result]
-    return "\n\n".join(map(table, filter(None, tables)))

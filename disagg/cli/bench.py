@@ -56,10 +56,10 @@ def streams(
 ) -> None:
     """A service beside a dense batch and `LLM`; long and known prompts beside others."""
     check_codecs(model, ())
-    from disagg.bench.streams import StreamsOptions, draw_streams, measure_streams
+    from disagg.bench.streams import StreamsOptions, measure_streams
 
     given = _set({"rounds": rounds, "parts": part})
-    _show(measure_streams(StreamsOptions(model, **given)), out, as_json, draw_streams)
+    _show(measure_streams(StreamsOptions(model, **given)), out, as_json)
 
 
 @app.command()
@@ -124,7 +124,7 @@ def kernels(
         result = kernels.read_machine_code(**_set({"targets": target}))
     else:
         result = kernels.run(kernels.KernelOptions(device, **_set({"runs": runs})))
-    _show(result, out, as_json, kernels.draw)
+    _show(result, out, as_json)
 
 
 @app.command()
@@ -252,9 +252,9 @@ def _show(
     draw: Callable[[dict[str, Any]], str] | None = None,
     plot: Path | None = None,
 ) -> None:
-    """Write a result to a file and a picture if asked, and print it: as `draw` has it, else its
-    rows."""
-    from disagg.bench.result import table, write
+    """Write a result to a file and a picture if asked, and print it: as `draw` has it, else the
+    tables that are in it."""
+    from disagg.bench.result import tables, write
 
     if out is not None:
         write(result, out)
@@ -265,5 +265,5 @@ def _show(
     if as_json:
         print_json(result)
     else:
-        print(draw(result) if draw else table(result["rows"]))
+        print((draw or tables)(result))
         print(f"kernels: {result['machine']['kernels']}", file=sys.stderr)

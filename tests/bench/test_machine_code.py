@@ -10,7 +10,6 @@ from disagg.bench.machine_code import (
     attention,
     compile_all,
     compile_others,
-    read_amdgcn,
     served_formats,
 )
 
@@ -72,8 +71,8 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
 def test_sparse_slots_that_spill_are_refused_on_nvidia_chips(spec, head_dim):
     formats = served_formats(spec, head_dim)
     with pytest.raises(ValueError, match=r"4 sparse slots for each column .* 2 fit"):
-        attention(formats, 4, TARGETS["sm_90"])
-    assert attention(formats, 4, TARGETS["gfx942"]).constants["COUNT"] == len(formats)
+        attention(spec, 4, head_dim, TARGETS["sm_90"])
+    assert attention(spec, 4, head_dim, TARGETS["gfx942"]).constants["COUNT"] == len(formats)
 
 
 def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
@@ -83,7 +82,9 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
     code = [".vgpr_count: 90", ".vgpr_spill_count: 3"]
     for i, loop in enumerate((search, whole, masked)):
         code += [f".LBB0_{i}:  ; a loop", *loop, "s_add_i32 s0, s0, 1", f"s_cbranch_scc1 .LBB0_{i}"]
-    assert read_amdgcn("\n".join(code)) == (whole, 90, 12)
+    found = machine_code.read_amdgcn("\n".join(code))
+    loop = machine_code.over_pages(found.loops, 1)
+    assert (loop, found.registers, found.spilled) == (whole, 90, 12)
 
 
 def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):

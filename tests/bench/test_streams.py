@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from disagg.bench.result import tables
 from disagg.bench.serving import ServeOptions, Visited
-from disagg.bench.streams import Questions, StreamsOptions, _beside, draw_streams, measure_streams
+from disagg.bench.streams import Questions, StreamsOptions, _beside, measure_streams
 
 
 class Told:
@@ -40,4 +41,4 @@ def test_a_service_is_measured_beside_what_it_stands_on() -> None:
     assert result["overhead"][0]["llm_each_ms"] > 0
     assert result["beside"][0]["arrived"] > 0
     assert result["known"][0]["codec"] == "raw"
-    assert "each ratio" in draw_streams(result)
+    assert "each ratio" in tables(result)

@@ -36,8 +36,7 @@ def test_people_get_a_table_and_progress_and_a_picture_that_fails_loses_no_resul
 
 @pytest.mark.parametrize("name", ["overlap", "load"])
 def test_a_benchmark_of_workers_prints_its_rows(name, disagg, monkeypatch):
-    row = {"codec": "raw", "waited_s": 1.5}
-    result = {"machine": {"kernels": "avx2"}, "rows": [row]}
+    result = {"machine": {"kernels": "avx2"}, "rows": [{"codec": "raw", "waited_s": 1.5}]}
     monkeypatch.setattr(handoff, f"measure_{name}", lambda *_: result)
     assert disagg("bench", name).out.splitlines()[1].split() == ["raw", "1.5"]
     assert json.loads(disagg("bench", name, "--json").out) == result
