@@ -51,28 +51,38 @@ class Units:
 
 
 @dataclass(frozen=True)
-class View:
-    """Pages of one layout of B sequences, and the tokens that each of M queries sees of them.
+class Table:
+    """Pages of one format of B sequences, and the tokens that each of M queries sees of them.
 
-    arena:    [bytes] u8 - what page ids address
     pages:    [B, P] int32 - page ids in token order, short rows padded with pages they do not see
     lo, hi:   [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0]; where
               slots have positions, from the sequence's first token
-    base:     byte offset of this layer's layer page inside a page; heads: KV heads
-    segments: [B, S] int32 - page ids of the segments of each sequence; owner: [B, P] int32 - which
-              of them each page belongs to; segment_base: as base, in a segment. None: no segments
-    sides:    [B] int32 - side records, where the format has one; side_base: as base, in such
+    segments: [B, S] int32 - page ids of the segments of each sequence, in order; owner: [B, P]
+              int32 - which of them each page belongs to. None: no segments
+    sides:    [B] int32 - side records, where the format has one
     """
 
-    arena: Tensor
     pages: Tensor
     lo: Tensor
     hi: Tensor
     fmt: Format
-    base: int
-    heads: int
     segments: Tensor | None = None
     owner: Tensor | None = None
-    segment_base: int = 0
     sides: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(Table):
+    """A table in one layer.
+
+    arena: [bytes] u8 - what page ids address
+    base:  byte offset of this layer's layer page inside a page; segment_base, side_base: as base,
+           in a segment and a side record
+    heads: KV heads
+    """
+
+    arena: Tensor
+    base: int
+    heads: int
+    segment_base: int = 0
     side_base: int = 0

@@ -224,8 +224,9 @@ class Decoding:
         for index, group in enumerate(self.plan.groups):
             growths = [Growth(s[index], self._n, 1, row) for row, s in enumerate(self._states)]
             fresh = take_records(group, growths, self._pool)
-            step = plan_step(group, growths, fresh, self._arena.device)
-            decodes.append(Decode(codec_of(group), step, whole=True))
+            codec = codec_of(group)
+            step = plan_step(codec, group, growths, fresh, self._arena.device)
+            decodes.append(Decode(codec, step, whole=True))
         batch = self._batch(decodes)
         planned = time.perf_counter()
         self._tokens = self._runner.forward(batch).argmax(1).tolist()

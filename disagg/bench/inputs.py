@@ -231,14 +231,14 @@ class PagedLayer:
 
     def attend(self) -> Tensor:
         """Attention of every query over all tokens."""
-        views = views_of(self.codec, self.group, LAYER, self.arena, self.tables)
+        views = views_of(self.group, LAYER, self.arena, self.tables)
         return attend(self.q, views, Softmax(self.shape.scale), self.units)
 
     def layer_call(self) -> Callable[[], Tensor]:
         """The same as [B, Hq, D], as a decode step calls it for each layer: on a CPU one call of
         the C library, prepared for all layers at once."""
         group, softmax = self.group, Softmax(self.shape.scale)
-        views = views_of(self.codec, group, LAYER, self.arena, self.tables)
+        views = views_of(group, LAYER, self.arena, self.tables)
         none = torch.zeros(self.shape.batch, dtype=torch.int32)
         fmt, base = exact_format(group.raw), group.layer_offset(group.raw, LAYER)
         calls = prepare(self.arena, NewRows(none, none, fmt, base), views, self.q)
@@ -256,7 +256,7 @@ class PagedLayer:
     @property
     def captured(self) -> bool:
         """Whether Triton runs it on a GPU; the torch reference asks the host for lengths."""
-        views = views_of(self.codec, self.group, LAYER, self.arena, self.tables[:1])
+        views = views_of(self.group, LAYER, self.arena, self.tables[:1])
         return self.q.is_cuda and all(serves_gpu(view.fmt) for view in views)
 
     def exact(self) -> Tensor:
@@ -287,7 +287,7 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     paged = slice(group.sink, group.sink + shape.tokens)
     k, v, present = (x[:, paged] for x in (*cache.reconstruct(), cache.present()))
     growths = [Growth(state, n - 1, 1, row) for row, state in enumerate(states)]
-    tables = build_tables(group, growths, 1, torch.device("cpu"))
+    tables = build_tables(codec, group, growths, 1, torch.device("cpu"))
     tables = tables[:-1] if states[0].tail else tables
     nbytes = sum(_bytes_of(group, table) for table in tables)
     tables, units = upload((tables, plan_units(group, tables, device)), device)

@@ -98,7 +98,7 @@ class CompressedKV:
             m = block_size(self.group, self.num_tokens, k.shape[1] - done)
             growths = [Growth(self._state, self.num_tokens, m, 0)]
             fresh = take_records(self.group, growths, self._arena)
-            step = upload(plan_step(self.group, growths, fresh, k.device), k.device)
+            step = upload(plan_step(self.codec, self.group, growths, fresh, k.device), k.device)
             rows = slice(done, done + m)
             new_k, new_v = k[:, rows].transpose(0, 1), v[:, rows].transpose(0, 1)
             write_step(self.codec, step, self.layer, self._arena.bytes, new_k, new_v)
@@ -158,9 +158,9 @@ class CompressedKV:
         now = Growth(self._state, self.num_tokens - width, width, 0)
         exact = q.dtype == torch.float64 and not q.is_cuda
         rows = (q if exact else q.float()).reshape(q.shape[0], width, -1).transpose(0, 1)
-        tables = build_tables(self.group, [now], width, q.device)
+        tables = build_tables(self.codec, self.group, [now], width, q.device)
         tables, units = upload((tables, plan_units(self.group, tables, q.device)), q.device)
-        views = views_of(self.codec, self.group, self.layer, self._arena.bytes, tables)
+        views = views_of(self.group, self.layer, self._arena.bytes, tables)
         return rows[None].contiguous(), views, units
 
     @property

@@ -5,7 +5,7 @@ bytes. Knows ids, layouts and kernels; who owns a page is the pool's business.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Places, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.formats import Format
 from disagg.kernels.ops import (
     append,
     attend,
@@ -26,7 +25,7 @@ from disagg.kernels.ops import (
 )
 from disagg.kernels.reference.pages import exact_tokens
 from disagg.kernels.sealing import NewRows, Sealing, Target
-from disagg.kernels.view import Softmax, View
+from disagg.kernels.view import Softmax, Table, View
 from disagg.page import FinalAt, Kind, Layout
 from disagg.plan import LayerGroup
 
@@ -189,56 +188,43 @@ class StepLayers:
         new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
         if self._alone and self._calls is None:
             first = step.group.layers[0]
-            views = views_of(codec, step.group, first, arena, step.tables)
+            views = views_of(step.group, first, arena, step.tables)
             self._calls = prepare(arena, _new_rows(step, first), views, new_q.float().unsqueeze(1))
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
             write_step(codec, step, layer, arena, new_k, new_v)
         if self._calls is None:
-            return attend_step(codec, step, layer, arena, new_q, softmax)
+            return attend_step(step, layer, arena, new_q, softmax)
         return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)
 
 
-def attend_step(
-    codec: LayerCodec, step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax
-) -> Tensor:
+def attend_step(step: GroupStep, layer: int, arena: Tensor, q: Tensor, softmax: Softmax) -> Tensor:
     """Attention of the step's new tokens over everything they see: [N, Hq, D] of q's dtype.
 
     q: [N, Hq, D] - one row for each row of `step.rows`
     """
     alone = step.queries.shape[1] == 1  # then the queries of the sequences are the rows
     rows = q.unsqueeze(1) if alone else q[step.queries]
-    views = views_of(codec, step.group, layer, arena, step.tables)
+    views = views_of(step.group, layer, arena, step.tables)
     o = attend(rows, views, softmax, step.units)
     return o[:, 0] if alone else o.flatten(0, 1)[step.answers]
 
 
 def views_of(
-    codec: LayerCodec, group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
+    group: LayerGroup, layer: int, arena: Tensor, tables: Sequence[PageTable]
 ) -> list[View]:
     """What attention over all tables reads, over disjoint tokens."""
     views = []
     for table in tables:
-        exact, side, segment = table.layout == group.raw, None, None
-        if exact:
-            side = group.side if table.sides is not None else None
-            fmt: Format = exact_format(group.raw, side)
-        else:
-            segment = segment_layout(group, table.layout)
-            fmt = codec.format_of(table.layout, segment, group.head_dim)
+        segment = None if table.segments is None else segment_layout(group, table.layout)
+        side = None if table.sides is None else group.side
         view = View(
+            **{x.name: getattr(table, x.name) for x in fields(Table)},
             arena=arena,
-            pages=table.pages,
-            lo=table.lo,
-            hi=table.hi,
-            fmt=fmt,
             base=group.layer_offset(table.layout, layer),
             heads=group.heads,
-            segments=table.segments if segment else None,
-            owner=table.owner if segment else None,
             segment_base=group.layer_offset(segment, layer) if segment else 0,
-            sides=table.sides,
             side_base=group.layer_offset(side, layer) if side else 0,
         )
         views.append(view)

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.codecs.exact import exact_format, slots_format
+from disagg.codecs.contract import LayerCodec
+from disagg.codecs.exact import exact_format
 from disagg.codecs.seals import (
     Fresh,
     Growth,
@@ -32,9 +33,9 @@ from disagg.codecs.seals import (
     seal_tails,
     segment_layout,
 )
-from disagg.kernels.gpu.plan import Span, Tile, most_units, tile_of, units_of_spans, warps_of
+from disagg.kernels.gpu.plan import Span, most_units, units_of_spans
 from disagg.kernels.sealing import SealRows
-from disagg.kernels.view import Units
+from disagg.kernels.view import Table, Units
 from disagg.page import Layout, align
 from disagg.plan import LayerGroup
 from disagg.state import GroupState, Run
@@ -42,26 +43,12 @@ from disagg.state import GroupState, Run
 Ints = NDArray[np.signedinteger]
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """Pages of one layout of B sequences, and the tokens that each of M queries sees of them.
+@dataclass(frozen=True, kw_only=True)
+class PageTable(Table):
+    """A table that says what the layout of its pages is; with sides, they are raw pages of tokens
+    that those name, without it of tokens in order."""
 
-    pages:    [B, P] int32 - page ids in token order, short rows padded with pages they do not see
-    lo, hi:   [B, M] int32 - query (b, m) sees tokens lo <= t < hi, counted from pages[b, 0], or
-              from the first of the sequence where there are sides
-    segments: [B, S] int32 - the segments of each sequence, in order; None: the layout has none
-    owner:    [B, P] int32 - the index in `segments` of each page's
-    sides:    [B] int32 - side records, which say what tokens these raw pages keep; None: they are
-              tokens in order
-    """
-
-    pages: Tensor
-    lo: Tensor
-    hi: Tensor
     layout: Layout
-    segments: Tensor | None = None
-    owner: Tensor | None = None
-    sides: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,11 @@ def block_size(group: LayerGroup, n: int, m: int) -> int:
 
 
 def plan_step(
-    group: LayerGroup, growths: Sequence[Growth], fresh: Fresh, device: torch.device
+    codec: LayerCodec,
+    group: LayerGroup,
+    growths: Sequence[Growth],
+    fresh: Fresh,
+    device: torch.device,
 ) -> GroupStep:
     """Grow every sequence by its m tokens, with the records taken for that.
 
@@ -120,7 +111,7 @@ def plan_step(
         [end - max(growth.m - j, 1) for j in range(longest)]
         for end, growth in zip(ends, growths, strict=True)
     ]
-    tables = build_tables(group, growths, longest, device)
+    tables = build_tables(codec, group, growths, longest, device)
     return GroupStep(
         group=group,
         rows=_numbers([g.row + j for g in growths for j in range(g.m)]),
@@ -137,14 +128,18 @@ def plan_step(
 
 
 def build_tables(
-    group: LayerGroup, growths: Sequence[Growth], longest: int, device: torch.device
+    codec: LayerCodec,
+    group: LayerGroup,
+    growths: Sequence[Growth],
+    longest: int,
+    device: torch.device,
 ) -> tuple[PageTable, ...]:
     """The page tables of sequences that now have n + m tokens each, as in `GroupStep`.
 
     The raw codec's pages and tail are the same kind, so they form one table. A GPU gets all tables
     that the group can have, also those in which nobody has a page: one program serves every step.
     """
-    seen = _Seen(group, growths, longest, every=device.type == "cuda")
+    seen = _Seen(codec, group, growths, longest, every=device.type == "cuda")
     tails = [[_tail_run(group, growth.state)] for growth in growths]
     if group.page == group.raw:
         runs = [[*g.state.runs, *tail] for g, tail in zip(growths, tails, strict=True)]
@@ -157,7 +152,9 @@ def build_tables(
     if group.kept_limit:
         kept = [[Run(group.raw, None, 0, array("i", growth.state.kept))] for growth in growths]
         sides = _numbers([growth.state.side or 0 for growth in growths])
-        found += [replace(table, sides=sides) for table in seen.table(group.raw, kept, False)]
+        fmt = exact_format(group.raw, group.side)
+        some = seen.table(group.raw, kept, False)
+        found += [replace(table, fmt=fmt, sides=sides) for table in some]
     return (*found, *seen.table(group.raw, tails))
 
 
@@ -168,6 +165,7 @@ class _Seen:
     every: whether there are tables in which nobody has a page
     """
 
+    codec: LayerCodec
     group: LayerGroup
     growths: Sequence[Growth]
     longest: int
@@ -179,10 +177,11 @@ class _Seen:
         counted: whether the pages have tokens in order, from the first of each row on
         """
         nobody = not any(run.pages for row in runs for run in row)
+        shared, is_raw = segment_layout(self.group, layout), layout == self.group.raw
         if nobody:
             if not self.every:
                 return []
-            segment = None if segment_layout(self.group, layout) is None else 0
+            segment = None if shared is None else 0
             runs = [[Run(layout, segment, 0, array("i", [0]))] for _ in runs]
         pages = _rectangle([[run.pages for run in row] for row in runs])
         segments, owner = _segments(runs, pages.shape[1])
@@ -191,7 +190,7 @@ class _Seen:
         n, m = np.array([(g.n, g.m) for g in self.growths]).T[:, :, None]
         positions = n + np.minimum(np.arange(self.longest), m - 1)
         end, seen, sink = first + count * layout.tokens, positions + 1, self.group.sink
-        if layout == self.group.raw:
+        if is_raw:
             end = np.maximum(np.minimum(end, seen), first + np.minimum(sink, seen))
         else:
             end = np.minimum(end, seen - sink)  # pages begin behind the sink
@@ -203,7 +202,9 @@ class _Seen:
         lo, hi = np.broadcast_arrays(np.maximum(start - first, 0), np.maximum(end - first, 0))
         ids, *rest = (None if x is None else _numbers(x) for x in (pages, segments, owner))
         assert ids is not None
-        return [PageTable(ids, _numbers(lo), _numbers(hi), layout, *rest)]
+        head_dim = self.group.head_dim
+        fmt = exact_format(layout) if is_raw else self.codec.format_of(layout, shared, head_dim)
+        return [PageTable(ids, _numbers(lo), _numbers(hi), fmt, *rest, layout=layout)]
 
 
 def plan_units(
@@ -212,29 +213,13 @@ def plan_units(
     """How a GPU attends to tables on the host; None for a CPU."""
     if device.type != "cuda":
         return None
-    made = units_of_spans([_span(group, table) for table in tables], group.heads, device)
+    made = units_of_spans([Span.of(table) for table in tables], group.heads, device)
     return Units(*map(torch.from_numpy, made))
 
 
 def room_for_units(group: LayerGroup, tables: Sequence[PageTable], device: torch.device) -> int:
     """Units of tables at most, that have no more rows and columns than these."""
-    return most_units([_span(group, table) for table in tables], group.heads, device)
-
-
-def _span(group: LayerGroup, table: PageTable) -> Span:
-    """What the sequences of a table show, in plain numbers."""
-    layout, width = table.layout, table.pages.shape[1]
-    if any(plane.name == "k" for plane in layout.planes):
-        tile = tile_of(exact_format(layout))
-    else:
-        banded = group.segment is not None and any(x.name == "order" for x in group.segment.planes)
-        tile = Tile(layout.tokens, layout.block_bytes, warps=warps_of(group.head_dim, banded))
-    lo, hi = table.lo.amin(1).numpy(), table.hi.amax(1).numpy()
-    if table.sides is not None and group.side is not None:
-        slots = min(width * layout.tokens, slots_format(group.side).slots)
-        tile, lo, hi = replace(tile, counted=False), np.zeros_like(lo), np.where(hi > lo, slots, 0)
-    owner, segments = (None if x is None else x.numpy() for x in (table.owner, table.segments))
-    return Span(tile, lo, hi, width * layout.tokens, owner, segments)
+    return most_units([Span.of(table) for table in tables], group.heads, device)
 
 
 T = TypeVar("T")

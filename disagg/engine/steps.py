@@ -79,14 +79,11 @@ def build_batch(
         positions += range(n, n + share.count)
         outputs += range(len(tokens) - share.outputs, len(tokens))
     chunks = [make_chunk(x, row) for x, row in zip(shares, rows, strict=True) if not x.decodes]
-    decodes = [
-        Decode(
-            codec_of(group),
-            plan_step(group, growths, fresh, arena.device),
-            whole=sum(growth.m for growth in growths) == len(tokens),
-        )
-        for group, growths, fresh in stash.buckets
-    ]
+    decodes = []
+    for group, growths, fresh in stash.buckets:
+        codec = codec_of(group)
+        step = plan_step(codec, group, growths, fresh, arena.device)
+        decodes.append(Decode(codec, step, whole=len(step.rows) == len(tokens)))
     return Batch(tokens, positions, outputs, arena, tuple(chunks), tuple(decodes))
 
 

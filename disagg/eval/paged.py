@@ -81,12 +81,12 @@ class PagedKV:
             width = prompt[0].queries.last.shape[1]
             growth = Growth(state, self.num_tokens - width, width, 0)
             device = self._runner.device
-            tables = build_tables(group, [growth], width, device)
+            tables = build_tables(codec_of(group), group, [growth], width, device)
             tables, units = upload((tables, plan_units(group, tables, device)), device)
             for layer in group.layers:
                 q = prompt[layer].queries.last.transpose(0, 1)[None].float().contiguous()
                 softmax = prompt[layer].queries.softmax or Softmax(group.head_dim**-0.5)
-                views = views_of(codec_of(group), group, layer, self._arena.bytes, tables)
+                views = views_of(group, layer, self._arena.bytes, tables)
                 found[layer] = attend(q, views, softmax, units)[0]
         return [found[layer] for layer in sorted(found)]
 
@@ -103,16 +103,17 @@ class PagedKV:
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         n, count = self.num_tokens, len(tokens)
-        steps = []
+        decodes = []
         for group, state in self._groups:
             growths = [Growth(state, n, count, 0)]
             fresh = take_records(group, growths, self._arena)
-            steps.append(plan_step(group, growths, fresh, self._runner.device))
-        decodes = tuple(Decode(codec_of(step.group), step, whole=True) for step in steps)
+            codec = codec_of(group)
+            step = plan_step(codec, group, growths, fresh, self._runner.device)
+            decodes.append(Decode(codec, step, whole=True))
         rows = range(n, n + count)
-        batch = Batch(tokens, rows, range(count), self._arena.bytes, decodes=decodes)
+        batch = Batch(tokens, rows, range(count), self._arena.bytes, decodes=tuple(decodes))
         logits = self._runner.forward(batch)
-        for step in steps:
-            self._arena.release(step.freed)
+        for decode in decodes:
+            self._arena.release(decode.step.freed)
         self.num_tokens += count
         return logits

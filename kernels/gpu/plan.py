@@ -24,12 +24,12 @@ from disagg.kernels.formats import (
     RAW_SLOTS,
     STRIP,
     TILE_STRIPS,
-    AlignedFormat,
     ExactFormat,
+    Format,
     PageFormat,
     Side,
 )
-from disagg.kernels.view import Units, View
+from disagg.kernels.view import Table, Units, View
 
 NVIDIA = torch.version.hip is None
 NVIDIA_COLUMNS = 8  # columns of a tensor-core product of 16 rows
@@ -65,7 +65,7 @@ class Shape:
         return -(-queries * self.group // self.columns)
 
 
-def shape_of(fmt: LoopFormat | AlignedFormat, queries: int, group: int, columns: int) -> Shape:
+def shape_of(fmt: Format, queries: int, group: int, columns: int) -> Shape:
     """The shape for so many queries of each sequence; columns: of the tensor core.
 
     Where half of them are enough, each query takes two in pages of codes: both are the same for K,
@@ -156,7 +156,7 @@ class Tile:
     warps: int = 1
 
 
-def tile_of(fmt: LoopFormat | AlignedFormat) -> Tile:
+def tile_of(fmt: Format) -> Tile:
     """A page, or a few exact ones."""
     if isinstance(fmt, ExactFormat):
         count, warps = fmt.tile_pages, warps_of(fmt.head_dim)
@@ -170,7 +170,7 @@ class Span:
     """What B sequences show of one view, to be cut for so many programs of a GPU for each KV head.
 
     lo, hi: [B] - the tokens, or slots, that any query of each sequence sees; most: hi at most
-    owner:  [B, P], segments: [B, S] - as `View` has them
+    owner:  [B, P], segments: [B, S] - as `Table` has them
     """
 
     tile: Tile
@@ -179,6 +179,17 @@ class Span:
     most: int
     owner: Ints | None = None
     segments: Ints | None = None
+
+    @classmethod
+    def of(cls, table: Table) -> "Span":
+        """What a table shows; a GPU is asked for the lengths in its own."""
+        shared = (None if x is None else x.cpu().numpy() for x in (table.owner, table.segments))
+        first, end = table.lo.amin(1).cpu().numpy(), table.hi.amax(1).cpu().numpy()
+        fmt, most = table.fmt, table.pages.shape[1] * table.fmt.tokens
+        if isinstance(fmt, ExactFormat) and fmt.side is not None:
+            slots = min(most, fmt.side.slots)
+            first, end = np.zeros_like(first), np.where(end > first, slots, 0)
+        return cls(tile_of(fmt), first, end, most, *shared)
 
     def most_units(self, programs: int) -> int:
         """Units of as many sequences at most, that show no more; pages sealed while decoding may be
@@ -237,17 +248,7 @@ def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:
 
 def units_of(views: Sequence[View], device: torch.device) -> Units:
     """The units of views, where nobody planned them; the host asks for all lengths."""
-    spans = []
-    for view in views:
-        lo, hi = (x.cpu().numpy() for x in (view.lo.amin(1), view.hi.amax(1)))
-        shared = (None if x is None else x.cpu().numpy() for x in (view.owner, view.segments))
-        tile = tile_of(view.fmt)
-        most = view.pages.shape[1] * view.fmt.tokens
-        if isinstance(view.fmt, ExactFormat) and view.fmt.side is not None:
-            slots = min(most, view.fmt.side.slots)
-            lo, hi = np.zeros_like(lo), np.where(hi > lo, slots, 0)
-        spans.append(Span(tile, lo, hi, most, *shared))
-    found = units_of_spans(spans, views[0].heads, device)
+    found = units_of_spans([Span.of(view) for view in views], views[0].heads, device)
     return Units(*(torch.from_numpy(x).to(device) for x in found))
 
 

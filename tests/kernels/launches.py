@@ -210,7 +210,7 @@ def follow(scenario: Scenario) -> None:
         growths = [Growth(states[i], n, m, i * m) for i, n in enumerate(lengths)]
         with unset_fake_temporarily():  # plans are made of numbers on the host
             fresh = take_records(group, growths, arena)
-            planned = plan_step(group, growths, fresh, DEVICE)
+            planned = plan_step(codec, group, growths, fresh, DEVICE)
         step = upload(planned, DEVICE)
         new = (tokens(x, len(step.rows)).transpose(0, 1) for x in (heads, heads, rows))
         with NoHost():
@@ -223,7 +223,7 @@ def take_step(
 ) -> None:
     """Write new tokens and attend to all."""
     write_step(codec, step, LAYER, arena, k, v)
-    attend_step(codec, step, LAYER, arena, q, Softmax(0.1))
+    attend_step(step, LAYER, arena, q, Softmax(0.1))
 
 
 def full_tail(group: LayerGroup, n: int) -> int:

@@ -69,7 +69,7 @@ def test_attention_over_what_was_not_dropped_is_that_of_the_reference(slots, hea
     fmt = dropped_format(slots, head_dim)
     arena, pages, covered = dropped_case(fmt, [460, 64, 0, 200], 2)
     hi = covered.int().unsqueeze(1)
-    check(View(arena, pages, torch.zeros_like(hi), hi, fmt, BASE, 2), width, 1)
+    check(View(pages, torch.zeros_like(hi), hi, fmt, arena=arena, base=BASE, heads=2), width, 1)
 
 
 @pytest.mark.parametrize("slots", [16, 40, 64])
@@ -78,14 +78,14 @@ def test_windows_and_several_queries_see_different_tokens_of_what_was_not_droppe
     arena, pages, covered = dropped_case(fmt, [330, 140, 64], 1)
     hi = covered.int().unsqueeze(1).expand(3, 3).contiguous()
     lo = torch.tensor([[201, 202, 203], [63, 64, 65], [0, 60, 64]], dtype=torch.int32)
-    check(View(arena, pages, lo, hi, fmt, BASE, 1), 5, 3)
+    check(View(pages, lo, hi, fmt, arena=arena, base=BASE, heads=1), 5, 3)
 
 
 def test_pages_that_do_not_fit_a_tile_or_do_not_say_their_positions_are_refused():
     fmt = dropped_format(128, 64, tokens=256)
     arena, pages, covered = dropped_case(fmt, [256], 1)
     hi = covered.int().unsqueeze(1)
-    view = View(arena, pages, 0 * hi, hi, fmt, BASE, 1)
+    view = View(pages, 0 * hi, hi, fmt, arena=arena, base=BASE, heads=1)
     with pytest.raises(ValueError, match="128 slots"):
         gpu.attend(torch.zeros(1, 1, 1, 64), [view], 1.0)
     with pytest.raises(ValueError, match="without positions"):
@@ -132,11 +132,13 @@ def test_attention_over_kept_tokens_is_that_of_the_reference(dtype, head_dim, sl
     arena, pages, sides, fmt = kept_case(dtype, head_dim, used, slots, 2)
     hi = torch.tensor([[700], [350], [500], [640]], dtype=torch.int32)
     tables = pages, torch.zeros_like(hi), hi
-    check(View(arena, *tables, fmt, BASE, 2, sides=sides, side_base=SIDE_BASE), width, 1)
+    bases = {"base": BASE, "side_base": SIDE_BASE}
+    check(View(*tables, fmt, sides=sides, arena=arena, heads=2, **bases), width, 1)
 
 
 def test_windows_and_several_queries_see_different_kept_tokens():
     arena, pages, sides, fmt = kept_case("float16", 64, [35, 20, 1], 35, 1)
     hi = torch.tensor([[200, 400, 700], [0, 70, 90], [700, 700, 700]], dtype=torch.int32)
     lo = torch.tensor([[100, 300, 100], [0, 0, 80], [0, 699, 700]], dtype=torch.int32)
-    check(View(arena, pages, lo, hi, fmt, BASE, 1, sides=sides, side_base=SIDE_BASE), 5, 3)
+    bases = {"base": BASE, "side_base": SIDE_BASE}
+    check(View(pages, lo, hi, fmt, sides=sides, arena=arena, heads=1, **bases), 5, 3)

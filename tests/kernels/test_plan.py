@@ -70,8 +70,9 @@ def test_programs_of_more_warps_are_fewer():
 def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
     codec, many = get_codec(spec), torch.full((1, 1), 64 * 200, dtype=torch.int32)
     group = codec.layer_group((0,), 1, head_dim, "float16")
-    table = PageTable(torch.zeros(1, 200, dtype=torch.int32), 0 * many, many, group.page)
-    span = span_of([0], [64 * 200], tile_of(prompt_format(codec, head_dim)))
+    fmt, pages = prompt_format(codec, head_dim), torch.zeros(1, 200, dtype=torch.int32)
+    table = PageTable(pages, 0 * many, many, fmt, layout=group.page)
+    span = span_of([0], [64 * 200], tile_of(fmt))
     wanted = most_units([span], 1, torch.device("cpu"))
     assert room_for_units(group, [table], torch.device("cpu")) == wanted
 
