@@ -47,23 +47,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4195,
+    "bench": 4137,
     "cli": 1992,
-    "codecs": 2948,
-    "engine": 1912,
+    "codecs": 2919,
+    "engine": 1894,
     "eval": 575,
-    "files": 2044,  # disagg/*.py
-    "kernels": 6169,
-    "model": 1890,
+    "files": 2045,  # disagg/*.py
+    "kernels": 6202,
+    "model": 1926,
     "report": 160,
-    "server": 2068,
-    "transfer": 3353,
-    "workers": 3101,
-    "tests": 23552,
+    "server": 2057,
+    "transfer": 3301,
+    "workers": 3070,
+    "tests": 23675,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21290  # of all these rooms together
+PACKAGE_BUDGET = 21157  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
