@@ -216,7 +216,7 @@ def make_case(
         blocks = torch.cat([x.contiguous().view(torch.uint8) for x in sides], -1)
     arena, pages = place(blocks)
     _repeat_first(pages, lengths, fmt.tokens)
-    return Case(q, view(arena, pages), k.float(), v.float())
+    return Case(q, view(arena=arena, pages=pages), k.float(), v.float())
 
 
 def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
@@ -239,7 +239,8 @@ def _code_case(fmt: PageFormat, q, view, k, v, lengths, run) -> Case:
         _repeat_first(owner, lengths, fmt.tokens)
     exact = [x.transpose(1, 2).flatten(2, 3) for x in codes.decode(blocks, owned, fmt)]
     _repeat_first(pages, lengths, fmt.tokens)
-    return Case(q, view(arena, pages, **shared, segment_base=SEGMENT_BASE), *exact, there)
+    given = {"arena": arena, "pages": pages, "segment_base": SEGMENT_BASE, **shared}
+    return Case(q, view(**given), *exact, there)
 
 
 def _encode(k: Tensor, v: Tensor, fmt: PageFormat, run: int) -> tuple[Tensor, Tensor | None]:
