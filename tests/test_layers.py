@@ -54,7 +54,7 @@ BUDGETS = {
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6202,
-    "model": 1926,
+    "model": 1927,
     "report": 160,
     "server": 2057,
     "transfer": 3301,
@@ -63,7 +63,7 @@ BUDGETS = {
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21157  # of all these rooms together
+PACKAGE_BUDGET = 21158  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from disagg.codecs.contract import LEAD_UNITS, Queries, squares_by_unit, sum_lead
+from disagg.codecs.contract import LEAD_END, LEAD_UNITS, Queries, squares_by_unit, sum_lead
 from disagg.kernels.view import Softmax
 
 LAST_QUERIES = 32
@@ -89,8 +89,9 @@ class Workspace:
         last = q[:, max(0, self.total - LAST_QUERIES - before) :].clone()
         earlier, sums = self._last[layer], self._squares[layer]
         self._last[layer] = last if earlier is None else torch.cat([earlier, last], 1)
-        squares = squares_by_unit(q, self._shapes[layer][1], before)
-        self._squares[layer] = squares if sums is None else sums + squares
+        if sums is None or before < LEAD_END:
+            squares = squares_by_unit(q, self._shapes[layer][1], before)
+            self._squares[layer] = squares if sums is None else sums + squares
 
     def queries(self, layer: int) -> Queries:
         """What is known of the queries of the chunks so far, which were all observed."""
