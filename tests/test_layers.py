@@ -49,7 +49,7 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4137,
     "cli": 1992,
-    "codecs": 2919,
+    "codecs": 2924,
     "engine": 1894,
     "eval": 575,
     "files": 2045,  # disagg/*.py

@@ -134,11 +134,10 @@ class Banded(SinkCodec):
         weights = torch.where(squares.sum(1, keepdim=True) > 0, squares, 1.0) * ranges
         order = weights.argsort(dim=1, descending=True, stable=True)
         signs = _signs(layer, heads, head_dim, order.device)
-        layout = self.segment_layout(head_dim)
-        assert layout is not None
-        found = signs.new_zeros(heads, layout.block_bytes)
-        for name, x in (("order", order.short().view(torch.uint8)), ("signs", signs)):
-            at = layout.plane(name).offset
+        fmt = prompt_format(self, head_dim)
+        assert fmt.turn is not None
+        found = signs.new_zeros(heads, fmt.segment_bytes)
+        for at, x in ((fmt.turn.order, order.short().view(torch.uint8)), (fmt.turn.signs, signs)):
             found[:, at : at + x.shape[1]] = x
         return found
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from disagg.codecs.exact import exact_format
 from disagg.errors import ConfigError
@@ -99,11 +100,14 @@ def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
     """Sums of squares of q [Hq, c, D], behind `before` tokens, over each 16 tokens that may order
     channels and the query heads of a KV head: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so
     that chunks add up in any order."""
-    some = q[:, : max(0, LEAD_END - before)].float()
-    exact = (some.square() * 2.0**20).round().double() * 2.0**-20
-    units = torch.arange(before, before + some.shape[1], device=q.device) // RAW_TOKENS
-    sums = exact.new_zeros(LEAD_UNITS, q.shape[0], q.shape[2])
-    return sums.index_add_(0, units, exact.transpose(0, 1)).unflatten(1, (heads, -1)).sum(2)
+    before = min(before, LEAD_END)
+    some = q[:, : LEAD_END - before].transpose(0, 1).float()
+    first, begun = divmod(before, RAW_TOKENS)
+    units = -(-(begun + len(some)) // RAW_TOKENS)
+    some = pad(some, (0, 0, 0, 0, begun, units * RAW_TOKENS - begun - len(some)))
+    exact = some.square().mul_(2.0**20).round_().unflatten(0, (units, RAW_TOKENS))
+    sums = exact.sum(1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2) * 2.0**-20
+    return pad(sums, (0, 0, 0, 0, first, LEAD_UNITS - first - units))
 
 
 def sum_lead(squares: Tensor, total: int) -> Tensor:

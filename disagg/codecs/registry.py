@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import fields
+from functools import lru_cache
 
 from disagg.codecs.alignedkv import AlignedKV
 from disagg.codecs.banded import Banded
@@ -38,6 +39,7 @@ def holds(spec: str, head_dim: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=1024)
 def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     """The codec that a spec describes; options left out have their defaults.
 
