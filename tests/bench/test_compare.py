@@ -66,7 +66,7 @@ def test_no_prompt_begins_as_another():
     prompts = compare.texts_of(None, 64, 40)
     assert {len(prompt) for prompt in prompts} == {64}
     assert len({prompt[:32] for prompt in prompts}) == 40
-    with pytest.raises(ConfigError, match="the text has 183"):
+    with pytest.raises(ConfigError, match=r"the text has \d+ tokens"):
         compare.texts_of(None, 512, 400)
 
 
