@@ -195,7 +195,7 @@ class PrefixCache:
                 for group, ids in zip(plan.groups, records, strict=True)
                 for kind, count in group.inventory(tokens).items()
             ]
-            self._leave(spare_bytes, sum(shape.nbytes * count for _, shape, count in lacks))
+            self._leave(spare_bytes, tokens, sum(shape.nbytes * n for _, shape, n in lacks))
             for pages, shape, count in lacks:
                 fresh = self._pool.claim(shape, count)
                 owned += fresh
@@ -220,12 +220,12 @@ class PrefixCache:
         arrivals = Arrivals(checklist, addresses, here)
         return Holding(job, keys, groups, arrivals, frozenset(shared), cached)
 
-    def _leave(self, spare_bytes: int, wanted: int) -> None:
+    def _leave(self, spare_bytes: int, tokens: int, wanted: int) -> None:
         """CapacityError unless so many wanted bytes leave the others free; nothing was evicted."""
         free = self._pool.arena.nbytes - self._pool.used_bytes
         if spare_bytes and wanted + spare_bytes > free:
             raise CapacityError(
-                f"{wanted} bytes wanted; of {free} free ones "
+                f"{wanted} bytes wanted for {tokens} tokens; of {free} free ones "
                 f"{spare_bytes} stay free for sequences that grow"
             )
 
