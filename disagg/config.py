@@ -71,8 +71,8 @@ class ModelConfig(Bounded):
 class EngineConfig(Bounded):
     """How one worker computes.
 
-    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks;
-                      the first one holds all that the first segment of `banded` needs
+    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks,
+                      for one of which a shorter one waits, and who decodes on the same worker
     max_sequences:    rows of a decode batch
     arena_bytes:      size of the arena that holds the pages; None: by memory_share
     workspace_bytes:  exact KV of prompts while they prefill, at most; None: by memory_share
@@ -83,7 +83,7 @@ class EngineConfig(Bounded):
     torch_threads:    None: the cores of the host shared among its workers
     """
 
-    max_batch_tokens: int = at_least(1, default=576)
+    max_batch_tokens: int = at_least(1, default=2048)
     max_sequences: int = at_least(1, default=64)
     arena_bytes: int | None = at_least(1 << 20, most=1 << 38, default=None)  # int32 ids of 128 B
     workspace_bytes: int | None = at_least(1, default=None)

@@ -327,7 +327,7 @@ def test_a_target_that_dies_before_it_promised_room_costs_nothing() -> None:
 
 def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> None:
     dispatch = house("p", "d")
-    for rid, tokens in (("long", 5000), ("a", 500), ("b", 600), ("e", 650), ("c", 700), ("d", 200)):
+    for rid, tokens in (("long", 5000), ("a", 800), ("b", 900), ("e", 950), ("c", 999), ("d", 200)):
         dispatch.submit(job(rid, tokens), 0.0)
     waiting = [rid for rid, x in dispatch.entries.items() if x.phase is Phase.QUEUED]
     assert waiting == ["c"]  # a, b and e are before it; d is before all, long was alone
@@ -340,7 +340,7 @@ def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> 
 def test_short_prompts_start_as_many_at_once_as_fill_a_step() -> None:
     dispatch = house("p", "d")
     for number in range(12):
-        dispatch.submit(job(f"{number}", 72), 0.0)  # eight fill the 576 tokens of one
+        dispatch.submit(job(f"{number}", 256), 0.0)  # eight fill the 2,048 tokens of one
     phases = [entry.phase for entry in dispatch.entries.values()]
     assert phases == [Phase.RESERVE] * 8 + [Phase.QUEUED] * 4
 
@@ -441,9 +441,9 @@ def test_a_request_that_waits_for_its_worker_holds_up_nobody_else() -> None:
 
 def test_a_decode_worker_full_of_short_prompts_holds_no_long_one_up() -> None:
     dispatch = house("p", "d2")
-    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=300), 0.0)
+    dispatch.worker_up(Started("d", Role.DECODE, "d", 1, min_tokens=1000), 0.0)
     for number in range(4):
-        dispatch.submit(job(f"{number}", 299), 0.0)
+        dispatch.submit(job(f"{number}", 999), 0.0)
     assert dispatch.entries["3"].phase is Phase.QUEUED
     dispatch.submit(job("long", 2000), 0.0)
     assert dispatch.entries["long"].phase is Phase.RESERVE
