@@ -187,14 +187,13 @@ def append(
     if on_gpu(arena):
         _gpu("append").append(arena, k, v, rows, sealing)
     else:
-        cpu_append.append(arena, rounded(k, rows.fmt), rounded(v, rows.fmt), rows, sealing)
+        cpu_append.append(arena, k, v, rows, sealing)
 
 
-def rounded(x: Tensor, fmt: ExactFormat) -> Tensor:
-    """K or V as raw pages hold it; what their dtype cannot hold saturates."""
-    dtype = getattr(torch, fmt.dtype)
-    limits = torch.finfo(dtype)
-    return x.to(dtype).clamp(limits.min, limits.max)
+def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
+    """Sums of squares of q [Hq, n, D] by KV heads and units of tokens. See reference/encode.py."""
+    where = encoders if on_gpu(q) else cpu_encode
+    return where.sum_squares(q, heads, begun)
 
 
 def keep_outliers(slots: KeptSlots, k: Tensor, v: Tensor, count: int, first: int) -> Tensor:

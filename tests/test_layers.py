@@ -49,17 +49,17 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4137,
     "cli": 1992,
-    "codecs": 2924,
+    "codecs": 2915,
     "engine": 1894,
     "eval": 575,
     "files": 2045,  # disagg/*.py
-    "kernels": 6202,
+    "kernels": 6251,
     "model": 1927,
     "report": 160,
     "server": 2057,
     "transfer": 3301,
     "workers": 3070,
-    "tests": 23676,
+    "tests": 23690,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

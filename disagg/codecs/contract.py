@@ -26,6 +26,7 @@ from disagg.codecs.exact import exact_format
 from disagg.errors import ConfigError
 from disagg.kernels.cpu.library import CODE_ERRORS, backend
 from disagg.kernels.formats import Format
+from disagg.kernels.ops import sum_squares
 from disagg.kernels.sealing import STRETCH_TOKENS, SealFormat, Target
 from disagg.kernels.view import Softmax
 from disagg.page import RAW_TOKENS, FinalAt, Layout, make_raw_layout
@@ -101,13 +102,9 @@ def squares_by_unit(q: Tensor, heads: int, before: int) -> Tensor:
     channels and the query heads of a KV head: [LEAD_UNITS, H, D] fp64, in multiples of 2**-20, so
     that chunks add up in any order."""
     before = min(before, LEAD_END)
-    some = q[:, : LEAD_END - before].transpose(0, 1).float()
     first, begun = divmod(before, RAW_TOKENS)
-    units = -(-(begun + len(some)) // RAW_TOKENS)
-    some = pad(some, (0, 0, 0, 0, begun, units * RAW_TOKENS - begun - len(some)))
-    exact = some.square().mul_(2.0**20).round_().unflatten(0, (units, RAW_TOKENS))
-    sums = exact.sum(1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2) * 2.0**-20
-    return pad(sums, (0, 0, 0, 0, first, LEAD_UNITS - first - units))
+    sums = sum_squares(q[:, : LEAD_END - before], heads, begun)
+    return pad(sums, (0, 0, 0, 0, first, LEAD_UNITS - first - len(sums)))
 
 
 def sum_lead(squares: Tensor, total: int) -> Tensor:

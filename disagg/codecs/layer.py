@@ -15,15 +15,9 @@ from disagg.codecs.exact import exact_format, raw_blocks
 from disagg.codecs.seals import Places, flush_layout, segment_layout
 from disagg.codecs.tables import GroupStep, PageTable
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.ops import (
-    append,
-    attend,
-    load_blocks,
-    prepare,
-    rounded,
-    store_blocks,
-)
+from disagg.kernels.ops import append, attend, load_blocks, prepare, store_blocks
 from disagg.kernels.reference.pages import exact_tokens
+from disagg.kernels.reference.quantize import rounded
 from disagg.kernels.sealing import NewRows, Sealing, Target
 from disagg.kernels.view import Softmax, Table, View
 from disagg.page import FinalAt, Kind, Layout

@@ -1,10 +1,12 @@
 """A step's new tokens on a CPU, and the pages that they complete: reference/encode.py is the spec.
 
-Tokens are copied by the C library; a page that it can encode goes from the tail to its place.
+Tokens are copied by the C library, where infinities saturate; a page that it can encode goes from
+the tail to its place.
 """
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
@@ -33,6 +35,7 @@ def append(
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
+    k, v = (x.to(getattr(torch, rows.fmt.dtype)) for x in (k, v))
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     held = rows.pages.contiguous(), rows.slots.contiguous()
     strides = (x.stride(i) for x in (k, v) for i in (0, 1))

@@ -87,3 +87,7 @@ void disagg_encode(int64_t path, const Encoding *e, int64_t threads) {
     int64_t span = e->format->k->shared ? e->segment_tokens : e->format->tokens;
     share((Work)find_path(path)->encode, e, (e->tokens + span - 1) / span * e->heads, threads);
 }
+
+void disagg_sum_squares(int64_t path, const Squares *s, int64_t threads) {
+    share((Work)find_path(path)->sum_squares, s, (s->begun + s->tokens + 15) / 16 * s->heads, threads);
+}

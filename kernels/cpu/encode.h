@@ -250,3 +250,24 @@ static void encode_unit(const Encoding *e, int64_t unit) {
         if (f->valid >= 0) memset(block + f->valid, 255, f->tokens / 8);
     }
 }
+
+/* Squares of a KV head's queries, 16 tokens, in whole multiples of 2**-20: so sums are exact */
+static void sum_squares(const Squares *s, int64_t unit) {
+    typedef double Sums __attribute__((vector_size(8 * LANES)));
+    const int64_t start = unit / s->heads * 16 - s->begun, size = s->type == FP32 ? 4 : 2;
+    const int64_t first = start < 0 ? 0 : start, end = start + 16 < s->tokens ? start + 16 : s->tokens;
+    const uint8_t *q = s->q + size * (unit % s->heads * s->width * s->q_head);
+    for (int64_t d = 0; d < s->head_dim; d += LANES) {
+        Sums sums = {0};
+        for (int64_t h = 0; h < s->width; h++)
+            for (int64_t t = first; t < end; t++) {
+                V x = v_read(q + size * (h * s->q_head + t * s->q_token), d, (int)s->type);
+                x = x * x * v_set(0x1p20f);
+                const W small = x < v_set(0x1p23f); /* above, all are whole */
+                const V whole = (x + v_set(0x1p23f)) - v_set(0x1p23f);
+                sums += __builtin_convertvector((V)(((W)whole & small) | ((W)x & ~small)), Sums);
+            }
+        sums *= 0x1p-20;
+        memcpy(s->sums + unit * s->head_dim + d, &sums, sizeof sums);
+    }
+}

@@ -7,11 +7,22 @@ rotations are left to the torch reference.
 import ctypes
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.attend import MAX_DIM, MAX_TOKENS
-from disagg.kernels.cpu.library import TORCH, TYPES, EncodingC, address, backend, call, format_of
-from disagg.kernels.formats import PageFormat, Side
+from disagg.kernels.cpu.library import (
+    TORCH,
+    TYPES,
+    EncodingC,
+    SquaresC,
+    address,
+    backend,
+    call,
+    format_of,
+)
+from disagg.kernels.formats import RAW_SLOTS, PageFormat, Side
+from disagg.kernels.reference import encode as reference
 from disagg.kernels.sealing import Segmentation, Target
 
 
@@ -40,6 +51,19 @@ def seal_pages(
         )
         call("disagg_encode", job)
     return segments
+
+
+def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
+    """As the reference, to the bit."""
+    if backend() == TORCH or q.shape[2] % RAW_SLOTS:
+        return reference.sum_squares(q, heads, begun)
+    q, _ = _readable(q, q)
+    count, tokens, head_dim = q.shape
+    units = -(-(begun + tokens) // RAW_SLOTS)
+    sums = q.new_empty(units, heads, head_dim, dtype=torch.float64)
+    sizes = q.stride(0), q.stride(1), TYPES[q.dtype], tokens, begun, heads, count // heads, head_dim
+    call("disagg_sum_squares", SquaresC(address(q), address(sums), *sizes))
+    return sums
 
 
 def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ EncodingC = _structure(
     "*format *k *v k_head k_token v_head v_token type tokens heads *blocks *segments *pages base "
     "unit segment_tokens",
 )
+SquaresC = _structure("SquaresC", "*q *sums q_head q_token type tokens begun heads width head_dim")
 AppendC = _structure(
     "AppendC",
     "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head *format base layer",
@@ -83,8 +84,8 @@ def load() -> ctypes.CDLL | None:
             continue
         library.disagg_path.restype = ctypes.c_char_p
         library.disagg_path.argtypes = [ctypes.c_int64]
-        for name in ("disagg_attend", "disagg_encode", "disagg_append", "disagg_step"):
-            call = getattr(library, name)
+        for name in ("attend", "encode", "append", "step", "sum_squares"):
+            call = getattr(library, f"disagg_{name}")
             call.restype, call.argtypes = None, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         return library
     return None

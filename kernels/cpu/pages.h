@@ -68,6 +68,12 @@ typedef struct { /* tokens of one layer, and where their blocks go */
     int64_t base, unit, segment_tokens;
 } Encoding;
 
+typedef struct { /* queries of a prompt; of their first 16 tokens, `begun` came before */
+    const uint8_t *q;
+    double *sums; /* [units of 16 tokens][heads][head_dim] */
+    int64_t q_head, q_token, type, tokens, begun, heads, width, head_dim;
+} Squares;
+
 typedef struct { /* one token per row, [rows][heads][D], into raw pages; a page below 0 is none */
     uint8_t *arena;
     const uint8_t *k, *v;
@@ -87,6 +93,7 @@ typedef struct { /* one instruction set */
     void (*attend)(const Attention *, int64_t unit);
     void (*attend_one)(const Attention *, int64_t unit); /* where each KV head has one query */
     void (*encode)(const Encoding *, int64_t unit);
+    void (*sum_squares)(const Squares *, int64_t unit);
 } Path;
 
 extern const Path path_c, path_avx2, path_avx512vnni;

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from disagg.kernels.formats import ExactFormat, PageFormat, Side, Turn
+from disagg.kernels.formats import RAW_SLOTS, ExactFormat, PageFormat, Side, Turn
 from disagg.kernels.reference import quantize
 from disagg.kernels.reference.lowrank import low_rank, rotation, unrotate
 from disagg.kernels.reference.pages import (
@@ -30,7 +31,7 @@ from disagg.kernels.reference.pages import (
     plane_view,
     store_blocks,
 )
-from disagg.kernels.reference.quantize import finite, to_fp16
+from disagg.kernels.reference.quantize import finite, rounded, to_fp16
 from disagg.kernels.reference.turn import read_order, read_signs, turn
 from disagg.kernels.sealing import HEAD_STRIDE, NewRows, SealFormat, Sealing, Segmentation, Target
 
@@ -90,15 +91,16 @@ def append(
 ) -> None:
     """Write one token per row into raw pages, then the pages that they complete.
 
-    k, v:    [N, H, D] of the raw dtype
+    k, v:    [N, H, D]
     sealing: which rows complete a page, as sealing.py draws it; None: no row does
     """
     written, fmt = rows.pages >= 0, rows.fmt
     pages, slots = rows.pages[written].long(), rows.slots[written].long()
     blocks = ArenaBlocks(arena, rows.pages, rows.base, k.shape[1], fmt.block_bytes)
     for offset, x in ((fmt.k, k), (fmt.v, v)):
-        plane = plane_view(blocks, x.dtype, offset, (fmt.slots, fmt.head_dim))
-        plane[pages, :, slots] = x[written]
+        exact = rounded(x[written], fmt)
+        plane = plane_view(blocks, exact.dtype, offset, (fmt.slots, fmt.head_dim))
+        plane[pages, :, slots] = exact
     if sealing is not None:
         for tail_k, tail_v, cut, target in completed_pages(arena, k.shape[1], rows, sealing):
             store_blocks(target, seal_page(tail_k, tail_v, sealing.fmt, cut))
@@ -129,6 +131,19 @@ def seal_page(k: Tensor, v: Tensor, fmt: SealFormat, cut: Segmentation) -> Tenso
     assert fmt.k < fmt.v
     both = torch.stack([to_fp16(k), to_fp16(v)], 1)  # [H, 2, T, D], the order of the planes
     return both.flatten(1).view(torch.uint8).unsqueeze(0)
+
+
+def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
+    """Sums of squares of q [Hq, n, D] over the query heads of a KV head and units of 16 tokens, of
+    the first of which `begun` came before: [units, heads, D] fp64.
+
+    Each square is a multiple of 2**-20, so that sums of sums are the same in any order.
+    """
+    some = q.transpose(0, 1).float()
+    some = pad(some, (0, 0, 0, 0, begun, -(begun + len(some)) % RAW_SLOTS))
+    exact = some.square().mul_(2.0**20).round_().unflatten(0, (-1, RAW_SLOTS))
+    sums = exact.sum(1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2)
+    return sums * 2.0**-20
 
 
 def _encode_segment(

@@ -33,7 +33,7 @@ the scale from vanishing. Rounding is to nearest, ties to even. x' = scale * (co
 import torch
 from torch import Tensor
 
-from disagg.kernels.formats import Side, Sparse
+from disagg.kernels.formats import ExactFormat, Side, Sparse
 
 LARGEST = 65504.0  # of fp16
 ZERO_LIMIT = 1024.0  # fp16 holds every integer up to twice this
@@ -51,6 +51,13 @@ def finite(x: Tensor) -> Tensor:
 def to_fp16(x: Tensor) -> Tensor:
     """x as fp16, saturated at +-65504; NaN becomes 0."""
     return finite(x).half()
+
+
+def rounded(x: Tensor, fmt: ExactFormat) -> Tensor:
+    """K or V as raw pages hold it; what their dtype cannot hold saturates."""
+    dtype = getattr(torch, fmt.dtype)
+    limits = torch.finfo(dtype)
+    return x.to(dtype).clamp(limits.min, limits.max)
 
 
 def quantize(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -253,6 +253,20 @@ def test_every_number_of_fp8_is_rounded_and_read_as_torch_does(path):
     assert torch.equal(blocks, bytes_of(every, every, fmt)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["heads-first", "tokens-first"])
+def test_sums_of_squares_are_those_of_the_reference(of_tokens, dtype, path):
+    torch.manual_seed(7)
+    for count, begun, dim in ((100, 0, 64), (7, 5, 48), (32, 15, 80), (1, 15, 16), (0, 0, 16)):
+        sizes = torch.rand(6, count, 1) * 30 - 20  # sums below 2**33, which are exact
+        q = (torch.randn(6, count, dim) * 2**sizes).to(dtype)
+        q[0, 3:4, 5], q[5, 4:5, 2] = torch.nan, -torch.inf
+        q = q.transpose(0, 1).contiguous().transpose(0, 1) if of_tokens else q
+        found, wanted = ops.sum_squares(q, 2, begun), encoders.sum_squares(q, 2, begun)
+        assert found.shape == (-(-(begun + count) // 16), 2, dim)
+        assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
+
+
 def test_threads_and_children_of_a_process_attend_alike():
     fmt = quant_format(4, 64, 32, 32)
     case = make_case(fmt, [900, 400], 4, 2)
