@@ -50,7 +50,7 @@ BUDGETS = {
     "bench": 4137,
     "cli": 1992,
     "codecs": 2915,
-    "engine": 1894,
+    "engine": 1908,
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6251,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2057,
     "transfer": 3301,
     "workers": 3070,
-    "tests": 23690,
+    "tests": 23706,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21158  # of all these rooms together
+PACKAGE_BUDGET = 21172  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -17,6 +17,8 @@ from disagg.engine.scheduler import Share
 from disagg.engine.sequence import Logprobs, Request, SamplingParams, Sequence
 from disagg.errors import RequestError
 
+LARGEST = 256, 4096  # shares of a row that are looked at before all are
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -147,30 +149,42 @@ def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) ->
 
 
 def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Tensor:
-    """Inverse transform sampling: the tokens share [0, 1) between them, in their order."""
+    """Inverse transform sampling: the tokens share a line between them, in their order."""
     best = logits.max(dim=-1, keepdim=True).values
-    scores = (logits - best).double()
-    shares = (scores / _column([x.temperature for x in params], scores)).softmax(dim=-1)
+    temperature = _column([max(x.temperature, 1e-30) for x in params], logits)  # in fp32 not 0
+    shares = (logits - best).div_(temperature).exp_()
     if cut := [row for row, x in enumerate(params) if x.truncates]:
         shares[cut] = _truncate(shares[cut], [params[row] for row in cut])
-    sums = shares.cumsum(dim=-1)
+    sums = shares.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     chance = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
-    target = _column(chance, shares) * total
+    target = _column(chance, sums) * total
     target = target.minimum(total.nextafter(torch.zeros_like(total)))  # rounding reaches no end
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
 def _truncate(shares: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Shares [B, V], those that top_k, top_p and min_p leave; the others 0."""
-    size = shares.shape[-1]
-    ranked, order = shares.sort(descending=True, stable=True)
+    """Shares [B, V], those that top_k, top_p and min_p leave; others 0. Of equal ones the first.
+
+    How many are left is mostly seen among few; to sort all is what takes long.
+    """
+    size, limit = shares.shape[-1], max(x.top_k for x in params)
     most = _column([x.top_k or size for x in params], shares)
-    ranked = ranked * (torch.arange(size, device=shares.device) < most)
-    sums = ranked.cumsum(dim=-1)
-    kept = sums - ranked < _column([x.top_p for x in params], shares) * sums[:, -1:]
-    kept &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
-    return torch.zeros_like(shares).scatter(-1, order, ranked * kept)
+    for width in (*(max(x, limit + 1) for x in LARGEST if max(x, limit + 1) < size), size):
+        ranks = torch.arange(width, device=shares.device)
+        ranked = shares.topk(width).values * (ranks < most)
+        known = ranked.sum(-1, keepdim=True, dtype=torch.float64)
+        total = torch.where(most < width, known, shares.sum(-1, keepdim=True, dtype=torch.float64))
+        before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
+        left = (ranks < most) & (before < _column([x.top_p for x in params], total) * total)
+        left &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
+        count = left.sum(dim=-1, keepdim=True)
+        if int(count.max()) < width:
+            break
+    least = ranked.gather(-1, count - 1)
+    above, equal = shares > least, shares == least
+    first = equal.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)
+    return shares * (above | equal & first)
 
 
 def _counts(some: Seq[Seq[int]], like: Tensor) -> Tensor:

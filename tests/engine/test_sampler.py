@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from disagg.engine import sampler
 from disagg.engine.sampler import Sampled, logprobs_of, sample, uniform
 from disagg.engine.sequence import Request, SamplingParams
 from disagg.errors import RequestError
@@ -25,9 +26,24 @@ def test_uniform_numbers_are_fixed_for_ever():
     assert seen == [0.8336885269740499, 0.9459165357046844, 0.3214364412611488]
 
 
-def test_equal_tokens_beyond_top_k_are_not_kept():
-    requests, said = [ask(temperature=1.0, top_k=3)] * 99, [[0] * index for index in range(99)]
-    assert {x.token for x in sample(torch.zeros(99, 50), requests, said)} == {0, 1, 2}
+@pytest.mark.parametrize("vocab", [50, 500, 5000])
+def test_of_equal_tokens_the_first_are_kept(vocab):
+    said = [[0] * index for index in range(99)]
+    for params in ({"top_k": 3}, {"top_p": 2.5 / vocab}, {"top_k": 30, "top_p": 2.5 / 30}):
+        requests = [ask(temperature=1.0, **params)] * 99
+        assert {x.token for x in sample(torch.zeros(99, vocab), requests, said)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("params", [{"top_k": 700}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(params, monkeypatch):
+    logits = (
+        torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
+        * torch.arange(1, 10.0)[:, None]
+    )
+    requests, said = [ask(temperature=1.0, **params)] * 9, [[0] * index for index in range(9)]
+    found = sample(logits, requests, said)
+    monkeypatch.setattr(sampler, "LARGEST", ())
+    assert sample(logits, requests, said) == found
 
 
 def test_log_probabilities_are_the_models_whatever_sampling_does():
@@ -54,7 +70,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 PARAMS = st.fixed_dictionaries(
     {},
     optional={
-        "temperature": st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+        "temperature": st.sampled_from([0.0, 1e-300, 0.3, 1.0, 5.0]),
         "top_k": st.integers(0, 9),
         "top_p": st.floats(0.01, 1),
         "min_p": st.floats(0, 1),
