@@ -58,12 +58,12 @@ BUDGETS = {
     "report": 160,
     "server": 2057,
     "transfer": 3301,
-    "workers": 3070,
+    "workers": 3071,
     "tests": 23706,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21172  # of all these rooms together
+PACKAGE_BUDGET = 21173  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

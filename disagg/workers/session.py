@@ -17,6 +17,7 @@ TMP_CHARS = 20  # of a folder for temporary files; Ray puts sockets 80 character
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
+    "RAY_prestart_worker_first_driver": "0",  # there are no tasks that it could do
     "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
     # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
     "RAY_health_check_timeout_ms": "60000",
