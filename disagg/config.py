@@ -71,8 +71,8 @@ class ModelConfig(Bounded):
 class EngineConfig(Bounded):
     """How one worker computes.
 
-    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks,
-                      for one of which a shorter one waits, and who decodes on the same worker
+    max_batch_tokens: tokens of one step, those of prompts included: longer prompts go in chunks;
+                      a shorter one, and who decodes on the same worker, waits for one of them
     max_sequences:    rows of a decode batch
     arena_bytes:      size of the arena that holds the pages; None: by memory_share
     workspace_bytes:  exact KV of prompts while they prefill, at most; None: by memory_share

@@ -21,7 +21,7 @@ from disagg.kernels.cpu import attend as cpu_attend
 from disagg.kernels.cpu import encode as cpu_encode
 from disagg.kernels.cpu.library import TORCH, backend
 from disagg.kernels.cpu.step import LayerCalls
-from disagg.kernels.formats import AlignedFormat, ExactFormat, Format, PageFormat
+from disagg.kernels.formats import RAW_SLOTS, AlignedFormat, ExactFormat, Format, PageFormat
 from disagg.kernels.reference import aligned, codes, exact, kept, pages
 from disagg.kernels.reference import encode as encoders
 from disagg.kernels.reference.aligned import Bits
@@ -192,6 +192,9 @@ def append(
 
 def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     """Sums of squares of q [Hq, n, D] by KV heads and units of tokens. See reference/encode.py."""
+    if q.dim() != 3 or q.shape[0] % heads or not 0 <= begun < RAW_SLOTS:
+        wanted = f"[a multiple of {heads}, n, D] behind 0 to {RAW_SLOTS - 1} is wanted"
+        raise ValueError(f"q is {tuple(q.shape)} behind {begun} tokens of a unit; {wanted}")
     where = encoders if on_gpu(q) else cpu_encode
     return where.sum_squares(q, heads, begun)
 

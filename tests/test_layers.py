@@ -53,13 +53,13 @@ BUDGETS = {
     "engine": 1908,
     "eval": 575,
     "files": 2045,  # disagg/*.py
-    "kernels": 6251,
+    "kernels": 6254,
     "model": 1927,
     "report": 160,
     "server": 2057,
     "transfer": 3301,
     "workers": 3071,
-    "tests": 23706,
+    "tests": 23712,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

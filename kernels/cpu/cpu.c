@@ -89,5 +89,5 @@ void disagg_encode(int64_t path, const Encoding *e, int64_t threads) {
 }
 
 void disagg_sum_squares(int64_t path, const Squares *s, int64_t threads) {
-    share((Work)find_path(path)->sum_squares, s, (s->begun + s->tokens + 15) / 16 * s->heads, threads);
+    share((Work)find_path(path)->sum_squares, s, (s->begun + s->tokens + SLOTS - 1) / SLOTS * s->heads, threads);
 }

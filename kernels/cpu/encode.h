@@ -254,8 +254,8 @@ static void encode_unit(const Encoding *e, int64_t unit) {
 /* Squares of a KV head's queries, 16 tokens, in whole multiples of 2**-20: so sums are exact */
 static void sum_squares(const Squares *s, int64_t unit) {
     typedef double Sums __attribute__((vector_size(8 * LANES)));
-    const int64_t start = unit / s->heads * 16 - s->begun, size = s->type == FP32 ? 4 : 2;
-    const int64_t first = start < 0 ? 0 : start, end = start + 16 < s->tokens ? start + 16 : s->tokens;
+    const int64_t start = unit / s->heads * SLOTS - s->begun, size = s->type == FP32 ? 4 : 2;
+    const int64_t first = start < 0 ? 0 : start, end = start + SLOTS < s->tokens ? start + SLOTS : s->tokens;
     const uint8_t *q = s->q + size * (unit % s->heads * s->width * s->q_head);
     for (int64_t d = 0; d < s->head_dim; d += LANES) {
         Sums sums = {0};

@@ -55,7 +55,7 @@ def seal_pages(
 
 def sum_squares(q: Tensor, heads: int, begun: int) -> Tensor:
     """As the reference, to the bit."""
-    if backend() == TORCH or q.shape[2] % RAW_SLOTS:
+    if backend() == TORCH or q.shape[2] % 16:
         return reference.sum_squares(q, heads, begun)
     q, _ = _readable(q, q)
     count, tokens, head_dim = q.shape

@@ -17,6 +17,7 @@ enum {
     MAX_RANK = 16,
     MAX_BANDS = 3,
     MAX_SLOTS = 64,
+    SLOTS = 16,         /* of a raw page, and tokens whose squares are added up */
     TURN = 64,          /* channels of V that are mixed */
     ZEROS = 4096,       /* int16 numbers of a vector that is contracted, all groups; then zeros */
     OPERANDS = ZEROS + 320, /* from one query to the next */
@@ -68,9 +69,9 @@ typedef struct { /* tokens of one layer, and where their blocks go */
     int64_t base, unit, segment_tokens;
 } Encoding;
 
-typedef struct { /* queries of a prompt; of their first 16 tokens, `begun` came before */
+typedef struct { /* queries of a prompt; of their first SLOTS, `begun` came before */
     const uint8_t *q;
-    double *sums; /* [units of 16 tokens][heads][head_dim] */
+    double *sums; /* [units of SLOTS][heads][head_dim] */
     int64_t q_head, q_token, type, tokens, begun, heads, width, head_dim;
 } Squares;
 

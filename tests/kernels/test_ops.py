@@ -69,6 +69,12 @@ def test_encode_refuses_parts_of_pages_and_integers():
         ops.encode(x[:, :64, :32], x[:, :64, :32], FMT)
 
 
+def test_squares_are_of_whole_groups_of_heads_and_begin_within_a_unit():
+    for heads, begun in ((4, 0), (3, 16), (3, -1)):
+        with pytest.raises(ValueError, match="is wanted"):
+            ops.sum_squares(torch.zeros(6, 5, 16), heads, begun)
+
+
 def test_decode_refuses_blocks_of_another_size():
     with pytest.raises(ValueError, match="bytes"):
         ops.decode(torch.zeros(1, 16, dtype=torch.uint8), None, FMT)
