@@ -50,7 +50,7 @@ BUDGETS = {
     "bench": 4137,
     "cli": 1992,
     "codecs": 2915,
-    "engine": 1908,
+    "engine": 1910,
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6254,
@@ -58,12 +58,12 @@ BUDGETS = {
     "report": 160,
     "server": 2057,
     "transfer": 3301,
-    "workers": 3071,
-    "tests": 23712,
+    "workers": 3073,
+    "tests": 23716,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21173  # of all these rooms together
+PACKAGE_BUDGET = 21177  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -9,14 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from disagg.config import EngineConfig
 from disagg.workers.members import Member
 
 if TYPE_CHECKING:
     from disagg.workers.dispatch import Entry
 
-AHEAD = 3  # more urgent prompts at a prefill worker: what is left of one, and what fills its step
-STEP_TOKENS = EngineConfig.max_batch_tokens  # or as many as are computed in one step anyway
+AHEAD = 3  # more urgent prompts at a prefill worker, or what it computes in one step anyway
 AFFINITY = 4  # sequences that a decode worker may have more if it has all pages of a prompt
 PATIENCE_S = 5.0  # a prompt that found no room for so long is let in before smaller ones
 
@@ -112,7 +110,7 @@ class Board:
         """Whether few enough prompts are to be computed before this one."""
         key = entry.urgency(self._now)
         before = [left for urgency, left in self._ahead[member.name] if urgency <= key]
-        return len(before) < AHEAD or sum(before) < STEP_TOKENS
+        return len(before) < AHEAD or sum(before) < member.started.step_tokens
 
     def _fitting(self, entry: "Entry", nbytes: float, members: list[Member]) -> list[Member]:
         """Those that may have room, or are idle. If none has, one is kept after some patience."""

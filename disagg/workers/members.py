@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from disagg.config import EngineConfig
 from disagg.transfer.messages import Load, Role
 from disagg.workers.prefixes import KnownPrefixes
 
@@ -17,6 +18,7 @@ class Started:
 
     min_tokens: shorter prompts are served whole where they decode, if that is here
     room:       tokens of its own codec that its arena holds
+    step_tokens: of prompts, the most that it computes in one step
     sizes:      bytes of two prompts, by tokens, under each listed codec
     """
 
@@ -27,6 +29,7 @@ class Started:
     model: str = ""
     min_tokens: int = 0
     room: int = 0
+    step_tokens: int = EngineConfig.max_batch_tokens
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def bytes_of(self, codec: str, tokens: int) -> float:

@@ -280,7 +280,8 @@ class Worker:
             room = self._fit(self.engine.pool.arena.nbytes)
             plans = list(map(self.engine.plan, self._listed))
             sizes = {plan.spec: {n: plan.nbytes(n) for n in SIZES} for plan in plans}
-            self._started.set_result(Started(*named, self._min_tokens(), room, sizes))
+            at_once = self.config.engine.max_batch_tokens
+            self._started.set_result(Started(*named, self._min_tokens(), room, at_once, sizes))
             try:
                 await self._drain(await self._stop_asked)
             finally:

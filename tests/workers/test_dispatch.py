@@ -337,12 +337,16 @@ def test_a_prompt_starts_where_fewer_than_three_shorter_ones_are_before_it() -> 
     assert dispatch.entries["c"].phase is Phase.RESERVE
 
 
-def test_short_prompts_start_as_many_at_once_as_fill_a_step() -> None:
-    dispatch = house("p", "d")
+@pytest.mark.parametrize(("step_tokens", "begun"), [(2048, 8), (1024, 4), (256, 3)])
+def test_short_prompts_start_as_many_at_once_as_fill_a_step_of_their_worker(
+    step_tokens: int, begun: int
+) -> None:
+    dispatch = house("d")
+    dispatch.worker_up(Started("p", Role.PREFILL, "p", 1, step_tokens=step_tokens), 0.0)
     for number in range(12):
-        dispatch.submit(job(f"{number}", 256), 0.0)  # eight fill the 2,048 tokens of one
+        dispatch.submit(job(f"{number}", 256), 0.0)
     phases = [entry.phase for entry in dispatch.entries.values()]
-    assert phases == [Phase.RESERVE] * 8 + [Phase.QUEUED] * 4
+    assert phases == [Phase.RESERVE] * begun + [Phase.QUEUED] * (12 - begun)
 
 
 def question(rid: str, number: int, shared: int = 640, own: int = 64) -> Job:
