@@ -206,8 +206,10 @@ static void encode_bands(const Format *f, const float *x, float *y, const uint8_
 /* V, lying [head dim][tokens], turned: H (s * v) / 8 by butterflies */
 static void turn_values(const Format *f, float *y, const uint8_t *segment) {
     const int64_t n = f->tokens;
-    for (int64_t d = 0; d < f->head_dim; d++)
-        for (int64_t t = 0; t < n && segment[f->signs + d / 8] >> d % 8 & 1; t++) y[d * n + t] *= -1.0f;
+    for (int64_t d = 0; d < f->head_dim; d++) {
+        const V sign = v_set(segment[f->signs + d / 8] >> d % 8 & 1 ? -1.0f : 1.0f);
+        for (int64_t t = d * n; t < (d + 1) * n; t += LANES) v_store(y + t, v_load(y + t) * sign);
+    }
     for (int64_t half = 1; half < TURN; half *= 2)
         for (int64_t d = 0; d < f->head_dim; d++)
             for (int64_t t = d * n; t < (d + 1) * n && !(d & half); t += LANES) {
