@@ -12,20 +12,20 @@ bound is max(compute, wire). Beside it: when pages leave only after the whole pr
 
 Load: 8 prompts of 1,500 tokens, and 40 of 4 to 1,500 that come while those are computed, for one
 pair of workers. Each should wait for those with less work left and for one chunk of a longer one:
-the rule is followed through the very steps that the worker took.
+what the worker computed for whom while it waited says how much of it went to longer ones.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 
 import torch
-from torch import Tensor
 
 from disagg.bench.child import Child
 from disagg.bench.result import Row, p99, result_of, table, tell
@@ -33,8 +33,9 @@ from disagg.bench.serving import Visited
 from disagg.bench.transfer import SendingEnd, Sent, Way
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, RouterConfig, TransferConfig
 from disagg.engine.messages import StepOutput
+from disagg.engine.scheduler import Share
 from disagg.engine.sequence import urgency
-from disagg.model.attention import Batch
+from disagg.engine.steps import Stash
 from disagg.model.tokenizer import Tokenizer
 from disagg.plan import Plan
 from disagg.transfer.control import WorkerClient
@@ -48,9 +49,10 @@ LINK_MBPS, BURST_BYTES = 50.0, 64 << 10
 PROMPT_TOKENS = 1500
 CODECS = ("raw", "raw:dtype=fp16", DEFAULT_CODEC, "kivi:bits=2,group=64,residual=64")
 TEXT = "The old house by the river had stood empty for years, and nobody asked who had built it. "
-Step = tuple[float, float]  # from when to when
+Prompt = tuple[int, ...]
+Step = tuple[float, float, dict[Prompt, int]]  # from when to when; how many tokens of which prompts
 NOTES = "milliseconds; the model is the packaged one, on the CPU with one thread"
-LOAD_NOTES = "seconds; the rule: the least work left goes first, halved for every second of waiting"
+LOAD_NOTES = "seconds, tokens; the least work left goes first, halved for every second of waiting"
 OVERLAP_NOTES = "milliseconds; ratios are to the slower of computing and sending"
 
 
@@ -64,14 +66,14 @@ class NotingWorker(Worker):
         super().__init__(config, role, name)
         self.steps: list[Step] = []
         self.said: list[tuple[str, float]] = []
-        self._forward = self._runner.forward
-        self._runner.forward = self._timed  # type: ignore[method-assign]
+        self._compute = self.engine._compute
+        self.engine._compute = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, batch: Batch) -> Tensor:
-        began, logits = time.monotonic(), self._forward(batch)
-        if batch.chunks:
-            self.steps.append((began, time.monotonic()))
-        return logits
+    def _timed(self, shares: Sequence[Share], stash: Stash) -> None:
+        began = time.monotonic()
+        self._compute(shares, stash)
+        if prompts := {x.sequence.request.tokens: x.count for x in shares if not x.decodes}:
+            self.steps.append((began, time.monotonic(), prompts))
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         """Called on the engine's thread with what a step brought."""
@@ -312,7 +314,7 @@ async def routed(
 
 
 async def visit(
-    router: Router, prompt: tuple[int, ...], codec: str, answer: int = 3, at_s: float = 0.0
+    router: Router, prompt: Prompt, codec: str, answer: int = 3, at_s: float = 0.0
 ) -> Answer:
     """What a client sees of a request that leaves in so many seconds, and its figures."""
     await asyncio.sleep(at_s)
@@ -327,7 +329,7 @@ async def visit(
     return seen, kv
 
 
-def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
+def prompt_of(tokens: int, number: int) -> Prompt:
     """A prompt of so many tokens; another number begins another one, so that no page is known."""
     return tuple(Tokenizer.load().encode(f"{number}. " + TEXT * tokens)[:tokens])
 
@@ -336,40 +338,38 @@ def prompt_of(tokens: int, number: int) -> tuple[int, ...]:
 
 
 def measure_load(long: int = 8, others: int = 40) -> Row:
-    """A row for every prompt, in seconds: how long it waited for its first token, and should have.
+    """A row for every prompt: how long it waited for its first token, and for whom.
 
-    rule_s:       by the rule, had it shared the tokens of the steps that the worker took
-    busy:         share of the time in which the prefill worker computed
-    worst_chunks: the most that any waited longer than by the rule, in mean steps
+    passed_over: tokens of less urgent prompts that were computed meanwhile
+    busy:        share of the time in which the prefill worker computed
     """
     pick, config = random.Random(1), Config(transfer=TransferConfig(min_disagg_tokens=0))
     sizes = [(0.1 * number, PROMPT_TOKENS) for number in range(long)]
     times = (pick.uniform(0, 0.4 * long) for _ in range(others))
     sizes = sorted([*sizes, *((at, pick.randint(4, PROMPT_TOKENS)) for at in times)])
     with started_workers(config, Role.DECODE, Role.PREFILL) as ((_, prefill), pair):
-        came, waits = zip(*asyncio.run(_arrive(pair, prefill, sizes)), strict=True)
+        prompts, came, waits = zip(*asyncio.run(_arrive(pair, prefill, sizes)), strict=True)
         steps: list[Step] = prefill.ask("steps")
-    chunk = config.engine.max_batch_tokens
-    arrivals = [(at, tokens) for at, (_, tokens) in zip(came, sizes, strict=True)]
-    rules = waits_by_rule(arrivals, steps, chunk)
-    computed = sum(end - began for began, end in steps)
-    late = max(wait - rule for wait, rule in zip(waits, rules, strict=True))
+    passed = passed_over(dict(zip(prompts, came, strict=True)), steps)
+    computed = sum(end - began for began, end, _ in steps)
     rows = [
-        {"arrived_s": at - came[0], "tokens": tokens, "waited_s": wait, "rule_s": rule}
-        for (at, tokens), wait, rule in zip(arrivals, waits, rules, strict=True)
+        {"arrived_s": at - came[0], "tokens": tokens, "waited_s": wait, "passed_over": over}
+        for at, (_, tokens), wait, over in zip(came, sizes, waits, passed, strict=True)
     ]
     measured = {
+        "mean_wait_s": mean(waits),
+        "longest_wait_s": max(waits),
+        "most_passed_over": max(passed),
+        "step_tokens": config.engine.max_batch_tokens,
+        "mean_step_s": computed / len(steps),
         "busy": computed / (max(map(sum, zip(came, waits, strict=True))) - came[0]),
-        "chunk_s": computed / len(steps),
-        "chunk_tokens": chunk,
-        "worst_chunks": late * len(steps) / computed,
     }
     return result_of(rows, LOAD_NOTES, **measured)
 
 
 async def _arrive(
     pair: Sequence[Started], prefill: Child, sizes: Sequence[tuple[float, int]]
-) -> list[tuple[float, float]]:
+) -> list[tuple[Prompt, float, float]]:
     """Send every prompt in its turn; when that was, and the seconds to its first token."""
     prompts = [prompt_of(tokens, 1000 + number) for number, (_, tokens) in enumerate(sizes)]
     told = tell(sizes, "a prompt of {0[1]} tokens".format)
@@ -377,30 +377,30 @@ async def _arrive(
         await visit(router, prompt_of(PROMPT_TOKENS, 0), "")  # warms everything
         prefill.ask("steps")
 
-        async def one(at: float, prompt: tuple[int, ...]) -> tuple[float, float]:
+        async def one(at: float, prompt: Prompt) -> tuple[Prompt, float, float]:
             await asyncio.sleep(at)
             next(told)
             came = time.monotonic()
             seen, _ = await visit(router, prompt, "")
-            return came, seen.ttft_s
+            return prompt, came, seen.ttft_s
 
         calls = [one(at, prompt) for (at, _), prompt in zip(sizes, prompts, strict=True)]
         return await asyncio.gather(*calls)
 
 
-def waits_by_rule(
-    arrivals: Sequence[tuple[float, int]], steps: Sequence[Step], chunk: int
-) -> list[float]:
-    """Seconds to the first token where steps of at most `chunk` tokens go to the most urgent.
+def passed_over(came: Mapping[Prompt, float], steps: Sequence[Step]) -> list[int]:
+    """Tokens of less urgent ones that were computed while each prompt waited: in steps that ended
+    after it came, and did not end it.
 
-    arrivals: when, and of how many tokens · steps: enough of them for all
+    came: when, of each
     """
-    left, ends = [tokens for _, tokens in arrivals], [0.0] * len(arrivals)
-    for began, end in steps:
-        there = [x for x, (at, _) in enumerate(arrivals) if left[x] and at <= began]
-        spare = chunk
-        for x in sorted(there, key=lambda x: urgency(left[x], began - arrivals[x][0])):
-            share = min(left[x], spare)
-            left[x], spare = left[x] - share, spare - share
-            ends[x] = end  # until its last step
-    return [end - at for end, (at, _) in zip(ends, arrivals, strict=True)]
+    left, found = {prompt: len(prompt) for prompt in came}, Counter[Prompt]()
+    for began, end, computed in steps:
+        there = [prompt for prompt, at in came.items() if left[prompt] and at < end]
+        key = {x: urgency(left[x], max(0.0, began - came[x])) for x in there}
+        for prompt in there:
+            if computed.get(prompt, 0) < left[prompt]:
+                found[prompt] += sum(n for x, n in computed.items() if key[x] > key[prompt])
+        for prompt, count in computed.items():
+            left[prompt] -= count
+    return [found[prompt] for prompt in came]

@@ -12,9 +12,9 @@ from disagg.bench.handoff import (
     measure_latency,
     measure_load,
     measure_side,
+    passed_over,
     prompt_of,
     summarise,
-    waits_by_rule,
 )
 from disagg.bench.serving import Visited
 
@@ -66,15 +66,18 @@ def test_prompts_have_the_length_they_say_and_share_no_begin():
     assert first[0] != second[0]
 
 
-def test_by_the_rule_a_prompt_waits_for_shorter_ones_and_one_chunk_of_a_longer_one():
-    steps = [(float(second), second + 1.0) for second in range(5)]
-    assert waits_by_rule([(0.0, 400), (0.5, 100)], steps, 100) == [5.0, 1.5]
-    assert waits_by_rule([(0.0, 100), (0.5, 400)], steps, 100) == [1.0, 4.5]
-    assert waits_by_rule([(3.0, 50), (0.0, 50)], steps, 100) == [1.0, 1.0]
+def test_a_prompt_that_waits_for_longer_ones_is_passed_over():
+    long, short, last = (1,) * 400, (2,) * 100, (3,) * 300
+    came = {long: 0.0, short: 0.5, last: 0.6}
+    turns = [(0.0, 1.0, {long: 100}), (1.0, 2.0, {short: 100}), (2.0, 3.0, {long: 300})]
+    assert passed_over(came, [*turns, (3.0, 4.0, {last: 300})]) == [0, 100, 100]  # one step of it
+    late = [(0.0, 1.0, {long: 100}), (1.0, 2.0, {long: 300}), (2.0, 3.0, {last: 300, short: 100})]
+    assert passed_over(came, late) == [0, 400, 100]
 
 
-def test_every_prompt_of_a_load_is_measured_beside_the_rule(monkeypatch):
+def test_every_prompt_of_a_load_says_what_it_waited_for(monkeypatch):
     monkeypatch.setattr(handoff, "PROMPT_TOKENS", 30)
     result = measure_load(1, 2)
-    assert [row["waited_s"] > 0 < row["rule_s"] for row in result["rows"]] == 3 * [True]
+    assert [row["waited_s"] > 0 <= row["passed_over"] for row in result["rows"]] == 3 * [True]
+    assert result["longest_wait_s"] >= result["mean_wait_s"] > 0
     assert 0 < result["busy"] < 1
