@@ -50,7 +50,7 @@ class Bounded:
                     wanted = f"at {end} {bound} is wanted"
                     raise ConfigError(f"config key {room}.{each.name} is {value!r}; {wanted}")
             if value not in (names := each.metadata.get("names", [value])):
-                raise UnknownNameError(f"{room}.{each.name}", str(value), names)
+                raise UnknownNameError.of(f"{room}.{each.name}", str(value), names)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
     for key, value in changes.items():
         name = f"{where}{key}"
         if key not in hints:
-            raise UnknownNameError("config key", name, [f"{where}{known}" for known in hints])
+            raise UnknownNameError.of("config key", name, [f"{where}{known}" for known in hints])
         old = getattr(config, key)
         if not dataclasses.is_dataclass(old):
             changed[key] = _fit(name, value, hints[key])
@@ -326,7 +326,7 @@ def _parse_yaml(name: str, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 30th of February
         raise ConfigError(f"config {name} is not YAML: {error}") from error
 
 

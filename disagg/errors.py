@@ -27,7 +27,7 @@ Messages say what was wrong, the value seen, and what would be right.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 MAX_QUOTED_CHARS = 100  # of what somebody wrote, in an error
 
@@ -56,15 +56,13 @@ class ConfigError(DisaggError):
 
 
 class UnknownNameError(ConfigError):
-    """`what` has no member called `name`; the message lists the `known` ones."""
+    """A name of something that there is not; the message lists the known ones."""
 
     reason = "unknown_name"
 
-    def __init__(self, what: str, name: str, known: Iterable[str]):
-        super().__init__(f"unknown {what} {quoted(name)}; known: {', '.join(sorted(known))}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return error_from, (self.reason, str(self))  # as any peer gets it
+    @classmethod
+    def of(cls, what: str, name: str, known: Iterable[str]) -> Self:
+        return cls(f"unknown {what} {quoted(name)}; known: {', '.join(sorted(known))}")
 
 
 class AuthError(ConfigError):
@@ -187,7 +185,4 @@ def all_errors(root: type[DisaggError] = DisaggError) -> dict[str, type[DisaggEr
 
 def error_from(reason: str, message: str) -> DisaggError:
     """The exception that a peer named by `reason`; an unknown reason becomes a DisaggError."""
-    error = all_errors().get(reason, DisaggError)
-    if error is UnknownNameError:
-        error = ConfigError  # the message already lists the known names
-    return error(message)
+    return all_errors().get(reason, DisaggError)(message)

@@ -22,8 +22,8 @@ from disagg.config import DEFAULT_CODEC, EngineConfig
 from disagg.engine.arena import check_slabs, measure_memory
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Abort, Admit, Prefill, Prefilled, Token
-from disagg.engine.sequence import Logprobs, Request, SamplingParams
-from disagg.errors import CapacityError, RequestError
+from disagg.engine.sequence import MAX_NUMBER, Logprobs, Request, SamplingParams
+from disagg.errors import CapacityError, ConfigError, RequestError
 from disagg.metrics import HandoffStats
 from disagg.model.runner import Runner
 from disagg.model.tokenizer import Tokenizer
@@ -110,10 +110,13 @@ class LLM:
             raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
         if not isinstance(n, int) or n < 1:
             raise RequestError(f"n is {reprlib.repr(n)}; an integer from 1 is wanted")
+        if not isinstance(codec, str | None):
+            raise ConfigError(f"codec is {reprlib.repr(codec)}; the name of one is wanted")
         params, codec = params or SamplingParams(), codec or self._codec
         try:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
-            seeded = [replace(params, seed=params.seed + i) for i in range(n)]
+            seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
+            seeded = [replace(params, seed=seed) for seed in seeds]
             work = [self._prepare(text, each, codec) for text in texts for each in seeded]
         except TypeError as error:
             wanted = "texts or lists of token ids, one for each prompt, are wanted"
@@ -207,8 +210,10 @@ class _Work:
     def completion(self, tokenizer: Tokenizer) -> Completion:
         assert self.link is not None
         assert self.link.stats is not None
+        shown = self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+        decoder = tokenizer.detokenizer(self.request.tokens)
         return Completion(
-            text=tokenizer.decode(self.tokens),
+            text=decoder.add(shown) + decoder.finish(),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.tokens),

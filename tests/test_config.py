@@ -58,6 +58,8 @@ def test_an_unknown_name_lists_the_known_ones(flags, known):
         ("server: {allowed_origins: all}", "allowed_origins is 'all'; list is wanted"),
         ("- raw", "no map of keys"),
         ("a: [", "not YAML"),
+        ("server: {served_model_name: 2024-02-30}", "not YAML: day is out of range"),
+        ("[" * 5000, "not YAML"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path, text, message):

@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from disagg import errors
-from disagg.errors import ConfigError, DisaggError, UnknownNameError, all_errors, error_from
+from disagg.errors import DisaggError, UnknownNameError, all_errors, error_from
 
 GRPC_STATUSES = {
     "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED",
@@ -31,11 +31,11 @@ def test_every_error_has_a_reason_of_its_own():
 def test_a_peer_names_its_error_and_it_becomes_an_exception_again():
     assert type(error_from("capacity", "full")) is errors.CapacityError
     assert type(error_from("from the future", "x")) is DisaggError
-    assert type(error_from("unknown_name", "unknown codec 'x'; known: raw")) is ConfigError
+    assert type(error_from("unknown_name", "unknown codec 'x'")) is UnknownNameError
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    unknown = UnknownNameError("codec", "x", ["raw", "kivi"])
+    unknown = UnknownNameError.of("codec", "x", ["raw", "kivi"])
     assert str(unknown) == "unknown codec 'x'; known: kivi, raw"
     sent = pickle.loads(pickle.dumps(unknown))  # from one process of a benchmark to another
-    assert (type(sent), str(sent)) == (ConfigError, str(unknown))
+    assert (type(sent), str(sent)) == (UnknownNameError, str(unknown))

@@ -48,22 +48,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4137,
-    "cli": 1992,
+    "cli": 1996,
     "codecs": 2915,
-    "engine": 1910,
+    "engine": 1920,
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6254,
     "model": 1927,
     "report": 160,
-    "server": 2057,
+    "server": 2055,
     "transfer": 3301,
     "workers": 3073,
-    "tests": 23723,
+    "tests": 23798,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21177  # of all these rooms together
+PACKAGE_BUDGET = 21189  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

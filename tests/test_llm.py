@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,11 @@ def test_text_goes_in_and_comes_out(llm):
     assert answer.prompt_tokens == len("Call me Ishmael.")
     assert answer.text == llm._tokenizer.decode(answer.tokens)
     assert (len(answer.tokens), answer.finish_reason) == (9, "length")
+    params = SamplingParams(max_tokens=9, stop_token_ids=answer.tokens[4:5])
+    (stopped,) = llm.generate("Call me Ishmael.", params)
+    end = answer.tokens.index(answer.tokens[4]) + 1
+    assert (stopped.tokens, stopped.finish_reason) == (answer.tokens[:end], "stop")
+    assert stopped.text == llm._tokenizer.decode(answer.tokens[: end - 1])
 
 
 def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
@@ -63,6 +69,8 @@ def test_the_answers_to_a_prompt_are_of_seeds_that_follow_each_other(llm):
     assert len(set(apart)) == 4
     with pytest.raises(RequestError, match="n is 0; an integer from 1"):
         llm.generate(prompts, n=0)
+    (_, last) = llm.generate(prompts[:1], replace(params[0], seed=2**63 - 1), n=2)
+    assert last.tokens == llm.generate(prompts[:1], replace(params[0], seed=0))[0].tokens
 
 
 def test_calls_of_several_threads_are_answered_as_one_after_another(llm):
@@ -113,6 +121,8 @@ def test_answers_do_not_depend_on_who_else_asks_or_on_how_little_room_there_is(t
 def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(prompts, params, llm):
     with pytest.raises(RequestError, match=r"(prompts|params) are .*(texts|SamplingParams)"):
         llm.generate(prompts, params)
+    with pytest.raises(ConfigError, match="codec is 5; the name of one"):
+        llm.generate("x", codec=5)
 
 
 def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):

@@ -80,7 +80,7 @@ class KernelOptions:
 def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
     """What compilers for chips made of the kernels; UnknownNameError for a target that is none."""
     if unknown := set(targets) - set(TARGETS):
-        raise UnknownNameError("target", min(unknown), TARGETS)
+        raise UnknownNameError.of("target", min(unknown), TARGETS)
     others = compile_others(targets=targets)
     return result_of(compile_all(targets=targets), NOTES["machine-code"], others=others)
 

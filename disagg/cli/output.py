@@ -24,7 +24,7 @@ SHORT_TOKENS = 256  # longer prompts have pages that are sealed
 
 def print_json(value: Any) -> None:
     """One JSON value on one line."""
-    print(json.dumps(value))
+    print(json.dumps(value), flush=True)  # who reads a pipe waits for it
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -40,7 +40,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=MAX_WIDTH, height=HEIGHT).print(table)
+    Console(markup=False, highlight=False, width=MAX_WIDTH, height=HEIGHT).print(table)
 
 
 def print_savings(answer: Answer, max_tokens: int) -> None:

@@ -77,6 +77,8 @@ def serve(
     flags |= {"server.port": port, "server.pd_ports": pd_ports}
     flags |= {"router.error_budget": error_budget}
     flags |= {"codecs": codecs and re.split(r",(?![\w-]+=)", codecs)}  # options have = behind them
+    if api_key is None:
+        api_key = os.environ.get("DISAGG_API_KEY")  # empty, it is no key: refused, not open to all
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"server.allowed_origins": allowed_origins}
@@ -95,7 +97,8 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
     """Stop the running service; returns when nothing of it is left."""
     state = running(state_file)
     if state.ready:
-        client.post(state, "/stop")
+        with suppress(PeerLostError):  # it ends already, and HTTP goes first
+            client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
     began, patience_s = time.monotonic(), state.grace_s + STOP_S

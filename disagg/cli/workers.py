@@ -41,6 +41,7 @@ def status(
         else:
             print(CLEAR if watch and sys.stdout.isatty() else "", end="")
             draw(found)
+            sys.stdout.flush()
 
 
 def scale(

@@ -49,7 +49,7 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
     """
     name, _, tail = spec.strip().partition(":")
     if name not in CODECS:
-        raise UnknownNameError("codec", name, CODECS)
+        raise UnknownNameError.of("codec", name, CODECS)
     codec = CODECS[name]
     types = {field.name: field.type for field in fields(codec)}
     options: dict[str, int | float | str] = {}
@@ -61,7 +61,7 @@ def get_codec(spec: str, head_dim: int | None = None) -> Codec:
         if key == "sink" and codec.no_sink:
             raise ConfigError(f"codec {name} has no sink: {codec.no_sink}")
         if key not in types:
-            raise UnknownNameError(f"option of codec {name}", key, types)
+            raise UnknownNameError.of(f"option of codec {name}", key, types)
         if not equals:
             raise ConfigError(f"option {key!r} of codec {name} has no value; write {key}=...")
         if key in options:

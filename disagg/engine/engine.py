@@ -100,7 +100,7 @@ class Engine:
         """The plan of a spec; UnknownNameError where only listed ones are served."""
         plan = parse_plan(spec, shape)
         if self.listed and plan not in self.listed:
-            raise UnknownNameError("codec of this service", spec, self.listed.values())
+            raise UnknownNameError.of("codec of this service", spec, self.listed.values())
         return plan
 
     def submit(self, message: Message) -> None:

@@ -18,11 +18,13 @@ engine, where every state can end in DONE:
         preempted: its records are freed; it prefills and replays when there is room
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from operator import index
 from typing import TYPE_CHECKING, Protocol
 
 from disagg.errors import DisaggError, RequestError
@@ -111,7 +113,15 @@ class SamplingParams:
             _require(fits, f"{name} is {number!r}; {wanted} is wanted")
         fits = self.min_tokens <= self.max_tokens
         _require(fits, f"min_tokens is {self.min_tokens}; at most max_tokens, {self.max_tokens}")
-        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs is {self.logprobs}")
+        fits = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
+        _require(fits, f"logprobs is {self.logprobs!r}; an integer from 0, or None, is wanted")
+        try:
+            fits = all(index(token) >= 0 for token in self.named_tokens)
+        except (TypeError, ValueError):
+            fits = False
+        ids, biases = reprlib.repr(self.stop_token_ids), reprlib.repr(self.logit_bias)
+        wanted = "token ids, and pairs of one and a number, are wanted"
+        _require(fits, f"stop_token_ids are {ids}, logit_bias is {biases}; {wanted}")
         scored = self.logprobs is not None or not self.prompt_logprobs
         _require(scored, "prompt_logprobs without logprobs; say how many of the likeliest")
 

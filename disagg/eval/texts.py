@@ -23,7 +23,7 @@ def read_text(name: str) -> tuple[str, str]:
     text = file.read_text(encoding="utf8", errors="replace")
     if file.suffix == ".jsonl":
         try:
-            rows = [json.loads(line).values() for line in text.splitlines()]
+            rows = [json.loads(line).values() for line in text.split("\n") if line.strip()]
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{name}: a JSON object in each line is wanted; {error}") from error
         text = "\n\n".join("\n".join(x for x in row if isinstance(x, str)) for row in rows)

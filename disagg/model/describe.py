@@ -88,7 +88,7 @@ def locate_model(ref: str | None = None) -> Path:
 def fetched_folder(name: str) -> Path:
     """Where `disagg fetch` puts a model; UnknownNameError for one that it does not know."""
     if name not in FETCHED_NAMES:
-        raise UnknownNameError("model to fetch", name, FETCHED_NAMES)
+        raise UnknownNameError.of("model to fetch", name, FETCHED_NAMES)
     return user_cache() / "models" / name
 
 

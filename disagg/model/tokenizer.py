@@ -16,6 +16,7 @@ from disagg.model.describe import locate_model
 
 KNOWN = 1 << 16  # tokens that are spelled once: answers with log-probabilities name thousands
 MOST_PENDING = 64  # tokens; what is no character by then never becomes one
+BEFORE = 5  # tokens of a prompt that its answer is decoded behind
 UNFINISHED = "\ufffd"  # what decoders put where bytes do not make a character (yet)
 FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte, in vocabularies of characters
 
@@ -90,9 +91,9 @@ class Tokenizer:
                 return bytes(known[letter] for letter in written)
         return text.encode()
 
-    def detokenizer(self) -> "Detokenizer":
-        """A new incremental decoder for one stream of tokens."""
-        return Detokenizer(self)
+    def detokenizer(self, before: Sequence[int] = ()) -> "Detokenizer":
+        """A new incremental decoder for one stream of tokens, behind others that are not told."""
+        return Detokenizer(self, before)
 
 
 class Detokenizer:
@@ -105,11 +106,10 @@ class Detokenizer:
     decoders treat the first token of a text differently.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._context = 0
-        self._pending = 0
+        self._tokens = [*before[-BEFORE:]]
+        self._context, self._pending = 0, len(self._tokens)
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that is now certain; empty while a character is incomplete."""

@@ -64,7 +64,7 @@ def read_keys(config: ServerConfig) -> frozenset[str]:
     if config.api_key_file:
         file = Path(config.api_key_file)
         try:
-            found = {line.strip() for line in file.read_text().splitlines()} - {""}
+            found = {line.strip() for line in file.read_text("utf-8-sig").splitlines()} - {""}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the keys in {file}: {error}") from error
         if not found:

@@ -43,6 +43,7 @@ class Served:
 
     longest_token:  characters of the longest token
     alias:          another name that is taken for the model: where it was loaded from
+    eos_ids:        tokens that end an answer, and have no text
     max_body_bytes: of a request
     """
 
@@ -52,6 +53,7 @@ class Served:
     codec: str
     longest_token: int
     alias: str | None = None
+    eos_ids: tuple[int, ...] = ()
     max_body_bytes: int = 8 << 20
 
 
@@ -99,6 +101,7 @@ class Completions:
             config.codec,
             tokenizer.longest_token,
             alias=model,
+            eos_ids=info.eos_ids,
             max_body_bytes=config.server.max_body_bytes,
         )
         doors = Doors(router, ports, config.transfer.lease_s)
@@ -156,8 +159,9 @@ class Completions:
         """
         times = [time.monotonic()]
         failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
-        stops, hidden = request.stop, request.stop_token_ids
-        text = TextStream(self.tokenizer.detokenizer(), stops, request.min_tokens, hidden)
+        hidden = (*request.stop_token_ids, *(() if request.ignore_eos else self.served.eos_ids))
+        decoder = self.tokenizer.detokenizer(prompt.tokens)
+        text = TextStream(decoder, request.stop, request.min_tokens, hidden)
         codec = request.codec or self.served.codec
         params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(prompt.tokens, params, codec, prompt.at)

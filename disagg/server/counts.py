@@ -78,24 +78,16 @@ class Counts:
         self._answer_size = sizes("vllm:request_generation_tokens", "Tokens of an answer")
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token")
         self._success = counter("vllm:request_success", "Finished requests", "finished_reason")
-        self._failures = Counter(
-            "disagg_request_failures",
-            "Requests that were refused, failed or were given up by their client",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
-        self._workers = Gauge(
-            "disagg_worker",
-            "What a worker holds, by the name of the thing",
-            ["worker", "role", "what"],
-            registry=self._registry,
-        )
+        refused = "Requests that were refused, failed or were given up by their client"
+        self._failures = counter("disagg_request_failures", refused, "reason")
+        holds = "What a worker holds, by the name of the thing"
+        self._workers = gauge("disagg_worker", holds, "worker", "what")
 
     # -- requests
 
     def failed(self, reason: str) -> None:
         """A request that has no answer, or half of one."""
-        self._failures.labels(self._model, reason).inc()
+        self._of(self._failures, reason=reason).inc()
 
     def began(self, prompt_tokens: int, waited_s: float) -> None:
         """An answer has its first token, and began to be computed after so long."""
@@ -150,8 +142,9 @@ class Counts:
         self._workers.clear()
         self._load(workers)
         for worker in workers:
-            for name, value in worker.get("gauges", {}).items():
-                self._workers.labels(worker["name"], worker["role"], name).set(value)
+            name, role = worker["name"], worker["role"]
+            for what, value in worker.get("gauges", {}).items():
+                self._of(self._workers, role, worker=name, what=what).set(value)
             self._take(worker)
         return generate_latest(self._registry)
 
@@ -183,8 +176,9 @@ class Counts:
     def _raise(self, series: Counter, worker: Mapping[str, Any], count: int, **labels: str) -> None:
         """Add what a worker counted since it was last seen; a new process of it begins at 0."""
         key = (series, worker["name"], worker.get("pid", 0), *labels.values())
-        before, self._seen[key] = self._seen.get(key, 0), count
-        self._of(series, worker["role"], **labels).inc(count - before)
+        before = self._seen.get(key, 0)
+        self._seen[key] = max(before, count)  # of two answers the older one may come last
+        self._of(series, worker["role"], **labels).inc(self._seen[key] - before)
 
     # -- series
 

@@ -287,7 +287,7 @@ class Cluster:
     def drain(self, name: str) -> None:
         """Let a worker leave, with another one in its place."""
         if name not in (known := {actor.name: actor for actor in self._actors}):
-            raise UnknownNameError("worker", name, known)
+            raise UnknownNameError.of("worker", name, known)
         known[name].leaves = True
 
     def _adjust(self) -> None:

@@ -34,7 +34,7 @@ class FakeStaff:
 
     def drain(self, name: str) -> None:
         if name != "d":
-            raise UnknownNameError("worker", name, ["d"])
+            raise UnknownNameError.of("worker", name, ["d"])
         self.asked.append(name)
 
 

@@ -24,6 +24,7 @@ from disagg.errors import ConfigError
 from disagg.model.describe import INDEX, SINGLE
 from disagg.server.service import served_name
 from disagg.workers.reaper import birth
+from tests.cli.conftest import free_port
 from tests.model.tiny import save_tiny
 
 
@@ -335,6 +336,15 @@ def test_stop_asks_the_service_and_waits_for_its_end_and_says_so(
     assert f"stopping the service at {known.url}" in said
 
 
+def test_stop_waits_for_a_service_that_ends_already(known, state_file, disagg, monkeypatch):
+    """Its HTTP goes before the rest of it."""
+    write_state(state_file, replace(service(free_port()), ready=True))
+    alive = [False, True, True]
+    monkeypatch.setattr(RunningService, "alive", property(lambda self: alive.pop()))
+    disagg("stop --state-file", state_file)
+    assert not alive
+
+
 def test_submit_waits_for_a_service_that_starts(running, state_file, disagg, monkeypatch):
     starting = RunningService(running.url, os.getpid(), "secret")
     write_state(state_file, starting)
@@ -383,6 +393,11 @@ def test_show_config_prints_what_config_reads(tmp_path, disagg):
     wanted = {"codec": "raw", "server.port": 0, "router.deadline_s": 9.0}
     wanted |= {"server.served_model_name": "mine"}
     assert load_config(path) == load_config(None, wanted)
+
+
+def test_an_empty_key_in_the_environment_is_not_taken_for_none(disagg, monkeypatch):
+    monkeypatch.setenv("DISAGG_API_KEY", "")
+    assert json.loads(disagg("serve --show-config --json").out)["server"]["api_key"] == ""
 
 
 def test_auto_chooses_among_codecs_that_are_listed_with_their_options(disagg):

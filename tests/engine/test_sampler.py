@@ -146,7 +146,9 @@ WRONG = {
     "presence_penalty": [math.nan],
     "frequency_penalty": [1e5],
     "repetition_penalty": [0.0],
-    "logprobs": [-1],
+    "logprobs": [-1, True],
+    "logit_bias": [{1: 5}, [(1.5, 0)]],
+    "stop_token_ids": [5, ["a"], [-1]],
     "prompt_logprobs": [True],
 }
 

@@ -34,6 +34,8 @@ def test_a_file_of_json_lines_is_the_text_in_it(tmp_path):
     rows = [{"question": "1 + 1?", "answer": "2", "n": 3}, {"question": "2 + 2?", "answer": "4"}]
     file.write_text("\n".join(map(json.dumps, rows)))
     assert read_text(str(file)) == ("sums", "1 + 1?\n2\n\n2 + 2?\n4")
+    file.write_text('{"text": "one\u2028two"}\n')  # a line for Python, not for JSON
+    assert read_text(str(file)) == ("sums", "one\u2028two")
 
 
 @pytest.mark.parametrize("line", ["a sentence", "[1]"])

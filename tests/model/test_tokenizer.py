@@ -79,6 +79,15 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+def test_an_answer_keeps_the_space_that_decoders_strip_in_front_of_a_text(tokenizer):
+    strip = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer._backend.decoder = strip
+    prompt, answer = tokenizer.encode("a man"), tokenizer.encode(" who")
+    stream = tokenizer.detokenizer(prompt)
+    assert stream.add(answer) + stream.finish() == " who"
+    assert tokenizer.decode(answer) == "who"
+
+
 def test_what_never_becomes_a_character_is_decoded_a_few_tokens_at_a_time(tokenizer, monkeypatch):
     decode, sizes, broken = tokenizer.decode, [], tokenizer.encode("🎉")[:1]
     monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])

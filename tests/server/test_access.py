@@ -78,6 +78,8 @@ def test_keys_are_those_of_the_flag_and_of_the_file(tmp_path):
     found = read_keys(ServerConfig(api_key="one", api_key_file=str(file)))
     assert found == {"one", "two", "three"}
     assert read_keys(ServerConfig()) == frozenset()
+    file.write_text("\ufeffone\n")
+    assert read_keys(ServerConfig(api_key_file=str(file))) == {"one"}
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no key in"):
         read_keys(ServerConfig(api_key_file=str(file)))

@@ -9,9 +9,10 @@ import pytest
 
 from disagg.engine.sequence import SamplingParams
 from disagg.errors import CapacityError, ConfigError, PeerLostError, QueueFullError
+from disagg.server.app import create_app
 from disagg.server.reply import merged
 from disagg.server.text import Piece
-from tests.server.conftest import KV
+from tests.server.conftest import KV, A, completions_of
 from tests.server.visits import ask, assert_counted, chat, events, post, refused, send
 
 
@@ -91,6 +92,14 @@ def test_a_stop_string_ends_the_answer_and_frees_the_workers(stream, app, router
     assert choices[-1]["finish_reason"] == "stop"
     assert choices[-1]["kv"] == KV
     assert router.running == 0
+
+
+@pytest.mark.parametrize(("ignored", "text"), [(False, "ab"), (True, "abc")])
+def test_the_token_that_ends_a_text_is_not_shown(ignored, text, router):
+    app = create_app(completions_of(router, eos_ids=(A + 2,)), token="secret")
+    answer = post(app, max_tokens=3, ignore_eos=ignored).json()
+    assert answer["choices"][0]["text"] == text
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_the_body_counts_and_not_its_content_type(app):

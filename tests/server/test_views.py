@@ -159,6 +159,9 @@ def test_what_workers_and_the_router_say_of_themselves_is_scraped_once(app, rout
     assert_counted(app, rising | {"disagg_kv_expired_total{role=decode}": 2})
     router.says["d"] = said({}, pid=2, counts={"expired": 1})
     assert_counted(app, {"disagg_kv_expired_total{role=decode}": 3})
+    for count in (5, 4, 5):  # the second one was asked first
+        router.says["d"] = said({}, pid=2, counts={"expired": count})
+        assert_counted(app, {"disagg_kv_expired_total{role=decode}": 7})
 
 
 def test_the_prompt_tokens_that_were_not_computed_are_told(app, router):

@@ -111,7 +111,7 @@ WRONG_JOBS = {
 def test_jobs_that_can_never_be_served_are_refused_by_name(prompt, change, error):
     def plan_of(spec):
         if spec:
-            raise UnknownNameError("codec", spec, ["toy"])
+            raise UnknownNameError.of("codec", spec, ["toy"])
         return PLAN
 
     desk = Desk(plan_of=plan_of)
