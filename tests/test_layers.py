@@ -50,7 +50,7 @@ BUDGETS = {
     "bench": 4137,
     "cli": 1996,
     "codecs": 2915,
-    "engine": 1920,
+    "engine": 1921,
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6254,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2055,
     "transfer": 3301,
     "workers": 3073,
-    "tests": 23798,
+    "tests": 23822,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21189  # of all these rooms together
+PACKAGE_BUDGET = 21190  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

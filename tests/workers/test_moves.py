@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from disagg.bench.crew import witnessed
+from disagg.engine import engine
 from disagg.engine.messages import Moved
-from disagg.errors import ReservationError, TransferError
+from disagg.engine.scheduler import Share
+from disagg.engine.steps import Stash
+from disagg.errors import CapacityError, ReservationError, TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
+from disagg.pool import Pool
 from disagg.state import GroupState
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
@@ -107,6 +111,26 @@ async def test_what_cannot_move_is_computed_again_elsewhere(
     assert (await asking)[0] == expected
     assert not source.decode.counts
     assert home.router.peers["d"].started.role is Role.PREFILL
+
+
+async def test_a_sequence_without_room_to_grow_while_it_moves_starts_again_elsewhere(
+    home, runners, story, monkeypatch
+):
+    expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
+    asking = await home.begin(story, KIVI, HEARD, LONG)
+    home.add("d2", Role.DECODE, runners[2])
+    take, full = engine.take_stash, [CapacityError("no room")]
+
+    def takes(shares: Sequence[Share], pool: Pool) -> Stash:
+        if full and any(share.decodes and share.sequence.handoff for share in shares):
+            raise full.pop()
+        return take(shares, pool)
+
+    monkeypatch.setattr(engine, "take_stash", takes)
+    home.workers["d"].assume(Role.NONE)
+    assert (await asking)[0] == expected
+    assert not full
+    assert home.router.dispatch.retries == 1
 
 
 async def test_a_worker_that_has_to_end_before_all_has_moved_says_so(
