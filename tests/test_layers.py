@@ -47,19 +47,19 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4137,
+    "bench": 4138,
     "cli": 1996,
     "codecs": 2915,
     "engine": 1921,
     "eval": 575,
     "files": 2045,  # disagg/*.py
     "kernels": 6254,
-    "model": 1927,
+    "model": 1926,
     "report": 160,
     "server": 2055,
     "transfer": 3301,
     "workers": 3073,
-    "tests": 23822,
+    "tests": 23827,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

@@ -301,7 +301,8 @@ def measure_capacity(options: CapacityOptions) -> Row:
         rows += _modelled(options, name, gpu)
     first = {row["machine"]: row["tokens_per_s"] for row in reversed(rows)}
     for row in rows:
-        row["ratio"] = row["tokens_per_s"] / first[row["machine"]] if row["sequences"] else 0.0
+        if of := first[row["machine"]]:  # the first one fits
+            row["ratio"] = row["tokens_per_s"] / of
     return result_of(rows, FITTED_NOTES)
 
 

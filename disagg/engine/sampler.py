@@ -187,7 +187,7 @@ def _truncate(shares: Tensor, params: Seq[SamplingParams]) -> Tensor:
         before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
         left = (ranks < most) & (before < _column([x.top_p for x in params], total) * total)
         left &= ranked >= _column([x.min_p for x in params], shares) * ranked[:, :1]
-        count = left.sum(dim=-1, keepdim=True)
+        count = left.sum(dim=-1, keepdim=True).clamp_min(1)  # of no numbers none is left
         if int(count.max()) < width:
             break
     least = ranked.gather(-1, count - 1)

@@ -283,6 +283,5 @@ def _eos_ids(path: Path, sizes: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer: generation_config.json first, as transformers does."""
     generation = read_object(path / "generation_config.json")
     found = generation.get("eos_token_id", sizes.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(x for x in ids if 0 <= x < sizes["vocab_size"])  # -1 stands for none

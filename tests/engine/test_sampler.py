@@ -159,10 +159,10 @@ def test_parameters_that_make_no_sense_are_refused(name, value):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
 @pytest.mark.parametrize(("logit", "penalty"), [(2.0, 1e-40), (math.nan, 1.0), (math.inf, 1.0)])
-def test_a_row_of_no_numbers_is_refused(temperature, logit, penalty):
+def test_a_row_of_no_numbers_is_refused(params, logit, penalty):
     """Not a token behind the vocabulary, which would break all that decode beside it."""
-    requests = [ask(temperature=temperature, repetition_penalty=penalty)]
+    requests = [ask(**params, repetition_penalty=penalty)]
     with pytest.raises(RequestError, match="no token can be drawn"):
         sample(torch.tensor([[0.5, logit, 1.0]]), requests, [[]])

@@ -43,6 +43,9 @@ def test_absent_kv_heads_mean_one_for_each_query_head(tmp_path):
 def test_the_generation_config_says_which_tokens_end_a_text(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert describe_model(write(tmp_path, eos_token_id=7)).eos_ids == (3,)
+    for none in (-1, None, [-1, 100]):  # of 100 tokens
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": none}))
+        assert describe_model(write(tmp_path)).eos_ids == ()
 
 
 @pytest.mark.parametrize(
