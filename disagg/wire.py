@@ -183,16 +183,9 @@ def frame_message(parts: Sequence[Buffer]) -> bytes:
 def message_frame(message: Buffer) -> memoryview:
     """The frame in the bytes of a PushRequest or a CommitRequest, not copied."""
     view = memoryview(message)
-    if view[:1] != _FRAME_TAG:
-        raise CorruptFrameError(f"a message of {len(view)} bytes where one frame was expected")
-    size = shift = 0
-    for place, byte in enumerate(view[1:11], 2):
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            if size != len(view) - place:
-                break
-            return view[place:]
+    for start in range(2, min(7, len(view) + 1)):  # behind the tag and a size of 1 to 5 bytes
+        if view[:start] == _FRAME_TAG + _varint(len(view) - start):
+            return view[start:]
     raise CorruptFrameError(f"a message of {len(view)} bytes is not one frame")
 
 
@@ -242,9 +235,7 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 def _varint(value: int) -> bytes:
     """As protobuf writes a size: seven bits a byte, the lowest first."""
-    out = bytearray()
+    out = b""
     while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+    return out + bytes([value])

@@ -50,16 +50,16 @@ BUDGETS = {
     "bench": 4138,
     "cli": 1996,
     "codecs": 2915,
-    "engine": 1921,
+    "engine": 1920,
     "eval": 575,
-    "files": 2045,  # disagg/*.py
+    "files": 2036,  # disagg/*.py
     "kernels": 6254,
     "model": 1926,
     "report": 160,
     "server": 2055,
-    "transfer": 3301,
-    "workers": 3073,
-    "tests": 23827,
+    "transfer": 3302,
+    "workers": 3082,
+    "tests": 23829,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

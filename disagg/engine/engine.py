@@ -46,7 +46,6 @@ from disagg.engine.scheduler import Scheduler, Share
 from disagg.engine.sequence import Sequence, Status
 from disagg.engine.steps import Stash, build_batch, take_stash
 from disagg.errors import (
-    AbortedError,
     CapacityError,
     DisaggError,
     PeerLostError,
@@ -267,7 +266,7 @@ class Engine:
             except CapacityError:
                 victim = self._scheduler.preempt()
                 if victim is None:  # all that decode here are about to leave
-                    self._fail(shares[-1].sequence, AbortedError("no room to grow while it moves"))
+                    self._fail(shares[-1].sequence, CapacityError("no room to grow; it moves"))
                     continue
                 self._requeued(victim)
                 if not self.pool.referenced_pages:

@@ -17,7 +17,8 @@ TRIPS = 5
 FIRST_BYTES = 64 << 10
 LONG_S = 0.02  # a slow link is not kept busy for longer than a few times this
 CALL_S = 5.0
-FRAME_S, LEAST_FRAME_BYTES = 2.0, 4096  # a frame crosses in so long, or is as small as this
+# a frame crosses in so long, or is as small as this: a ping behind two of them is on time
+FRAME_S, LEAST_FRAME_BYTES = 0.4, 4096
 
 
 @dataclass(frozen=True)

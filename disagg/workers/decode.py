@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 
 from disagg.engine.messages import Abort, Admit, Failed, Move, Moved, Prefill, Token, named
 from disagg.engine.sequence import Logprobs, handoff_stats
-from disagg.errors import CapacityError, CorruptFrameError, DisaggError, ReservationError
+from disagg.errors import (
+    CapacityError,
+    CorruptFrameError,
+    DisaggError,
+    ReservationError,
+    TransferError,
+)
 from disagg.page import FinalAt, Kind
 from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState
@@ -102,7 +108,7 @@ class DecodeSide:
                 task = self._moves[name] = self.tasks.create_task(self._move(name, submit))
                 task.add_done_callback(partial(self._free, name, *asked))
                 return
-        if last is None or not (last.finish_reason or last.error):
+        if last is None or not last.finish_reason:
             raise ReservationError(f"{submit.job.name} does not decode here, or moves already")
 
     def drop(self, rid: str, attempt: int, reason: str) -> None:
@@ -128,7 +134,10 @@ class DecodeSide:
         """Of a request that is served whole the first token says what its prompt took here, for
         who stops early, and so does the last."""
         if isinstance(output, Failed):
-            event = TokenEvent(job.rid, job.attempt, 0, error=output.error)
+            error = output.error
+            if output.rid in self._moves:  # it is here no more: not one that outgrew its room
+                error = TransferError(f"it ended before it had moved: {error}")
+            event = TokenEvent(job.rid, job.attempt, 0, error=error)
         else:
             reason, stats = output.finish_reason or "", None
             begins = output.index <= len(job.emitted)

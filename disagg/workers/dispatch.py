@@ -263,7 +263,7 @@ class Dispatch:
         return serves(roles) and now - self._stuck_since <= self._config.silence_s
 
     def _place(self, now: float) -> list[Action]:
-        """Start what can start, the most urgent first."""
+        """Move what has to go on elsewhere, then start what can start, the most urgent first."""
         queued = [x for x in self.entries.values() if x.phase is Phase.QUEUED]
         leaving = [x for x in self.entries.values() if self._leaves(x, now)]
         if not queued and not leaving:
@@ -272,14 +272,14 @@ class Dispatch:
         waiting = [x for x in queued if now >= x.not_before]
         board = Board(self.entries.values(), self.members.values(), now)
         actions: list[Action] = []
+        for entry in leaving:  # first: what it has is computed, and its worker waits to leave
+            length = len(entry.job.prompt) + len(entry.emitted)
+            if target := board.successor(entry, length * self._token_bytes):
+                actions.append(self._move(entry, target))
         for entry in sorted(waiting, key=lambda x: (not x.alone, x.urgency(now))):
             if pair := board.choose(entry, len(entry.job.prompt) * self._token_bytes):
                 actions.append(self._begin(entry, *pair, now))
                 board.add(entry)
-        for entry in leaving:
-            length = len(entry.job.prompt) + len(entry.emitted)
-            if target := board.successor(entry, length * self._token_bytes):
-                actions.append(self._move(entry, target))
         stuck = queued and not actions and len(queued) == len(self.entries)
         self._stuck_since = min(self._stuck_since, now) if stuck else math.inf
         return actions

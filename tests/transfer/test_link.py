@@ -106,7 +106,7 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
 
 async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(monkeypatch):
     async def slow(link: Link) -> LinkReport:
-        return LinkReport(link.address, "a modem", 90.0, 7e-6)
+        return LinkReport(link.address, "a modem", 90.0, 35e-6)
 
     monkeypatch.setattr(channel, "measure", slow)
     peers = Peers(None, TransferConfig())

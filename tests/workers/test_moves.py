@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,10 @@ from disagg.bench.crew import witnessed
 from disagg.engine import engine
 from disagg.engine.messages import Moved
 from disagg.engine.scheduler import Share
-from disagg.engine.steps import Stash
 from disagg.errors import CapacityError, ReservationError, TransferError
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
-from disagg.pool import Pool
 from disagg.state import GroupState
 from disagg.transfer import sender
 from disagg.transfer.messages import Role, Submit, Work
@@ -113,23 +112,26 @@ async def test_what_cannot_move_is_computed_again_elsewhere(
     assert home.router.peers["d"].started.role is Role.PREFILL
 
 
-async def test_a_sequence_without_room_to_grow_while_it_moves_starts_again_elsewhere(
-    home, runners, story, monkeypatch
+@pytest.mark.parametrize(
+    ("part", "error"), [("take_stash", CapacityError("no room")), ("build_batch", MemoryError())]
+)
+async def test_a_sequence_that_breaks_while_it_moves_starts_again_elsewhere(
+    part, error, home, runners, story, monkeypatch
 ):
     expected, _ = await home.complete(story, KIVI, max_tokens=LONG)
     asking = await home.begin(story, KIVI, HEARD, LONG)
     home.add("d2", Role.DECODE, runners[2])
-    take, full = engine.take_stash, [CapacityError("no room")]
+    does, errors = getattr(engine, part), [error]
 
-    def takes(shares: Sequence[Share], pool: Pool) -> Stash:
-        if full and any(share.decodes and share.sequence.handoff for share in shares):
-            raise full.pop()
-        return take(shares, pool)
+    def breaks(shares: Sequence[Share], *given: Any) -> Any:
+        if errors and any(share.decodes and share.sequence.handoff for share in shares):
+            raise errors.pop()
+        return does(shares, *given)
 
-    monkeypatch.setattr(engine, "take_stash", takes)
+    monkeypatch.setattr(engine, part, breaks)
     home.workers["d"].assume(Role.NONE)
     assert (await asking)[0] == expected
-    assert not full
+    assert not errors
     assert home.router.dispatch.retries == 1
 
 
