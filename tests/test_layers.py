@@ -47,10 +47,10 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4138,
+    "bench": 4118,
     "cli": 1996,
     "codecs": 2915,
-    "engine": 1920,
+    "engine": 1923,
     "eval": 575,
     "files": 2036,  # disagg/*.py
     "kernels": 6254,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2055,
     "transfer": 3302,
     "workers": 3082,
-    "tests": 23829,
+    "tests": 23837,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21190  # of all these rooms together
+PACKAGE_BUDGET = 21173  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

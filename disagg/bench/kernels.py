@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -216,8 +214,6 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
         "sdpa flash gqa": lambda: partial(flash, by_head, enable_gqa=True),
         "flex": lambda: partial(flex, by_head, k, v, enable_gqa=True),
     }
-    if find_spec("flashinfer"):
-        made["flashinfer"] = lambda: _flashinfer(shape, q, k, v)
     found: dict[str, Call] = {}
     for name, make in made.items():
         # one refuses this shape or chip, or lacks its compiler
@@ -241,22 +237,6 @@ def is_runnable(name: str) -> bool:
     x = f"torch.zeros(1, 1, 64, 64, dtype={DTYPES[name]})"
     code = f"import torch; torch.nn.functional.scaled_dot_product_attention(*3 * [{x}])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def _flashinfer(shape: StepShape, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """Its paged decode over pages of 16 tokens."""
-    flashinfer = import_module("flashinfer")
-    count = shape.tokens // 16
-    pages = [x.transpose(1, 2).unflatten(1, (count, 16)).flatten(0, 1) for x in (k, v)]
-    cache = torch.stack(pages, 1).contiguous()  # [pages, 2, 16, H, D]
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * count
-    ids = torch.arange(shape.batch * count, dtype=torch.int32, device=q.device)
-    last = torch.full((shape.batch,), 16, dtype=torch.int32, device=q.device)
-    rows = shape.heads * shape.per_head
-    wrapper.plan(starts, ids, last, rows, shape.heads, shape.head_dim, 16, q_data_type=q.dtype)
-    return lambda: wrapper.run(q, cache)
 
 
 def copy_speed(device: torch.device, runs: int) -> float:

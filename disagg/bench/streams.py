@@ -144,8 +144,8 @@ def measure_streams(options: StreamsOptions) -> Row:
     """
     questions, parts = Questions(options.model), set(options.parts)
     one = (options.prompt, options.output)
-    batches = [questions.make(1, *one), questions.make(options.streams, *one)]
-    batches = batches if "batch" in parts else []
+    batches = [questions.make(1, *one)] if parts & {"batch", "mixed"} else []  # gains are over it
+    batches += [questions.make(options.streams, *one)] if "batch" in parts else []
     batches += [questions.make(options.streams, *one, 0.5)] if "mixed" in parts else []
     with Child(DenseEnd) as dense:
         dense.ask("load", options.model)

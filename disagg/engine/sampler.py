@@ -163,7 +163,7 @@ def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Ten
     temperature = _column([max(x.temperature, 1e-30) for x in params], logits)  # in fp32 not 0
     shares = (logits - best).div_(temperature).exp_()
     if cut := [row for row, x in enumerate(params) if x.truncates]:
-        shares[cut] = _truncate(shares[cut], [params[row] for row in cut])
+        shares[cut] = _truncate(shares[cut], logits[cut], [params[row] for row in cut])
     sums = shares.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     chance = [uniform(x.seed, index) for x, index in zip(params, indices, strict=True)]
@@ -172,16 +172,18 @@ def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Ten
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
-def _truncate(shares: Tensor, params: Seq[SamplingParams]) -> Tensor:
+def _truncate(shares: Tensor, logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
     """Shares [B, V], those that top_k, top_p and min_p leave; others 0. Of equal ones the first.
 
-    How many are left is mostly seen among few; to sort all is what takes long.
+    How many are left is mostly seen among few; to sort all is what takes long. By logits: shares of
+    a high temperature are alike.
     """
     size, limit = shares.shape[-1], max(x.top_k for x in params)
     most = _column([x.top_k or size for x in params], shares)
     for width in (*(max(x, limit + 1) for x in LARGEST if max(x, limit + 1) < size), size):
         ranks = torch.arange(width, device=shares.device)
-        ranked = shares.topk(width).values * (ranks < most)
+        highest, at = logits.topk(width)
+        ranked = shares.gather(-1, at) * (ranks < most)
         known = ranked.sum(-1, keepdim=True, dtype=torch.float64)
         total = torch.where(most < width, known, shares.sum(-1, keepdim=True, dtype=torch.float64))
         before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
@@ -190,8 +192,8 @@ def _truncate(shares: Tensor, params: Seq[SamplingParams]) -> Tensor:
         count = left.sum(dim=-1, keepdim=True).clamp_min(1)  # of no numbers none is left
         if int(count.max()) < width:
             break
-    least = ranked.gather(-1, count - 1)
-    above, equal = shares > least, shares == least
+    least = highest.gather(-1, count - 1)
+    above, equal = logits > least, logits == least
     first = equal.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)
     return shares * (above | equal & first)
 

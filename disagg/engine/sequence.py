@@ -117,6 +117,7 @@ class SamplingParams:
         _require(fits, f"logprobs is {self.logprobs!r}; an integer from 0, or None, is wanted")
         try:
             fits = all(index(token) >= 0 for token in self.named_tokens)
+            fits &= all(isinstance(bias, int | float) for _, bias in self.logit_bias)
         except (TypeError, ValueError):
             fits = False
         ids, biases = reprlib.repr(self.stop_token_ids), reprlib.repr(self.logit_bias)

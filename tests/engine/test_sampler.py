@@ -46,6 +46,14 @@ def test_what_is_left_does_not_depend_on_how_many_are_looked_at_first(params, mo
     assert sample(logits, requests, said) == found
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_the_likeliest_token_is_left_however_high_the_temperature(cut):
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
+    requests = [ask(temperature=1e8, seed=row, **cut) for row in range(8)]
+    found = [sampled.token for sampled in sample(logits, requests, [[]] * 8)]
+    assert found == logits.argmax(-1).tolist()
+
+
 def test_log_probabilities_are_the_models_whatever_sampling_does():
     params: dict[str, Any] = {"logprobs": 2, "temperature": 2.0, "logit_bias": [(1, 100.0)]}
     (sampled,) = sample(LOGITS, [ask(**params)], [[]])
@@ -147,7 +155,7 @@ WRONG = {
     "frequency_penalty": [1e5],
     "repetition_penalty": [0.0],
     "logprobs": [-1, True],
-    "logit_bias": [{1: 5}, [(1.5, 0)]],
+    "logit_bias": [{1: 5}, [(1.5, 0)], [(1, "x")]],
     "stop_token_ids": [5, ["a"], [-1]],
     "prompt_logprobs": [True],
 }
