@@ -78,7 +78,7 @@ def serve(
     flags |= {"router.error_budget": error_budget}
     flags |= {"codecs": codecs and re.split(r",(?![\w-]+=)", codecs)}  # options have = behind them
     if api_key is None:
-        api_key = os.environ.get("DISAGG_API_KEY")  # empty, it is no key: refused, not open to all
+        api_key = os.environ.get("DISAGG_API_KEY")  # typer takes an empty one, an error, for none
     flags |= {"server.api_key": api_key, "server.api_key_file": api_key_file}
     flags |= {"server.tls_certificate": ssl_certfile, "server.tls_key": ssl_keyfile}
     flags |= {"server.allowed_origins": allowed_origins}

@@ -138,7 +138,7 @@ def _edit(
 
 
 def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) -> None:
-    """Less for tokens that were seen: in prompt and answer (repetition), in the answer (others)."""
+    """In place: less for tokens of prompt and answer (repetition), of the answer (the others)."""
     params = [request.params for request in requests]
     rows, tokens, times = list[int](), list[int](), list[int]()
     for row, request in enumerate(requests):
@@ -148,13 +148,14 @@ def _penalise(logits: Tensor, requests: Seq[Request], emitted: Seq[Seq[int]]) ->
         tokens += said.keys()
         times += said.values()
     # of numpy: torch takes six times as long to read lists
-    counted = torch.from_numpy(np.array([rows, tokens, times], np.int64)).to(logits.device)
-    at, count = (counted[0], counted[1]), counted[2]
-    seen = logits[at]
-    factor = logits.new_tensor([x.repetition_penalty for x in params])[at[0]]
+    read = torch.from_numpy(np.array([rows, tokens, times], np.int64))
+    at, token, count = read.to(logits.device)
+    seen = logits[at, token]
+    factor = _column([x.repetition_penalty for x in params], logits)[at, 0]
     seen = torch.where(seen > 0, seen / factor, seen * factor)
-    seen -= logits.new_tensor([x.frequency_penalty for x in params])[at[0]] * count
-    logits[at] = seen - logits.new_tensor([x.presence_penalty for x in params])[at[0]] * (count > 0)
+    seen -= _column([x.frequency_penalty for x in params], logits)[at, 0] * count
+    seen -= _column([x.presence_penalty for x in params], logits)[at, 0] * (count > 0)
+    logits[at, token] = seen
 
 
 def _draw(logits: Tensor, params: Seq[SamplingParams], indices: Seq[int]) -> Tensor:

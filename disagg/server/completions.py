@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from disagg.config import Config
+from disagg.engine.sequence import SamplingParams
 from disagg.errors import CancelledError, ConfigError, DisaggError, ModelError, RequestError
 from disagg.model.chat import ChatTemplate
 from disagg.model.describe import describe_model
@@ -159,11 +160,11 @@ class Completions:
         """
         times = [time.monotonic()]
         failure: str | None = CancelledError.reason  # unless it ends in one of the ways below
-        hidden = (*request.stop_token_ids, *(() if request.ignore_eos else self.served.eos_ids))
+        params = self._params(request, len(prompt.tokens), sibling)
+        hidden = SamplingParams(**params).ends(self.served.eos_ids)
         decoder = self.tokenizer.detokenizer(prompt.tokens)
         text = TextStream(decoder, request.stop, request.min_tokens, hidden)
         codec = request.codec or self.served.codec
-        params = self._params(request, len(prompt.tokens), sibling)
         outputs = self.router.generate(prompt.tokens, params, codec, prompt.at)
         try:
             async with aclosing(outputs):

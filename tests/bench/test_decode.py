@@ -138,7 +138,7 @@ def test_the_modelled_model_has_as_many_parameters_as_its_name_says():
     assert decode.parameters() == pytest.approx(8.03e9, rel=0.001)
 
 
-def test_a_memory_that_holds_nothing_is_a_row_without_speed():
+def test_a_codec_that_fits_nowhere_is_a_row_without_speed():
     codecs = (RAW_FP16, "kivi:bits=4,residual=64")
     options = decode.CapacityOptions(memory_mb=0.3, tokens=256, codecs=codecs, most=1, steps=1)
     raw, kivi, *_ = decode.measure_capacity(options)["rows"]
