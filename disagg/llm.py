@@ -68,7 +68,7 @@ class LLM:
         """
         self._runner = Runner.load(model, dtype, device)
         self._tokenizer = Tokenizer.load(model)
-        self._codec = codec
+        self._codec = _codec_name(codec)
         config = config or EngineConfig()
         halves = [nbytes // 2 for nbytes in measure_memory(config, self._runner)]
         given = config.arena_bytes or halves[0], config.workspace_bytes or halves[1]
@@ -85,7 +85,7 @@ class LLM:
             plan_of=self._decode.plan,
             epoch=1,
             lease_s=math.inf,
-            max_sequences=config.max_sequences,
+            rows=self._decode.rows,
             may_reserve=self._decode.may_reserve,
         )
         drop = lambda rid, attempt, reason: self._decode.submit(Abort(rid))  # noqa: E731
@@ -110,9 +110,7 @@ class LLM:
             raise RequestError(f"params are {reprlib.repr(params)}; SamplingParams(...) are wanted")
         if not isinstance(n, int) or n < 1:
             raise RequestError(f"n is {reprlib.repr(n)}; an integer from 1 is wanted")
-        if not isinstance(codec, str | None):
-            raise ConfigError(f"codec is {reprlib.repr(codec)}; the name of one is wanted")
-        params, codec = params or SamplingParams(), codec or self._codec
+        params, codec = params or SamplingParams(), _codec_name(codec or self._codec)
         try:
             texts = [prompts] if isinstance(prompts, str) else [*prompts]
             seeds = [(params.seed + i) % MAX_NUMBER for i in range(n)]
@@ -181,6 +179,12 @@ class LLM:
             self._prefill.submit(Abort(x.request.rid))
         self._prefill.step()
         self._decode.step()
+
+
+def _codec_name(codec: object) -> str:
+    if isinstance(codec, str):
+        return codec
+    raise ConfigError(f"codec is {reprlib.repr(codec)}; the name of one is wanted")
 
 
 @dataclass

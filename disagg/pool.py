@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from heapq import heappop, heappush
-from threading import RLock
+from threading import Lock, RLock
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from disagg.errors import CapacityError, LayoutError
@@ -114,6 +114,27 @@ class Kept:
     note: object
     used: int = 0
     owned: int = 0
+
+
+class Rows:
+    """Rows of decode steps, as many as are recorded: what decodes has one, and so has whoever was
+    promised to. Any thread may call.
+    """
+
+    def __init__(self, count: int):
+        self.count = self.free = count
+        self._lock = Lock()
+
+    def take(self) -> bool:
+        """One more; False if all are taken."""
+        with self._lock:
+            self.free -= (found := self.free > 0)
+            return found
+
+    def give(self) -> None:
+        """One less."""
+        with self._lock:
+            self.free += 1
 
 
 def atomic(call: "Callable[Concatenate[Pool, P], R]") -> "Callable[Concatenate[Pool, P], R]":

@@ -50,20 +50,20 @@ BUDGETS = {
     "bench": 4118,
     "cli": 1996,
     "codecs": 2915,
-    "engine": 1924,
+    "engine": 1941,
     "eval": 575,
-    "files": 2036,  # disagg/*.py
+    "files": 2061,  # disagg/*.py
     "kernels": 6254,
     "model": 1926,
     "report": 160,
     "server": 2056,
-    "transfer": 3302,
-    "workers": 3082,
-    "tests": 23837,
+    "transfer": 3307,
+    "workers": 3080,
+    "tests": 23867,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21175  # of all these rooms together
+PACKAGE_BUDGET = 21220  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

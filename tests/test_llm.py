@@ -123,6 +123,8 @@ def test_what_is_no_prompt_or_no_params_is_refused_with_what_is_wanted(prompts, 
         llm.generate(prompts, params)
     with pytest.raises(ConfigError, match="codec is 5; the name of one"):
         llm.generate("x", codec=5)
+    with pytest.raises(ConfigError, match="codec is 5; the name of one"):
+        LLM(codec=5)
 
 
 def test_a_prompt_that_cannot_be_answered_leaves_nothing_behind(llm):

@@ -59,6 +59,7 @@ from disagg.model.capacity import exact_bytes, rooms_of
 from disagg.model.runner import Runner
 from disagg.page import Kind
 from disagg.plan import Plan
+from disagg.pool import Rows
 from disagg.wire import Item
 
 WAIT_S = 0.05  # how often a sequence without room looks again
@@ -85,9 +86,8 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._scheduler = Scheduler(
-            self.pool, config.max_batch_tokens, config.max_sequences, config.watermark
-        )
+        self.rows = Rows(config.max_sequences)
+        self._scheduler = Scheduler(self.pool, config.max_batch_tokens, self.rows, config.watermark)
         self._prefixes = ExactPrefixes(self.pool, self.arena, shape)
         self._guard = Guard(list(map(self.plan, guarded)))
         self.counts = Counter[str]()  # "computed_tokens", "cached_tokens" of prompts, "preempted"
@@ -188,6 +188,7 @@ class Engine:
         if isinstance(message, Admit):
             sequence.scores = list(message.logprobs)
             sequence.groups, sequence.n = message.groups, message.moved or sequence.prompt_len
+            sequence.promised = True
             sequence.enter(Status.DECODE)
             self._scheduler.activate(sequence)
         else:

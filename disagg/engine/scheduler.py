@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from disagg.codecs.tables import block_size
 from disagg.engine.sequence import Sequence, Status, urgency
 from disagg.errors import CapacityError
-from disagg.pool import Pool
+from disagg.pool import Pool, Rows
 from disagg.state import allocate_group
 
 
@@ -52,7 +52,7 @@ class Share:
 class Scheduler:
     """The queues of an engine, and the rules by which sequences get room and tokens."""
 
-    def __init__(self, pool: Pool, max_batch_tokens: int, max_sequences: int, watermark: float):
+    def __init__(self, pool: Pool, max_batch_tokens: int, rows: Rows, watermark: float):
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # both in order of arrival
         self.held: dict[str, Sequence] = {}
@@ -60,13 +60,14 @@ class Scheduler:
         self.sole: Sequence | None = None  # is to start again with the pool to itself
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
-        self._max_sequences = max_sequences
+        self._rows = rows
         self._reserve_bytes = int(pool.arena.nbytes * watermark)
 
     @property
     def slots(self) -> int:
         """How many more sequences may compute, those that wait counted."""
-        return max(0, self._max_sequences - len(self.active) - len(self.waiting))
+        free = min(self._rows.free, self._rows.count - len(self.active))
+        return max(0, free - len(self.waiting))
 
     @property
     def free_bytes(self) -> int:
@@ -85,6 +86,7 @@ class Scheduler:
     def hold(self, sequence: Sequence) -> None:
         """Compute no more, and keep the records for another worker."""
         self.active.remove(sequence)
+        self._leave(sequence)
         self.held[sequence.rid] = sequence
 
     def find(self, rid: str) -> Sequence | None:
@@ -130,7 +132,7 @@ class Scheduler:
 
         CapacityError if it had the whole pool to itself and that was not enough.
         """
-        if len(self.active) >= self._max_sequences:
+        if len(self.active) >= self._rows.count:
             return False
         alone = not self._pool.referenced_pages
         if self.sole is not None and not (alone and sequence is self.sole):
@@ -139,6 +141,10 @@ class Scheduler:
             return False
         if not alone and sequence.plan.nbytes(sequence.length + 1) > self.free_bytes:
             return False
+        if not (sequence.promised or sequence.handoff):
+            sequence.seated = self._rows.take()
+            if not sequence.seated:
+                return False
         try:
             for group in sequence.plan.groups:
                 sequence.groups += (allocate_group(group, sequence.prompt_len, self._pool),)
@@ -174,3 +180,10 @@ class Scheduler:
         for state in sequence.groups:
             self._pool.release(state.ids())
         sequence.groups, sequence.n, sequence.workspace = (), 0, None
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Its row is for others; one that was promised to it is not the engine's to give."""
+        if sequence.seated:
+            sequence.seated = False
+            self._rows.give()

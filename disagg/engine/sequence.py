@@ -200,6 +200,7 @@ class Sequence:
     known:     what that was at first: later some of it is its own; None: it has not started
     keys:      of the units of its exact KV, by layer group · kept_units: those that were kept
     born:      when it was asked, on the clock of the engine · order: who came first keeps its place
+    promised:  it came with a row of decode steps for life · seated: it was given one here
     crowd:     bytes that others had when it was preempted: where they compute, it waits for fewer
     hold_at:   tokens in the pool at which it stops, to go on elsewhere; None: it does not
     workspace: exact KV of the prompt, while it prefills · encode_s: time spent compressing it
@@ -222,6 +223,8 @@ class Sequence:
     keys: Seq[Seq[bytes]] = ()
     kept_units: int = 0
     groups: tuple[GroupState, ...] = ()
+    promised: bool = False
+    seated: bool = False
     crowd: float = inf
     hold_at: int | None = None
     workspace: "Workspace | None" = None

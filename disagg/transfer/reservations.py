@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from disagg.errors import (
@@ -29,7 +29,7 @@ from disagg.errors import (
     ReservationError,
 )
 from disagg.plan import Plan
-from disagg.pool import Pool
+from disagg.pool import Pool, Rows
 from disagg.state import GroupState
 from disagg.transfer.messages import Ack, Attach, Attached, Grant, Job
 from disagg.transfer.prefix_cache import Holding, PrefixCache, Scrub
@@ -48,7 +48,7 @@ class Terms:
     plan_of:         the plan of a job's codec, whose records it allocates
     epoch:           its incarnation; a fence raises it by one
     lease_s:         a reservation ends this long after the last sign of life
-    max_sequences:   reservations and admitted prompts together
+    rows:            of decode steps: a reservation takes one, until its answer has ended
     watermark_bytes: what a reservation leaves free for sequences that grow
     may_reserve:     False while sequences here wait for room
     share:           prompts that begin alike share the records of their beginning
@@ -58,7 +58,7 @@ class Terms:
     plan_of: Callable[[str], Plan]
     epoch: int
     lease_s: float = 10.0
-    max_sequences: int = 1 << 16
+    rows: Rows = field(default_factory=lambda: Rows(1 << 16))
     watermark_bytes: int = 0
     may_reserve: Callable[[], bool] = lambda: True
     share: bool = True
@@ -350,11 +350,15 @@ class Reservations:
 
     def _hold(self, job: Job, plan: Plan) -> Reservation:
         terms = self.terms
-        if len(self._live) + len(self._running) >= terms.max_sequences:
-            raise CapacityError(f"{terms.max_sequences} sequences are here or promised room")
         if not terms.may_reserve():
             raise CapacityError("sequences here wait for room already")
-        holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
+        if not terms.rows.take():
+            raise CapacityError(f"{terms.rows.count} sequences are here or promised room")
+        try:
+            holding = self.cache.hold(terms.model, plan, job, terms.watermark_bytes)
+        except BaseException:
+            terms.rows.give()
+            raise
         reservation = Reservation(secrets.randbits(64), holding)
         self._by_nonce[reservation.nonce] = self._live[job.rid] = reservation
         self._renew(reservation)
@@ -392,6 +396,7 @@ class Reservations:
         for table in (self._live, self._running):
             if table.get(reservation.rid) is reservation:
                 del table[reservation.rid]
+        self.terms.rows.give()
         self._ended.append(reservation)
         if holding := reservation.holding:
             reservation.holding = None

@@ -233,12 +233,10 @@ class Worker:
         return replace(job, codec=job.codec or self._codec)
 
     def _room(self) -> Load:
-        """What it could take now: reservations count as sequences that are here."""
-        engine, gauges = self.engine.load, self.reservations.gauges()
-        here = gauges["reservations"] + gauges["running"]
-        slots = min(engine.slots, self.config.engine.max_sequences - here)
+        """What it could take now."""
+        engine = self.engine.load
         waiting = 0 if self.engine.may_reserve() else max(1, engine.waiting)
-        return Load(engine.free_bytes, max(0, slots), waiting, self.role)
+        return Load(engine.free_bytes, engine.slots, waiting, self.role)
 
     # -- threads
 
@@ -320,7 +318,7 @@ class Worker:
             plan_of=engine.plan,
             epoch=self.epoch,
             lease_s=transfer.lease_s,
-            max_sequences=self.config.engine.max_sequences,
+            rows=engine.rows,
             watermark_bytes=int(pool.arena.nbytes * self.config.engine.watermark),
             may_reserve=engine.may_reserve,
             share=transfer.dedup,

@@ -20,6 +20,7 @@ from disagg.errors import (
     UnknownNameError,
 )
 from disagg.page import Kind
+from disagg.pool import Rows
 from disagg.transfer import reservations
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.reservations import Admission
@@ -155,7 +156,7 @@ def test_what_is_shared_with_others_does_not_count_as_room_wanted():
 
 
 def test_reservations_and_running_sequences_together_stay_within_the_limit(desk, prompt):
-    desk = Desk(max_sequences=2)
+    desk = Desk(rows=Rows(2))
     desk.give(prompt, "one")
     desk.reserve(prompt, rid="two")
     with pytest.raises(CapacityError, match="2 sequences"):

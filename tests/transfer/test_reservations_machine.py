@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from disagg.errors import CapacityError, CorruptFrameError, ReservationError, TransferError
+from disagg.pool import Rows
 from disagg.transfer.messages import Ack, Attach, Grant
 from disagg.transfer.records import ArenaSource
 from disagg.transfer.reservations import MEMORY_S, Admission, State
@@ -47,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         self.desk = Desk(
             7 << 14,
             lease_s=LEASE_S,
-            max_sequences=MAX_SEQUENCES,
+            rows=Rows(MAX_SEQUENCES),
             watermark_bytes=1 << 13,
             may_reserve=lambda: not self.engine_waits,
         )
@@ -299,7 +300,8 @@ class Machine(RuleBasedStateMachine):
     def every_page_is_owned_once(self) -> None:
         self.pool.check_integrity()
         gauges, known = self.ledger.gauges(), self.ledger._by_nonce
-        assert gauges["reservations"] + gauges["running"] <= MAX_SEQUENCES
+        taken = gauges["reservations"] + gauges["running"]
+        assert self.desk.terms.rows.free == MAX_SEQUENCES - taken >= 0
         assert len(known) == len(self.ledger._of()) + len(self.ledger._ended)
         if not (gauges["reservations"] or self.engine):
             assert self.pool.referenced_pages == 0

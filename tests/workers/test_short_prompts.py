@@ -1,8 +1,11 @@
 """Prompts too short to be worth a hand-off are answered where they decode."""
 
+import asyncio
+
 import pytest
 
-from disagg.config import Config
+from disagg.config import Config, EngineConfig
+from disagg.engine import engine
 from disagg.engine.sequence import SamplingParams
 from disagg.llm import LLM
 from disagg.transfer.records import least_worth_sending
@@ -35,3 +38,25 @@ async def test_by_default_short_prompts_never_leave_the_decode_worker(runners, s
         assert stayed.kv["wire_bytes"] == 0 < sent.kv["wire_bytes"] < sent.kv["fp16_bytes"]
         counts = (await home.router.status())["d"].info["counts"]
         assert counts["computed_tokens"] == 127
+
+
+async def test_whole_and_handed_over_together_they_stay_within_the_rows(
+    runners, story, monkeypatch
+):
+    """More rows than were recorded would be recorded while requests wait."""
+    seen, build_batch = [], engine.build_batch
+
+    def count(shares, *rest):
+        seen.append(sum(share.decodes for share in shares))
+        return build_batch(shares, *rest)
+
+    monkeypatch.setattr(engine, "build_batch", count)
+    config = Config(codec=KIVI, engine=EngineConfig(max_sequences=3))
+    async with paired(runners, config, min_tokens=None) as home:
+        prompts = [story[i : i + (40 if i % 2 else 150)] for i in range(10)]
+        answers = [home.complete(each, "", max_tokens=30) for each in prompts]
+        for prompt, (tokens, _) in zip(prompts, await asyncio.gather(*answers), strict=True):
+            assert tokens == alone(prompt, KIVI, max_tokens=30)
+        await home.empty()
+        assert max(seen) == 3
+        assert home.workers["d"].engine.rows.free == 3
