@@ -47,7 +47,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4118,
+    "bench": 4120,
     "cli": 1996,
     "codecs": 2915,
     "engine": 1941,
@@ -56,14 +56,14 @@ BUDGETS = {
     "kernels": 6254,
     "model": 1926,
     "report": 160,
-    "server": 2056,
+    "server": 2102,
     "transfer": 3307,
     "workers": 3080,
-    "tests": 23867,
+    "tests": 23895,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21220  # of all these rooms together
+PACKAGE_BUDGET = 21268  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

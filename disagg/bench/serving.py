@@ -222,9 +222,11 @@ def _take(seen: Visited, event: Row) -> None:
     if "error" in event:
         raise ValueError(str(event["error"]))
     if choices := event.get("choices"):
-        seen.note()
         delta = choices[0].get("delta") or choices[0]
-        seen.text += delta.get("text") or delta.get("content") or ""
+        text = delta.get("text") or delta.get("content") or ""
+        if text or "role" not in delta:  # else it says who speaks, and comes with the first token
+            seen.note()
+        seen.text += text
     if usage := event.get("usage"):
         seen.tokens = usage["completion_tokens"]
         seen.prompt_tokens = usage.get("prompt_tokens", seen.prompt_tokens)

@@ -19,6 +19,10 @@ class CompletionAnswer:
         self._tokenizer = tokenizer
         self._offsets: Counter[int] = Counter()  # by choice
 
+    def openings(self, count: int) -> list[dict[str, Any]]:
+        """What comes before any piece, of so many choices."""
+        return []
+
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """Some more of a choice."""
         choice = {"index": index, "text": piece.text, "finish_reason": piece.finish_reason}
@@ -60,14 +64,17 @@ class ChatAnswer:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._begun: set[int] = set()
+
+    def openings(self, count: int) -> list[dict[str, Any]]:
+        """Who speaks, in each choice. Of its own and in order: the `openai` clients keep a list of
+        choices that grows at its end, and count the log-probabilities of a first chunk twice.
+        """
+        said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return [{"index": index, **said, "finish_reason": None} for index in range(count)]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Some more of a choice; the first chunk of each says who speaks."""
-        delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant", "content": ""}
-        self._begun.add(index)
-        if piece.text:
-            delta["content"] = piece.text
+        """Some more of a choice."""
+        delta = {"content": piece.text} if piece.text else {}
         return {"index": index, "delta": delta, **self._ending(piece)}
 
     def whole(self, index: int, piece: Piece) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from disagg.server.schema import ChatRequest, CompletionRequest, GenerationReque
 from disagg.server.views import add_tokens, add_views
 
 RETRY_AFTER_S = "1"
+AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would gather events
 MAX_PATH_SHOWN = 100
 
 
@@ -57,7 +58,7 @@ def create_app(
         reply = Reply(completions, request, prompts, answer)
         if request.stream:
             first = await _unless_left(http, reply.begin())
-            return StreamingResponse(reply.events(first), media_type="text/event-stream")
+            return StreamingResponse(reply.events(first), 200, AT_ONCE, "text/event-stream")
         whole = await _unless_left(http, reply.whole())
         if request.kv_transfer_params.do_remote_decode:
             parked = completions.doors.park(host, port, prompts[0].tokens)

@@ -50,8 +50,8 @@ def check_text(chars: int, context_length: int, longest_token: int, field: str) 
     most = context_length * longest_token
     if chars > most:
         raise PromptTooLongError(
-            f"the prompt has {chars:,} characters; the model's context of {context_length} tokens "
-            f"holds at most {most:,}",
+            f"the prompt is too long: it has {chars:,} characters; the model's context of "
+            f"{context_length} tokens holds at most {most:,}",
             field,
         )
 
@@ -62,8 +62,8 @@ def check_prompt(tokens: int, context_length: int, field: str = "prompt") -> Non
         raise RequestError("the prompt is empty; at least one token is wanted", field)
     if tokens >= context_length:
         raise PromptTooLongError(
-            f"the prompt has {tokens} tokens; the model's context of {context_length} holds at "
-            f"most {context_length - 1} and an answer",
+            f"the prompt is too long: it has {tokens} tokens; the model's context of "
+            f"{context_length} holds at most {context_length - 1} and an answer",
             field,
         )
 

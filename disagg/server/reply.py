@@ -52,17 +52,20 @@ class Reply:
         """Server-sent events, the last one "[DONE]"; an error in mid-stream is an event too."""
         options, head = self._request.stream_options, {"object": self._answer.chunk_object}
         found: tuple[int, Piece] | None = first
+
+        def chunk(choice: Mapping[str, Any]) -> str:
+            usage = {"usage": self._usage()} if options.continuous_usage_stats else {}
+            return event(self._named | head | {"choices": [choice]} | usage)
+
         try:
             async with aclosing(self._pieces):
+                for opening in self._answer.openings(self._request.n):
+                    yield chunk(opening)
                 while found is not None:
                     index, piece = found
                     self._last[index] = piece
                     if piece.text or piece.scores or piece.finish_reason:
-                        choice = self._with_kv(self._answer.chunk(index, piece), piece)
-                        chunk: dict[str, Any] = {"choices": [choice]}
-                        if options.continuous_usage_stats:
-                            chunk["usage"] = self._usage()
-                        yield event(self._named | head | chunk)
+                        yield chunk(self._with_kv(self._answer.chunk(index, piece), piece))
                     found = await anext(self._pieces, None)
         except DisaggError as error:
             yield event(error_body(str(error), error.reason, error.http_status, error.param))

@@ -39,13 +39,17 @@ NEUTRAL: Mapping[str, Any] = {
     )
     for name in names.split()
 }
-INSTEAD = {"max_completion_tokens": "write max_tokens"}
+INSTEAD = {
+    "max_completion_tokens": "write max_tokens",
+    "reasoning_effort": "if the model's template knows it, it goes into chat_template_kwargs",
+}
 # known, and the answer is the same whatever they are
 HARMLESS = (
     "include_reasoning metadata parallel_tool_calls prediction priority prompt_cache_key "
     "prompt_cache_retention request_id safety_identifier service_tier session_id store "
     "stream_interval user"
 )
+BOM = b"\xef\xbb\xbf"  # some editors write it before UTF-8
 # what an engine is told as the client said it
 SAMPLED = (
     "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty "
@@ -72,7 +76,12 @@ def one_text(value: Any) -> Any:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(f"messages: {limits.shown(part)} is no part of text", "messages")
-    return "".join(part["text"] for part in value)
+    return "\n".join(part["text"] for part in value)
+
+
+def as_object(value: Any) -> Any:
+    """JSON as what it says: templates write it as JSON again."""
+    return from_json(value or "{}") if isinstance(value, str | None) else value
 
 
 StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
@@ -100,7 +109,7 @@ class Body(BaseModel):
     def read(cls, body: bytes | bytearray) -> Self:
         """From JSON; RequestError that names the field where there is something wrong."""
         try:
-            found = from_json(body)
+            found = from_json(body.removeprefix(BOM))
         except ValueError as error:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(found, dict):
@@ -220,13 +229,38 @@ class CompletionRequest(GenerationRequest):
         return super().sampling(room) | scored
 
 
-class ChatMessage(BaseModel):
-    """One message of a conversation; templates may know more of it."""
+class Part(BaseModel):
+    """Of a conversation; templates may know more of it."""
 
     model_config = ConfigDict(extra="allow")
 
+
+class FunctionCall(Part):
+    """What an assistant called, and with what."""
+
+    arguments: Annotated[dict[str, Any], BeforeValidator(as_object)] = {}
+
+
+class ToolCall(Part):
+    """A call of an assistant."""
+
+    function: FunctionCall
+
+
+class ChatMessage(Part):
+    """One message."""
+
     role: Name
     content: Annotated[str | None, BeforeValidator(one_text)] = None
+    tool_calls: list[ToolCall] | None = None
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As templates know it: they ask whether a field is there, and count the calls."""
+        turn = {"content": ""} | self.model_dump(exclude_unset=True, exclude_none=True)
+        if not self.tool_calls:
+            turn.pop("tool_calls", None)
+        return turn
 
 
 class Conversation(Body):
@@ -245,8 +279,7 @@ class Conversation(Body):
             if message.content is None and message.role != "assistant":
                 told = f"messages[{index}].content is required of role {limits.shown(message.role)}"
                 raise RequestError(told, "messages")
-        said = [message.model_dump(exclude_unset=True) for message in self.messages]
-        return [turn | {"content": turn.get("content") or ""} for turn in said]
+        return [message.turn for message in self.messages]
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def add_views(app: FastAPI, completions: Completions, staff: Staff | None = None
 
     @read("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
+        if not name:
+            return await models()
         completions.check_model(name)
         return JSONResponse(model)
 

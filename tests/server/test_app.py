@@ -37,6 +37,7 @@ def test_the_figures_of_the_hand_off_come_when_they_are_asked_for_and_there_are_
 def test_a_stream_says_every_token_then_the_usage_then_done(app):
     response = post(app, stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
     *chunks, usage = events(response.text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcd"
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
@@ -102,13 +103,14 @@ def test_the_token_that_ends_a_text_is_not_shown(ignored, text, router):
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_the_body_counts_and_not_its_content_type(app):
+def test_the_body_counts_and_not_its_content_type_or_a_byte_order_mark(app):
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
-    answer, broken = (
+    said = json.dumps(ask()).encode()
+    answer, marked, broken = (
         send(app, "POST", "/v1/completions", content=body, headers=headers)
-        for body in (json.dumps(ask()), "prompt=abc")
+        for body in (said, b"\xef\xbb\xbf" + said, b"prompt=abc")
     )
-    assert answer.status_code == 200
+    assert answer.status_code == marked.status_code == 200
     assert "JSON" in refused(broken, 400, "request")
 
 

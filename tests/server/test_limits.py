@@ -89,6 +89,12 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
     assert not router.asked
 
 
+def called(arguments):
+    """A message that calls a tool."""
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    return [{"role": "assistant", "tool_calls": calls}]
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
@@ -98,6 +104,8 @@ def test_a_field_out_of_its_bounds_is_named(fields, param, says, app, router):
         ([{"role": "user", "content": ""}] * 20_000, "at most 16384 items"),
         ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "is no part of text"),
         ([{"role": "user"}], "messages[0].content is required of role 'user'"),
+        (called("{"), "messages[0].tool_calls[0].function.arguments is '{': Value error, EOF"),
+        (called([]), "messages[0].tool_calls[0].function.arguments is []: Input should be a valid"),
         ([{"role": "tool", "content": None}], "messages[0].content is required of role 'tool'"),
     ],
 )
@@ -111,10 +119,23 @@ def test_what_is_said_to_the_template_itself_has_the_last_word():
     assert options == {"add_generation_prompt": False, "continue_final_message": False, "x": 1}
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": []}])
-def test_an_assistant_without_content_says_nothing(said):
-    body = json.dumps({"messages": [{"role": "assistant", **said}]}).encode()
-    assert [turn["content"] for turn in ChatRequest.read(body).turns] == [""]
+NOTHING = {"content": None, "refusal": None, "tool_calls": None}  # as clients send it back
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, NOTHING, {"tool_calls": []}])
+def test_an_assistant_who_says_nothing_has_no_other_field(said):
+    assert turns([{"role": "assistant", **said}]) == [{"role": "assistant", "content": ""}]
+
+
+def test_a_template_is_given_the_arguments_of_a_call_and_not_their_json():
+    (turn,) = turns(called('{"city": "Oslo"}'))
+    assert turn["tool_calls"] == called({"city": "Oslo"})[0]["tool_calls"]
+    for none in (None, ""):
+        assert turns(called(none)) == turns(called({}))
+
+
+def turns(messages):
+    return ChatRequest.read(json.dumps({"messages": messages}).encode()).turns
 
 
 def test_who_wants_nothing_tokenised_or_two_things_hears_what_may_be(app):

@@ -58,6 +58,7 @@ def tokenize(service: Running, **body: Any) -> dict[str, Any]:
 
 def test_the_model_is_listed_and_found(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.get("/models/", cast_to=dict)["data"][0]["id"] == "tiny"
     assert client.models.retrieve("tiny").owned_by == "disagg"
 
 
@@ -138,10 +139,10 @@ MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
     {
         "role": "user",
-        "content": [{"type": "text", "text": "Call me "}, {"type": "text", "text": "x"}],
+        "content": [{"type": "text", "text": "Call me"}, {"type": "text", "text": "x"}],
     },
 ]
-WRITTEN = "system: Be brief.\nuser: Call me x\nassistant:"
+WRITTEN = "system: Be brief.\nuser: Call me\nx\nassistant:"
 
 
 def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
@@ -155,9 +156,13 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(client, service):
 
 
 def test_a_chat_streams_its_deltas_and_says_who_speaks_first(client):
-    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 2}
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 7, "n": 3, "logprobs": True}
     whole = client.chat.completions.create(**asked)
     chunks = [*client.chat.completions.create(**asked, stream=True)]
+    began = [x for chunk in chunks[:3] for x in chunk.choices]
+    assert [(x.index, x.delta.content, x.logprobs) for x in began] == [
+        (i, "", None) for i in range(3)
+    ]
     for index, choice in enumerate(whole.choices):
         deltas = [x.delta for chunk in chunks for x in chunk.choices if x.index == index]
         assert [delta.role for delta in deltas if delta.role] == [deltas[0].role] == ["assistant"]
