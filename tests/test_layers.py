@@ -54,16 +54,16 @@ BUDGETS = {
     "eval": 575,
     "files": 2061,  # disagg/*.py
     "kernels": 6254,
-    "model": 1926,
+    "model": 1929,
     "report": 160,
     "server": 2102,
     "transfer": 3307,
     "workers": 3080,
-    "tests": 23895,
+    "tests": 23916,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21268  # of all these rooms together
+PACKAGE_BUDGET = 21271  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -188,6 +188,9 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError(f"{kind} has state-space layers ({states[0]}): not supported")
     if text.get("num_kv_shared_layers"):
         raise ModelError(f"{kind} shares KV between layers (num_kv_shared_layers): not supported")
+    for key in ("global_head_dim", "v_head_dim"):
+        if (size := text.get(key)) not in (None, text.get("head_dim", size)):
+            raise ModelError(f"{kind} has heads of several sizes ({key}): not supported")
     strange = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     if strange:
         raise ModelError(f"{kind} has layers of type {', '.join(sorted(strange))}: not supported")

@@ -21,14 +21,21 @@ from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_config, save_tiny
 
-PLAIN = ("cohere", "ernie4_5", "gemma", "glm", "glm4", "gpt2", "gpt_neox", "granite", "llama")
-PLAIN += ("nemotron", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3")
-WINDOWED = ("afmoe", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral")
-WINDOWED += ("olmo3", "starcoder2", "vaultgemma")
-EXPERTS = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
-OTHERS = ("bamba", "bloom", "deepseek_v3", "falcon", "falcon_h1", "jamba", "llama4_text", "mpt")
-OTHERS += ("qwen3_next", "stablelm")
-KINDS = (*PLAIN, *WINDOWED, *EXPERTS, *OTHERS)
+PLAIN = (
+    "apertus arcee bitnet cohere ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite "
+)
+PLAIN += (
+    "helium hunyuan_v1_dense internlm3 jais2 llama ministral3 nanochat olmo olmo2 opt phi phi3 "
+)
+PLAIN += "qwen2 qwen3 seed_oss smollm3 "
+WINDOWED = "afmoe cohere2 exaone4 gemma2 gemma3_text gpt_oss granite_swa ministral mistral olmo3 "
+WINDOWED += "starcoder2 vaultgemma "
+EXPERTS = "cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe "
+EXPERTS += "minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open "
+PROBED = "gemma4_text nemotron "  # refused when their weights have loaded
+OTHERS = "bamba biogpt bloom deepseek_v3 falcon falcon_h1 gemma3n_text granitemoehybrid jamba "
+OTHERS += "kimi_linear lfm2 llama4_text minimax mpt qwen3_5_text qwen3_next stablelm"
+KINDS = (PLAIN + WINDOWED + EXPERTS + PROBED + OTHERS).split()
 LENGTHS, ANSWER = (5, 37, 70), 24
 SERVED = f"the tokens of `generate`, prompts of {', '.join(map(str, LENGTHS))}, {ANSWER} generated"
 HEAD = f"""# Models

@@ -27,7 +27,7 @@ def test_raw_pages_give_the_tokens_that_transformers_gives(kind, tmp_path):
     assert result == SERVED
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", OTHERS.split())
 def test_attention_that_pages_cannot_serve_is_refused_at_load(kind, tmp_path):
     with pytest.raises(ModelError) as refused:
         Runner.load(str(save_config(kind, tmp_path)))

@@ -21,12 +21,25 @@ OWN_NAMES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "init_std": 0.2},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     | {"num_attention_heads": 4, "max_position_embeddings": CONTEXT},
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 8},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "afmoe": {"sliding_window": 20, "moe_intermediate_size": 48}
     | {"num_experts": 4, "num_experts_per_tok": 2},
+    "bitnet": {"head_dim": 16},
     "cohere2": {"sliding_window": 20, "sliding_window_pattern": 2, "logit_scale": 1.0},
+    "cohere2_moe": {"sliding_window": 20},
+    "dots1": {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "exaone4": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "exaone_moe": {"sliding_window": 20, "moe_intermediate_size": 48, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "granite_swa": {"sliding_window": 20},
+    "helium": {"head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5": {"use_bias": False},
     "glm4_moe": {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 20},
