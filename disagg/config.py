@@ -309,7 +309,7 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        found = _parse_yaml(f"file {path}", path.read_text())
+        found = _parse_yaml(f"file {path}", path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -48,22 +48,22 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
     "bench": 4120,
-    "cli": 1996,
+    "cli": 2030,
     "codecs": 2915,
     "engine": 1941,
     "eval": 575,
-    "files": 2061,  # disagg/*.py
+    "files": 2064,  # disagg/*.py
     "kernels": 6254,
     "model": 1929,
     "report": 160,
     "server": 2102,
     "transfer": 3307,
-    "workers": 3080,
-    "tests": 23916,
+    "workers": 3094,
+    "tests": 23974,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21271  # of all these rooms together
+PACKAGE_BUDGET = 21322  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

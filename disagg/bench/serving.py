@@ -450,7 +450,7 @@ def _mooncake(options: WorkloadOptions, prompts: Prompts) -> Iterator[Visit]:
 
 def _text(options: WorkloadOptions) -> str:
     assert options.path is not None
-    return options.path.read_text()
+    return options.path.read_text("utf-8")
 
 
 MAKERS: dict[str, Callable[[WorkloadOptions, Prompts], Iterator[Visit]]] = {

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from disagg.cli import bench, doctor, eval, fetch, look, models, serve, submit, workers
+from disagg.cli.output import tell
 from disagg.errors import CapacityError, ConfigError, DisaggError, quoted
 
 app = typer.Typer(
@@ -97,5 +98,5 @@ def report(error: DisaggError, as_json: bool) -> int:
         body = {"message": str(error), "type": error.reason, "code": error.http_status}
         print(json.dumps({"error": body}))
     else:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        tell(f"error: {' '.join(str(error).split())}")
     return error.exit_code

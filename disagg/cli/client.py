@@ -152,7 +152,7 @@ def complete(
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer, times = Answer(), [time.monotonic()]
     sent = dict(body) | wanted
-    with _exchange(service, path, sent, timeout_s=None) as response:
+    with _exchange(service, path, sent, timeout_s=None) as response, understood(service):
         for event in _events(response):
             if "error" in event:
                 raise error_from(event["error"]["type"], event["error"]["message"])
@@ -163,7 +163,7 @@ def complete(
                 times.append(time.monotonic())
                 text = choice.get("text") or choice.get("delta", {}).get("content", "")
                 answer.text += text
-                answer.finish_reason = choice["finish_reason"] or ""
+                answer.finish_reason = choice.get("finish_reason") or ""
                 show(text)
                 answer.kv = choice.get("kv") or answer.kv
     if not answer.finish_reason:
@@ -281,6 +281,16 @@ def _trust(certificate: str | None) -> ssl.SSLContext:
         trust.check_hostname = False
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return trust
+
+
+@contextmanager
+def understood(service: RunningService) -> Iterator[None]:
+    """PeerLostError where what it said in JSON is not what such a service says."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        told = f"{service.url} answers otherwise than expected; is it a disagg service?"
+        raise PeerLostError(f"{told} ({error!r})") from error
 
 
 def _address(url: str) -> tuple[SplitResult, str, int | None]:

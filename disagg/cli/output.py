@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from disagg.cli.client import Answer
@@ -20,6 +20,13 @@ TIMES = {
     "admit_ms": "admit",
 }
 SHORT_TOKENS = 256  # longer prompts have pages that are sealed
+
+
+def tell(line: str) -> None:
+    """A line on standard error, where it may be that nobody reads it any more, or its disk is full:
+    what goes on matters more."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -83,9 +90,7 @@ def stages() -> Iterator[Callable[[str], None]]:
     """
     if not sys.stderr.isatty():
         began = time.monotonic()
-        yield lambda stage: print(
-            f"{time.monotonic() - began:5.1f} s  {stage} ...", file=sys.stderr, flush=True
-        )
+        yield lambda stage: tell(f"{time.monotonic() - began:5.1f} s  {stage} ...")
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -9,20 +9,19 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from typer import Option
 
 from disagg.cli import client, options
 from disagg.cli.client import RunningService
-from disagg.cli.output import print_json, stages
+from disagg.cli.output import print_json, stages, tell
 from disagg.config import DEFAULT_CODEC, ClusterConfig, Config, replace_keys
 from disagg.errors import DeadlineError, PeerLostError, RequestError
 from disagg.workers.reaper import birth
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from disagg.model.tokenizer import Tokenizer
 
 ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last one: a terminal was closed
-STOP_S = 10.0  # beyond the grace of its workers
-STUCK_S = 15.0  # after a signal while it starts
+STUCK_S = 15.0  # for all that Ray has to do at the end
+STOP_S = 5.0  # beyond what the end may take
 POLL_S = 0.05
 DEFAULT_DIM = 16  # DEFAULT_CODEC takes heads of any multiple
 
@@ -101,7 +100,7 @@ def stop(state_file: options.StateFile = None, as_json: options.Json = False) ->
             client.post(state, "/stop")
     else:
         os.kill(state.pid, signal.SIGTERM)
-    began, patience_s = time.monotonic(), state.grace_s + STOP_S
+    began, patience_s = time.monotonic(), 2 * state.grace_s + STUCK_S + STOP_S
     with stages() as say:
         say(f"stopping the service at {state.url}")
         while state.alive:
@@ -128,84 +127,103 @@ def run_service(config: Config, as_json: bool) -> None:
     check_model(config)
     from disagg.server.service import Service
 
-    take_signals()
     try:
-        with unstuck() as started, ExitStack() as stack:
+        with Ending(config.cluster.grace_s) as ending, ExitStack() as stack:
             with stages() as say:
-                service = Service(config, ending(say), client.left_token(path))
+                service = Service(config, ending.telling(say), client.left_token(path))
                 tls = config.server.tls_certificate
                 tls = tls and os.path.abspath(tls)  # clients are in other folders
                 mine = os.getpid(), service.secret, tls, config.cluster.grace_s
                 state = RunningService(service.url, *mine, born=birth(os.getpid()))
                 is_ready = stack.enter_context(client.announced(path, state))
                 stack.enter_context(service)
+                stack.callback(ending.begin)
             is_ready()
-            started()
+            ending.started()
             if as_json:
                 print_json({"url": service.url, "pid": os.getpid()})
             told = f"serving {service.name} at {service.url}"
             for line in (*service.links, *service.doors, *_open_to_all(config), told):
-                print(line, file=sys.stderr, flush=True)
+                tell(line)
             while not service.stopped.wait(1.0):
-                take_signals()  # a Ray that starts anew has its own again
+                ending.take_signals()  # a Ray that starts anew has its own again
     except (KeyboardInterrupt, SystemExit):  # Ray's handler raises the second one
-        print("stopped", file=sys.stderr)
+        tell("stopped")
 
 
-def take_signals() -> None:
-    """Let the signals of ENDS end the service, unless they are ignored.
+class Ending:
+    """How this process ends: by the signals of ENDS, unless they are ignored, and whatever hangs.
 
-    Again after each start of Ray: its C++ handler of SIGTERM aborts the process.
+    Ray's C++ waits without end for a raylet that had the signal too, or that answers no more, and
+    Python's handlers wait for it. What is left of a private service then its reaper takes away.
     """
-    for number in ENDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
 
+    def __init__(self, grace_s: float):
+        self._limit_s = 2 * grace_s + STUCK_S  # for answers, then for workers
+        self._deaf_until = 0.0
+        self._started = threading.Event()
 
-@contextmanager
-def unstuck() -> Iterator[Callable[[], None]]:
-    """Ends the process STUCK_S after a signal of ENDS; who is past the start calls what this gives.
+    def __enter__(self) -> Self:
+        self._ours, theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._ours.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=[theirs], daemon=True).start()
+        told = b"stopped, though Ray answers no more\n"
+        self._timer = threading.Timer(self._limit_s, _leave, [told, 1])
+        self._timer.daemon = True
+        self.take_signals()
+        return self
 
-    Ray's C++ waits without end for a raylet that had the signal too, and Python's handlers wait for
-    it. What is left of a private service then its reaper takes away.
-    """
-    started = threading.Event()
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
+    def __exit__(self, *_: object) -> None:
+        self.started()
+        self._timer.cancel()
+        signal.set_wakeup_fd(self._before)
+        self._ours.close()
 
-    def wait() -> None:
+    def started(self) -> None:
+        """From here on the handlers suffice; before, the end came STUCK_S after a signal."""
+        self._started.set()
+
+    def begin(self) -> None:
+        """It ends now, within its time."""
+        self._timer.start()
+
+    def take_signals(self) -> None:
+        """Again after each start of Ray: its C++ handler of SIGTERM aborts the process."""
+        for number in ENDS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._interrupt)
+
+    def telling(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """What tells of stages, and takes the signals before each."""
+
+        def take_and_say(stage: str) -> None:
+            self.take_signals()
+            say(stage)
+
+        return take_and_say
+
+    def _interrupt(self, *_: object) -> None:
+        """Say that the end begins, which takes seconds, and begin with it: signals come in twos,
+        and a second one would leave half of it undone."""
+        if time.monotonic() < self._deaf_until:
+            return
+        self._deaf_until = time.monotonic() + STUCK_S
+        with suppress(RuntimeError):  # a line was just being written
+            tell("stopping ...")
+        raise KeyboardInterrupt
+
+    def _watch(self, theirs: socket.socket) -> None:
         with theirs:
-            while (told := theirs.recv(1)) and told[0] not in ENDS:
-                pass
-        if told and not started.wait(STUCK_S):
-            os.write(2, b"stopped while Ray started\n")
-            os._exit(128 + told[0])
-
-    before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()
-    try:
-        yield started.set
-    finally:
-        started.set()
-        signal.set_wakeup_fd(before)
-        ours.close()
+            while told := theirs.recv(1):
+                if told[0] in ENDS and not self._started.wait(STUCK_S):
+                    _leave(b"stopped while Ray started\n", 128 + told[0])
 
 
-def ending(say: Callable[[str], None]) -> Callable[[str], None]:
-    """What tells of stages, and takes the signals of ENDS before each."""
-
-    def tell(stage: str) -> None:
-        take_signals()
-        say(stage)
-
-    return tell
-
-
-def interrupt(*_: object) -> None:
-    """Say that the end begins, which takes seconds, and begin with it."""
-    with suppress(OSError, RuntimeError):  # nobody reads it, or a line was just being written
-        print("stopping ...", file=sys.stderr, flush=True)
-    raise KeyboardInterrupt
+def _leave(told: bytes, status: int) -> None:
+    with suppress(OSError):
+        os.write(2, told)
+    os._exit(status)
 
 
 def ready(path: Path) -> RunningService | None:
@@ -236,11 +254,11 @@ def private_service(config: Config, body: Mapping[str, Any]) -> Iterator[str]:
     config = replace_keys(config, {"server": alone})
     from disagg.server.service import Service
 
-    take_signals()
-    with unstuck() as started, ExitStack() as stack:
+    with Ending(config.cluster.grace_s) as ending, ExitStack() as stack:
         with stages() as say:
-            service = stack.enter_context(Service(config, ending(say)))
-        started()
+            service = stack.enter_context(Service(config, ending.telling(say)))
+            stack.callback(ending.begin)
+        ending.started()
         yield service.url
 
 

@@ -64,7 +64,7 @@ def read_prompt(text: str) -> str:
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
             text = sys.stdin.read()
         elif text.startswith("@"):
-            text = Path(text[1:]).read_text()
+            text = Path(text[1:]).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the prompt {text}: {error}") from error
     if not text:

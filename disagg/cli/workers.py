@@ -33,14 +33,14 @@ def status(
 ) -> None:
     """Say how the running service is and what its workers do."""
     options.refuse_idle(url, "with --url, which names a service", state_file=state_file)
-    for found in looks(
-        RunningService(url, 0, api_key or "") if url else running(state_file), watch
-    ):
+    service = RunningService(url, 0, api_key or "") if url else running(state_file)
+    for found in looks(service, watch):
         if as_json:
             print_json(found)
         else:
             print(CLEAR if watch and sys.stdout.isatty() else "", end="")
-            draw(found)
+            with client.understood(service):
+                draw(found)
             sys.stdout.flush()
 
 

@@ -153,7 +153,7 @@ def check_weights(path: Path) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """What a JSON file says, nothing where there is none; ModelError where it is no JSON object."""
     try:
-        config = json.loads(file.read_text()) if file.is_file() else {}
+        config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
     if not isinstance(config, dict):

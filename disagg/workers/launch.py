@@ -22,6 +22,7 @@ from itertools import count, islice
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental import internal_kv
+from ray.job_config import JobConfig
 
 from disagg.config import Config, ServerConfig
 from disagg.errors import ConfigError, DisaggError, PeerLostError, UnknownNameError, error_from
@@ -46,6 +47,16 @@ TAKEOVER_S = 5.0  # how long a service that was killed may still seem to listen
 RESTARTS = 3  # of a private Ray before a worker serves again; then the service gives up
 
 log = logging.getLogger(__name__)
+
+
+class Apart(JobConfig):
+    """Of workers that import what is installed, whatever lies where the user stands.
+
+    Ray puts the working folder in front of all they import, unless they have one of their own.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
 
 
 class Shell:
@@ -333,7 +344,8 @@ class Cluster:
             # Ray opens its folder to everybody: it lies in one that is closed
             folder = f"{self._session.folder}/r{self._restarts or ''}"
             size = {"num_cpus": os.cpu_count(), "object_store_memory": OBJECT_STORE_BYTES}
-            return {"address": LOCAL, "_temp_dir": folder, "include_dashboard": False, **size}
+            rest = {"include_dashboard": False, "job_config": Apart()}
+            return {"address": LOCAL, "_temp_dir": folder, **size, **rest}
         address = self._config.cluster.address
         if address == AUTO:
             address = os.environ.get("RAY_ADDRESS", AUTO)

@@ -18,6 +18,8 @@ TMP_CHARS = 20  # of a folder for temporary files; Ray puts sockets 80 character
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # asks nothing, sends nothing, writes nothing at home
     "RAY_prestart_worker_first_driver": "0",  # there are no tasks that it could do
+    # its own address is this host's on loopback, as on those systems: any other may go away
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_worker_niceness": "0",  # Ray would run workers at 15, behind everything else here
     # a busy machine is no dead one: Ray's own limits gave its only node up at load 6
     "RAY_health_check_timeout_ms": "60000",

@@ -1,10 +1,14 @@
 """What commands print, for people and for programs."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
 
-from disagg.cli.output import print_table
+import pytest
+
+from disagg.cli.output import print_table, stages
 
 
 def test_a_program_reads_a_value_when_it_is_there():
@@ -19,3 +23,22 @@ def test_a_program_reads_a_value_when_it_is_there():
 def test_cells_are_shown_as_they_are(capsys):
     print_table("title", ["wiki[en]"], [["[/i]"]])
     assert {"wiki[en]", "[/i]"} <= set(capsys.readouterr().out.split())
+
+
+def test_what_goes_on_does_so_though_nobody_can_hear_of_it(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    with stages() as say:
+        say("loading")
+    assert "loading ..." in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_one_that_nobody_reads(closed):
+    code = "import disagg.__main__ as m, sys; from disagg.cli import app; app.run = lambda _: sum("
+    code += "x.fileno() for x in (sys.stdin, sys.stdout, sys.stderr)); m.main()"
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code])
+    assert done.returncode == 0 + 1 + 2

@@ -21,7 +21,6 @@ from tests.papers import make_papers
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "It was a dark evening in November, and the old house by the river "
 ASKED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
@@ -38,12 +37,13 @@ class Home:
     begun: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A command of ours."""
+        """A command of ours, where a module of another one lies in the way."""
+        Path(self.tmp.name, "profile.py").write_text("raise SystemExit('of somebody else')")
         here = dict.fromkeys(("HOME", "XDG_RUNTIME_DIR"), str(self.folder))
         here["TMPDIR"] = self.tmp.name
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "disagg", *arguments]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | here, **pipes)
+        command = [sys.executable, "-P", "-m", "disagg", *arguments]
+        process = subprocess.Popen(command, cwd=self.tmp.name, env=os.environ | here, **pipes)
         self.begun.append(process)
         return process
 
@@ -128,6 +128,8 @@ def test_a_service_survives_its_workers_and_its_ray_and_takes_all_along_when_it_
     state, asked = home.service(), ASKED | {"max_tokens": 200}
     (folder,) = home.sessions()
     assert folder.stat().st_mode & 0o077 == 0  # Ray opens what is below to everybody
+    (pid,) = home.pids("raylet")
+    assert "--node_ip_address=127.0.0.1\0" in home.processes()[pid]  # others may go away
     whole = complete(state, asked, lambda piece: None)
 
     kill_after_pieces(state, asked, whole.text, "decode")

@@ -45,10 +45,12 @@ STUCK = """
 import ctypes, sys, threading
 from disagg.cli import serve
 serve.STUCK_S = 0.1
-serve.take_signals()
 mutex, stuck = ctypes.create_string_buffer(64), threading.Event()
 threading.Thread(target=lambda: stuck.wait() and print("stuck", flush=True), daemon=True).start()
-with serve.unstuck():
+with serve.Ending(0.0) as ending:
+    if sys.argv[1:]:
+        ending.started()
+        ending.begin()
     sys.setswitchinterval(1000)  # the thread runs when C has let the interpreter go
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     lock = ctypes.CDLL(None).pthread_mutex_lock
@@ -64,6 +66,12 @@ def test_a_start_that_no_handler_can_end_is_over_soon_after_a_signal():
         process.terminate()
         assert process.communicate(timeout=60)[1] == "stopped while Ray started\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_an_end_that_hangs_is_over_in_its_time():
+    done = subprocess.run([sys.executable, "-c", STUCK, "ends"], capture_output=True, timeout=60)
+    assert done.stderr == b"stopped, though Ray answers no more\n"
+    assert done.returncode == 1
 
 
 @pytest.mark.skipif(birth(os.getpid()) is None, reason="nobody says when a process started")
@@ -212,6 +220,7 @@ def test_serve_says_what_it_does_and_who_may_use_it(host, warned, state_file, di
 def test_an_end_is_said_when_it_begins_and_when_it_is_there(state_file, disagg, monkeypatch):
     class Interrupted(Started):
         def __exit__(self, *error: object) -> None:
+            signal.raise_signal(signal.SIGINT)  # once more, as `timeout` does
             print("workers end", file=sys.stderr)
 
         @property

@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -174,6 +176,28 @@ def test_bad_input_has_an_exit_code_and_one_line(
     )
     error = json.loads(disagg(*given, "--json", code=code).out)["error"]
     assert error["type"] == reason
+
+
+@pytest.mark.parametrize("said", [b'{"a": 1}', b'{"choices": [5]}', b'{"error": "x"}', b"\xff"])
+def test_a_server_of_something_else_is_told_from_a_service(said, disagg):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for command in ("submit Once", "status"):
+            err = disagg(f"{command} --url", url, code=8).err
+            assert err.splitlines()[-1].startswith("error: ")
+            assert "is it a disagg service?" in err
+        server.shutdown()
 
 
 def test_who_asks_for_https_where_there_is_none_is_told(running, disagg):
