@@ -47,7 +47,7 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4120,
+    "bench": 4042,
     "cli": 2030,
     "codecs": 2915,
     "engine": 1941,
@@ -59,11 +59,11 @@ BUDGETS = {
     "server": 2102,
     "transfer": 3307,
     "workers": 3094,
-    "tests": 23974,
+    "tests": 23972,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21322  # of all these rooms together
+PACKAGE_BUDGET = 21244  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

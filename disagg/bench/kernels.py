@@ -29,7 +29,7 @@ from disagg.bench.inputs import (
     make_layer,
     make_prompt,
 )
-from disagg.bench.machine_code import TARGETS, compile_all, compile_others
+from disagg.bench.machine_code import LOOPS, OTHERS, TARGETS, compile_all
 from disagg.bench.result import Row, result_of, tell
 from disagg.codecs import get_codec
 from disagg.codecs.contract import Prompt, Queries
@@ -79,8 +79,8 @@ def read_machine_code(targets: Sequence[str] = tuple(TARGETS)) -> Row:
     """What compilers for chips made of the kernels; UnknownNameError for a target that is none."""
     if unknown := set(targets) - set(TARGETS):
         raise UnknownNameError.of("target", min(unknown), TARGETS)
-    others = compile_others(targets=targets)
-    return result_of(compile_all(targets=targets), NOTES["machine-code"], others=others)
+    rows, others = (compile_all(kernels, targets) for kernels in (LOOPS, OTHERS))
+    return result_of(rows, NOTES["machine-code"], others=others)
 
 
 def run(options: KernelOptions) -> Row:

@@ -4,11 +4,13 @@
 
 The figure that decides decode speed is instructions per element of K and V in the loop over pages:
 an H200 reads memory at full speed only below about 3.9 at 4 bit and 2.1 at 2 bit. It is counted in
-the disassembly, so it can be held by a test on any machine. Each attention kernel is compiled in a
-process of its own, because some configurations abort the compiler and the process with it; of all
-others it is asked whether they compile and spill, as many to a process as it survives. Pages are
-those of the codecs that are served, of 128 channels where a name says no other number, as
-kivi-2-D256-4heads does; queries 32 sequences of 8 KV heads.
+the disassembly, so it can be held by a test on any machine. Of all other kernels it is asked
+whether they compile and spill. Each is compiled in a process of its own, because some
+configurations abort the compiler and the process with it.
+
+What is compiled is what a codec launches: its code runs on tensors without numbers, and launches
+are noted instead of made. Heads have 128 channels where a name says no other number, as
+kivi-2-D256-4heads does; there are 8 KV heads, and 32 sequences in a step.
 """
 
 import json
@@ -18,39 +20,36 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
+from disagg.bench.inputs import LAST_QUERIES, LAYER
 from disagg.bench.result import Row, tell
 from disagg.codecs import get_codec
-from disagg.codecs.alignedkv import AlignedKV, aligned_format
-from disagg.codecs.exact import exact_format
-from disagg.codecs.quantized import QuantizedCodec, flush_format, prompt_format
-from disagg.kernels.formats import AlignedFormat, ExactFormat, PageFormat
-from disagg.kernels.gpu import aligned, plan
-from disagg.kernels.gpu.append import append_kernel, append_warps
-from disagg.kernels.gpu.attend import Chip, attend_kernel, loops_of
+from disagg.codecs.cache import GrowingArena
+from disagg.codecs.contract import Queries
+from disagg.codecs.layer import attend_step, write_prompt, write_step
+from disagg.codecs.seals import Growth, Places, take_records
+from disagg.codecs.tables import plan_step, upload
+from disagg.kernels import ops
+from disagg.kernels.formats import ExactFormat
+from disagg.kernels.gpu import aligned, attend, plan
 from disagg.kernels.gpu.bits import PLAIN, PTX
-from disagg.kernels.gpu.encode import (
-    CHANNELS,
-    encode_blocks,
-    encode_side_kernel,
-    encode_warps,
-    segment_scales_kernel,
-)
-from disagg.kernels.gpu.lowrank import WARPS as LOW_RANK_WARPS
-from disagg.kernels.gpu.lowrank import low_rank_kernel
-from disagg.kernels.gpu.reduce import COLUMNS, FEW, MANY, merge_kernel
+from disagg.kernels.view import Softmax
+from disagg.state import allocate_group
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -59,6 +58,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEAD_DIM, WIDE = 128, 256
+TOKENS, HEADS = 1 << 14, 8  # of each sequence; of KV
+META, CUDA = torch.device("meta"), torch.device("cuda")
+PROCESSORS, ARENA_BYTES = 132, 1 << 36  # of an H200; compilers take less for short addresses
 SPECS = {
     "kivi-2": "kivi:bits=2",
     "kivi-4": "kivi:bits=4",
@@ -81,104 +83,130 @@ COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class CompiledSource:
-    """A kernel with its compile-time arguments; types: of arguments that TYPES has otherwise."""
+class Launch:
+    """A kernel with its arguments by name, and what the compiler is told."""
 
-    kernel: triton.JITFunction
-    constants: dict[str, Any]
-    num_warps: int = 1
-    options: dict[str, int | bool] = field(default_factory=dict)
-    types: dict[str, Any] = field(default_factory=dict)
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int | bool]
 
     def compile(self, chip: GPUTarget) -> CompiledKernel:
-        """For a chip, as it is launched."""
-        names = self.kernel.arg_names
-        types = {x: _type_of(x) for x in names if x not in self.constants} | self.types
-        paths = _paths(tuple(types.get(x, "constexpr") for x in names), names)
-        source = ASTSource(
-            fn=self.kernel,
-            signature={x: types.get(x, "constexpr") for x in names},
-            constexprs={(names.index(x),): value for x, value in self.constants.items()},
-            attrs={path: [["tt.divisibility", 16]] for path in paths},
+        """For a chip, as Triton does before it launches there."""
+        driver = SimpleNamespace(
+            get_current_target=lambda: chip,
+            get_current_device=lambda: chip,
+            get_current_stream=lambda _: 0,
         )
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": False} | self.options
-        return triton.compile(source, target=chip, options=options)
+        triton.runtime.driver.set_active(driver)
+        given = self.arguments.values()
+        return self.kernel.run(*given, grid=(1,), warmup=True, **self.options)
 
 
-# types of arguments by name; of others, those that end in _ptr are int32 and the rest whole numbers
-TYPES: dict[str, Any] = {
-    **{f"{name}_ptr": "*fp32" for name in ("q", "o", "lse", "scores", "p", "total")},
-    **{f"part_{name}_ptr": "*fp32" for name in ("o", "lse")},
-    **{f"{name}_ptr": "*fp16" for name in ("x", "missing", "k", "v")},
-    **{f"{name}_ptr": "*u8" for name in ("bytes", "segments", "absent", "arena")},
-    "words_ptr": "*i16",
-    "levels_ptr": "*i8",
-    "scale": "fp32",
-    "seed": "i64",
+@contextmanager
+def noted(chip: GPUTarget) -> Iterator[list[Launch]]:
+    """What this block would launch on a chip, in order; nothing is launched.
+
+    It gets tensors of torch's "meta", which have no numbers, and goes the ways of a GPU with them.
+    """
+    found, nvidia = list[Launch](), chip.backend == "cuda"
+    codes = PTX if nvidia else PLAIN
+    told = attend.Chip(nvidia, codes, PLAIN if chip.arch == 80 else codes)
+
+    def note(kernel: JITFunction, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(Launch(kernel, dict(zip(kernel.arg_names, given, strict=True)), options))
+
+    with (
+        patch.object(JITFunction, "run", note),
+        patch.object(ops, "on_gpu", lambda _: True),
+        patch.object(attend, "chip_of", lambda _: told),
+        patch.object(aligned, "TENSOR_COLUMNS", told.columns),
+        patch.object(plan, "count_processors", lambda _: PROCESSORS),
+    ):
+        yield found
+
+
+class Asked(NamedTuple):
+    """The first launch of a kernel under a codec; of an encoder, that of K or of V.
+
+    per_head: query heads of a KV head · sequences: of a step
+    """
+
+    spec: str
+    kernel: str
+    is_v: bool = False
+    per_head: int = 4
+    sequences: int = 32
+
+    def launch(self, head_dim: int, chip: GPUTarget) -> Launch:
+        """With so many channels of a head."""
+        made = (x for x in launches(self, head_dim, chip) if x.kernel.__name__ == self.kernel)
+        return next(x for x in made if x.arguments.get("IS_V", False) == self.is_v)
+
+
+def launches(asked: Asked, head_dim: int, chip: GPUTarget) -> Iterator[Launch]:
+    """Those of one layer: of a prompt, then of a step in which every sequence seals a page."""
+    codec = get_codec(asked.spec)
+    group = codec.layer_group((LAYER,), HEADS, head_dim, "float16")
+    n = next(x for x in count(TOKENS) if group.sealed(x + 1) > group.sealed(x))
+    places, arena = GrowingArena(META), torch.empty(ARENA_BYTES, dtype=torch.uint8, device=META)
+    states = [allocate_group(group, n, places) for _ in range(asked.sequences)]
+    growths = [Growth(state, n, 1, row) for row, state in enumerate(states)]
+
+    def tokens(number: int) -> list[torch.Tensor]:
+        rows = (HEADS, HEADS, HEADS * asked.per_head)
+        return [torch.empty(number, x, head_dim, dtype=torch.float16, device=META) for x in rows]
+
+    new_k, new_v, new_q = tokens(asked.sequences)
+    with noted(chip) as written:
+        k, v, q = (x.transpose(0, 1) for x in tokens(n))
+        queries, at = Queries.of(q[:, -LAST_QUERIES:], HEADS, n), upload(Places.of(states[0]), META)
+        write_prompt(codec, group, at, LAYER, arena, k, v, 0, n, queries)
+        planned = plan_step(codec, group, growths, take_records(group, growths, places), CUDA)
+        step = upload(planned, META)
+        write_step(codec, step, LAYER, arena, new_k, new_v)
+    yield from written
+    with noted(chip) as attending:  # which a chip may refuse
+        attend_step(step, LAYER, arena, new_q, Softmax(head_dim**-0.5))
+    yield from attending
+
+
+ENCODED = (
+    *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
+    *("banded-2", "banded-3"),
+)
+OTHERS = {
+    **{
+        f"encode-{name}-{side}": Asked(SPECS[name], "encode_side_kernel", side == "v")
+        for name in ENCODED
+        for side in "kv"
+    },
+    **{
+        f"append-{name}": Asked(SPECS[name], "append_kernel")
+        for name in (*ENCODED, "h2o")
+        if name != "ott"
+    },
+    "append": Asked(SPECS["raw-fp16"], "append_kernel"),
+    "segment-scales": Asked(SPECS["kcvt-4"], "segment_scales_kernel"),
+    "low-rank": Asked(SPECS["gear-l-2"], "low_rank_kernel"),
+    "merge-few": Asked(SPECS["kivi-2"], "merge_kernel"),
+    "merge-many": Asked(SPECS["kivi-2"], "merge_kernel", sequences=1),
+    "plane-scores": Asked("alignedkv", "plane_scores_kernel"),
+    "plane-values": Asked("alignedkv", "plane_values_kernel"),
 }
-
-
-def _paths(kinds: Any, names: Sequence[str], at: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Where arguments are that are multiples of 16: pointers, and bases."""
-    for i, kind in enumerate(kinds):
-        if isinstance(kind, tuple):
-            yield from _paths(kind, [names[i]] * len(kind), (*at, i))
-        elif kind[0] == "*" or names[i].endswith(("base", "bases")):
-            yield (*at, i)
-
-
-def _type_of(name: str) -> Any:
-    """A name of a type, or a tuple of such."""
-    return TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
+OTHERS |= {f"{name}-D{WIDE}": asked for name, asked in OTHERS.items()}
+LOOPS = {
+    f"{name}{dim}-{heads}heads": Asked(spec, "attend_kernel", per_head=heads)
+    for dim in ("", f"-D{WIDE}")
+    for name, spec in SPECS.items()
+    for heads in (4, 8)
+}
+KERNELS = LOOPS | OTHERS
 
 
 def head_dim_of(kernel: str) -> int:
     """The channels of a head that the name of a kernel says."""
     found = re.search(r"-D(\d+)", kernel)
     return int(found[1]) if found else HEAD_DIM
-
-
-def page_format(spec: str, head_dim: int = HEAD_DIM) -> PageFormat | ExactFormat:
-    """The pages of a prompt under a codec."""
-    codec = get_codec(spec)
-    if isinstance(codec, QuantizedCodec):
-        return prompt_format(codec, head_dim)
-    return exact_format(codec.layer_group((0,), 8, head_dim, "float16").page)
-
-
-def served_formats(spec: str, head_dim: int = HEAD_DIM) -> list[PageFormat | ExactFormat]:
-    """All that a decode step of a codec attends to in one launch, pages of prompts first."""
-    codec = get_codec(spec)
-    group = codec.layer_group((0,), 8, head_dim, "float16")
-    found = [page_format(spec, head_dim)]
-    if group.flush_page is not None:
-        page = group.flush_page
-        quantized = isinstance(codec, QuantizedCodec)
-        found.append(flush_format(codec, head_dim) if quantized else exact_format(page))
-    if group.kept_limit:
-        found.append(exact_format(group.raw, group.side))
-    return found if group.page == group.raw else [*found, exact_format(group.raw)]
-
-
-def attention(spec: str, group: int, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    """Attention on all pages of a codec for so many query heads of a KV head, as it is launched."""
-    formats = served_formats(spec, head_dim)
-    nvidia = chip.backend == "cuda"
-    float8 = PTX if nvidia and chip.arch != 80 else PLAIN  # as gpu/attend.py chooses
-    told = Chip(nvidia, PTX if nvidia else PLAIN, float8)
-    loops = loops_of(formats, range(len(formats)), 1, group, told)
-    count = len(loops)
-    sides = (isinstance(fmt, ExactFormat) and fmt.side is not None for fmt in formats)
-    types = {
-        "q_ptr": "*fp16",
-        "arenas": ("*u8",) * count,
-        "tables": tuple((*("*i32",) * 3, "*i32" if side else "constexpr") for side in sides),
-        "bases": (("i32", "i32"),) * count,
-        "widths": ("i32",) * count,
-    }
-    constants = {"LOOPS": loops, "COUNT": count}
-    options = plan.compile_options(formats[0], nvidia)
-    return CompiledSource(attend_kernel, constants, 1, options, types)
 
 
 def measure(kernel: str, target: str) -> Row:
@@ -191,8 +219,8 @@ def measure(kernel: str, target: str) -> Row:
     buffers:     pages that can be in flight while one is worked on, plus that one
     """
     chip, head_dim = TARGETS[target], head_dim_of(kernel)
-    source = KERNELS[kernel](head_dim, chip)
-    made = source.compile(chip)
+    launch = KERNELS[kernel].launch(head_dim, chip)
+    made = launch.compile(chip)
     amd, asm = chip.backend == "hip", made.asm
     found = read_amdgcn(asm["amdgcn"]) if amd else read_cubin(asm["cubin"])
     row = {"kernel": kernel, "target": target}
@@ -200,92 +228,13 @@ def measure(kernel: str, target: str) -> Row:
     used |= {"shared_bytes": made.metadata.shared}
     if kernel in OTHERS:
         return row | used | {"instructions": len(found.code)}
-    pages = source.constants["LOOPS"][0]
+    pages = launch.arguments["LOOPS"][0]
     exact = isinstance(pages.fmt, ExactFormat)
     slots = pages.fmt.slots * pages.fmt.tile_pages if exact else pages.fmt.tokens
     items, threads = 2 * slots * head_dim, chip.warp_size * made.metadata.num_warps
     loop = over_pages(found.loops, items // (8 * threads))
     row["per_element"] = round(pages.shape.blocks(1) * len(loop) * threads / items, 3)
     return row | used | {"load_bits": load_width(loop), "buffers": count_buffers(asm["ttgir"])}
-
-
-def _encode(name: str, is_v: bool, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS[name], head_dim)
-    assert isinstance(fmt, PageFormat)
-    side = fmt.v if is_v else fmt.k
-    constants: dict[str, Any] = {"FMT": fmt, "IS_V": is_v, "BAND": 0}
-    constants["BLOCKS"] = encode_blocks(side)
-    if fmt.valid is None:
-        constants["absent_ptr"] = None
-    along = "row" if is_v else "column"  # a stride of 1 is known to the compiler
-    constants |= {f"stride_{along}": 1, f"missing_{along}": 1}
-    return CompiledSource(encode_side_kernel, constants, encode_warps(side))
-
-
-def _scales(name: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS[name], head_dim)
-    assert isinstance(fmt, PageFormat)
-    constants = {"SIDE": fmt.k, "BYTES": fmt.segment_bytes, "CHANNELS": CHANNELS}
-    return CompiledSource(segment_scales_kernel, constants | {"stride_channel": 1}, 4)
-
-
-def _low_rank(head_dim: int, chip: GPUTarget) -> CompiledSource:
-    fmt = page_format(SPECS["gear-l-2"], head_dim)
-    return CompiledSource(low_rank_kernel, {"FMT": fmt}, LOW_RANK_WARPS)
-
-
-def _append(name: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    codec = get_codec(SPECS[name])
-    raw = exact_format(codec.layer_group((0,), 8, head_dim, "float16").raw)
-    fmt = codec.seal_format(head_dim)
-    codes = isinstance(fmt, PageFormat)
-    constants = {"RAW": raw, "DTYPE": tl.float16, "FMT": fmt, "CODES": codes}
-    constants["BANDS"] = len(fmt.k_sides) if isinstance(fmt, PageFormat) else 0
-    types = {"segments_ptr": "*i32", "k_ptr": "*fp16", "v_ptr": "*fp16"}
-    return CompiledSource(append_kernel, constants, append_warps(fmt), types=types)
-
-
-def _merge(units: int, num_warps: int, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    constants = {"D": head_dim, "UNITS": units, "COLUMNS": COLUMNS, "SINKS": 0}
-    return CompiledSource(merge_kernel, constants, num_warps)
-
-
-def _planes(kernel: str, head_dim: int, chip: GPUTarget) -> CompiledSource:
-    columns = plan.NVIDIA_COLUMNS if chip.backend == "cuda" else plan.AMD_COLUMNS
-    fmt: AlignedFormat = aligned_format(AlignedKV().page_layout(head_dim), head_dim)
-    constants = {"FMT": fmt, "SHAPE": plan.shape_of(fmt, 1, 4, columns)}
-    return CompiledSource(getattr(aligned, kernel), constants, 4 * plan.warps_of(head_dim))
-
-
-ENCODED = (
-    *("kivi-2", "kivi-4", "gear-l-2", "gear-2", "gear-4", "kcvt-4", "ott", "int8", "fp8"),
-    *("banded-2", "banded-3"),
-)
-Source = Callable[[int, GPUTarget], CompiledSource]  # for so many channels of a head
-OTHERS: dict[str, Source] = {
-    **{
-        f"encode-{name}-{side}": partial(_encode, name, side == "v")
-        for name in ENCODED
-        for side in "kv"
-    },
-    **{f"append-{name}": partial(_append, name) for name in (*ENCODED, "h2o") if name != "ott"},
-    "append": partial(_append, "raw-fp16"),
-    "segment-scales": partial(_scales, "kcvt-4"),
-    "segment-scales-sparse": partial(_scales, "gear-4"),
-    "low-rank": _low_rank,
-    "merge-few": partial(_merge, FEW, 1),
-    "merge-many": partial(_merge, MANY, 4),
-    "plane-scores": partial(_planes, "plane_scores_kernel"),
-    "plane-values": partial(_planes, "plane_values_kernel"),
-}
-OTHERS |= {f"{name}-D{WIDE}": source for name, source in OTHERS.items()}
-LOOPS: dict[str, Source] = {
-    f"{name}{dim}-{heads}heads": partial(attention, spec, heads)
-    for dim in ("", f"-D{WIDE}")
-    for name, spec in SPECS.items()
-    for heads in (4, 8)
-}
-KERNELS = LOOPS | OTHERS
 
 
 @dataclass(frozen=True)
@@ -379,57 +328,30 @@ def count_buffers(ttgir: str) -> int:
     return min((int(count) for count in found), default=1)
 
 
-def compile_all(
-    kernels: Iterable[str] = LOOPS, targets: Iterable[str] = tuple(TARGETS)
-) -> list[Row]:
-    """A row of `measure` for each kernel of attention and target; one that does not compile has a
-    `reason`: what the compiler said first."""
-    return _two_at_once((x, y, (x,)) for x, y in product(kernels, targets))
-
-
-def compile_others(
-    targets: Iterable[str] = tuple(TARGETS), kernels: Sequence[str] = tuple(OTHERS)
-) -> list[Row]:
-    """The same of all other kernels: a process for each head dim."""
-    names = {dim: tuple(x for x in kernels if head_dim_of(x) == dim) for dim in (HEAD_DIM, WIDE)}
-    given = product(targets, names.items())
-    return _two_at_once((f"others of {dim}", target, some) for target, (dim, some) in given)
-
-
-def _two_at_once(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[Row]:
-    """The rows of (name, target, kernels), in order."""
+def compile_all(kernels: Iterable[str], targets: Iterable[str]) -> list[Row]:
+    """A row of `measure` for each kernel and target; one that does not compile has a `reason`: what
+    the compiler said first."""
     with ThreadPoolExecutor(2) as pool:
-        jobs = [
-            (f"{name} on {target}", pool.submit(_compile_each, target, kernels))
-            for name, target, kernels in given
-        ]
-        return [row for _, job in tell(jobs, lambda job: job[0]) for row in job.result()]
+        cases = list(product(kernels, targets))
+        jobs = [pool.submit(_compile, *case) for case in cases]
+        told = tell(zip(cases, jobs, strict=True), lambda job: " on ".join(job[0]))
+        return [job.result() for _, job in told]
 
 
-def _compile_each(target: str, kernels: tuple[str, ...]) -> list[Row]:
-    """The rows of one target; where a kernel ends the process, the next one begins behind it."""
-    rows: list[Row] = []
-    while len(rows) < len(kernels):
-        rest = kernels[len(rows) :]
-        lines, reason = _compile(target, *rest)
-        rows += map(json.loads, lines)
-        if len(lines) < len(rest):
-            rows.append({"kernel": rest[len(lines)], "target": target, "reason": reason})
-    return rows
-
-
-def _compile(*arguments: str) -> tuple[list[str], str]:
-    """What a process without the interpreter of a test printed, and why it failed, if it did."""
+def _compile(kernel: str, target: str) -> Row:
+    """The row of one, from a process without the interpreter of a test."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "disagg.bench.machine_code", *arguments]
+    command = [sys.executable, "-m", "disagg.bench.machine_code", target, kernel]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS
         )
-    except subprocess.TimeoutExpired as late:  # what it has are bytes, even of text
-        return (late.stdout or b"").decode().splitlines(), f"not done after {late.timeout:.0f} s"
-    cause = (_cause(done.stderr) or f"exit code {done.returncode}") if done.returncode else ""
-    return done.stdout.splitlines(), cause
+        if not done.returncode:
+            return json.loads(done.stdout)
+        reason = _cause(done.stderr) or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        reason = f"not done after {late.timeout:.0f} s"
+    return {"kernel": kernel, "target": target, "reason": reason}
 
 
 def _cause(said: str) -> str:

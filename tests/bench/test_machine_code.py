@@ -1,17 +1,15 @@
 """The figures that decide decode speed, read from machine code for an H200 without one."""
 
+import subprocess
+
 import pytest
 
 from disagg.bench import machine_code
-from disagg.bench.machine_code import (
-    LOOPS,
-    SPECS,
-    TARGETS,
-    attention,
-    compile_all,
-    compile_others,
-    served_formats,
-)
+from disagg.bench.machine_code import LOOPS, SPECS, compile_all
+from disagg.codecs import get_codec
+from disagg.codecs.quantized import prompt_format
+from disagg.kernels.gpu.attend import Chip, loops_of
+from disagg.kernels.gpu.bits import PLAIN, PTX
 
 # instructions of a thread for each element of K and V, of the codecs as they are served; D = 128
 WITH_4_AND_8_HEADS = {
@@ -37,7 +35,7 @@ OTHERS = (  # one of each kind, the largest
     "encode-kivi-4-v",
     "encode-ott-v",
     "append-gear-2",
-    "segment-scales-sparse",
+    "segment-scales",
     "low-rank",
     "merge-many",
     "plane-values",
@@ -69,10 +67,10 @@ def test_no_loop_over_pages_exceeds_its_budget(names):
     ],
 )
 def test_sparse_slots_that_spill_are_refused_on_nvidia_chips(spec, head_dim):
-    formats = served_formats(spec, head_dim)
+    pages = prompt_format(get_codec(spec), head_dim)
     with pytest.raises(ValueError, match=r"4 sparse slots for each column .* 2 fit"):
-        attention(spec, 4, head_dim, TARGETS["sm_90"])
-    assert attention(spec, 4, head_dim, TARGETS["gfx942"]).constants["COUNT"] == len(formats)
+        loops_of([pages], [0], 1, 4, Chip(True, PTX, PTX))
+    assert len(loops_of([pages], [0], 1, 4, Chip(False, PLAIN, PLAIN))) == 1
 
 
 def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
@@ -88,7 +86,8 @@ def test_of_the_loops_of_amd_code_the_one_over_whole_pages_is_counted():
 
 
 def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
-    monkeypatch.setattr(machine_code, "_compile", lambda *_: ([], "ptxas is not there"))
+    done = subprocess.CompletedProcess([], 1, "", "ptxas is not there\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     failed = {"kernel": "kivi-2-4heads", "target": "sm_90", "reason": "ptxas is not there"}
     assert compile_all(["kivi-2-4heads"], ["sm_90"]) == [failed]
 
@@ -96,7 +95,7 @@ def test_a_loop_that_does_not_compile_is_a_row_that_says_why(monkeypatch):
 @pytest.mark.timeout(300)
 def test_the_other_kernels_keep_to_their_registers_and_one_that_does_not_compile_is_a_row():
     names = [*OTHERS[:-1], "nothing-like-it", OTHERS[-1]]
-    *rows, wrong, behind = compile_others(["sm_90"], names)
+    *rows, wrong, behind = compile_all(names, ["sm_90"])
     assert (wrong["kernel"], wrong["target"]) == ("nothing-like-it", "sm_90")
     assert "no kernel" in wrong["reason"]
     for row in (*rows, behind):
@@ -112,6 +111,6 @@ def test_the_other_kernels_keep_to_their_registers_and_one_that_does_not_compile
 @pytest.mark.timeout(600)
 def test_with_256_channels_no_other_kernel_spills_but_appends_whose_attention_is_refused():
     wide = [name for name in machine_code.OTHERS if name.endswith("-D256")]
-    rows = compile_others(["sm_90"], wide)
+    rows = compile_all(wide, ["sm_90"])
     spilled = {row["kernel"] for row in rows if row.get("spill_bytes") != 0}
     assert spilled == {f"append-{name}-D256" for name in REFUSED if name in machine_code.ENCODED}
