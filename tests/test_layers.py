@@ -31,7 +31,7 @@ FLOORS = [  # bottom to top; rooms on one floor do not know each other
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {  # package: where alone it may be imported
-    "ray": ["disagg/workers/launch.py", "disagg/serve_app.py"],
+    "ray": ["disagg/workers/launch.py", "disagg/workers/shell.py", "disagg/serve_app.py"],
     "transformers": ["disagg/model/", "disagg/bench/streams.py"],
     "grpc": ["disagg/transfer/", "protos/"],
     "cryptography": ["disagg/transfer/certificates.py"],
@@ -53,17 +53,17 @@ BUDGETS = {
     "engine": 1941,
     "eval": 575,
     "files": 2064,  # disagg/*.py
-    "kernels": 6254,
+    "kernels": 6251,
     "model": 1929,
     "report": 160,
     "server": 2102,
     "transfer": 3307,
-    "workers": 3094,
-    "tests": 23972,
+    "workers": 3110,
+    "tests": 23973,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21244  # of all these rooms together
+PACKAGE_BUDGET = 21260  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -19,7 +19,6 @@ from disagg.kernels.gpu.encode_tiles import (
     LARGEST,
     at,
     axis_of,
-    choose_outliers,
     encode_tile,
     finite,
     group_scale,
@@ -40,7 +39,7 @@ def segment_scales_kernel(
     x_ptr, segments_ptr, stride_head, stride_token, stride_channel, n, segment_tokens,
     SIDE: tl.constexpr, BYTES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zeros of some channels, over one segment without its outliers.
+    """Scales and zeros of some channels, over one segment.
 
     x_ptr: [H, n, D] of any float dtype; segments_ptr: [S, H, BYTES] u8
     """
@@ -56,8 +55,6 @@ def segment_scales_kernel(
     for i in tl.range(first, tl.minimum(first + segment_tokens, n), SIDE.rows, num_stages=3):
         p_page = p_x + (i + o_r)[:, None].to(tl.int64) * stride_token
         x = finite(tl.load(p_page, mask=there, other=0.0))
-        if SIDE.sparse is not None:
-            x = choose_outliers(x, there, SIDE)[1]
         low = tl.minimum(low, tl.min(tl.where(there, x, LARGEST), 0))
         high = tl.maximum(high, tl.max(tl.where(there, x, -LARGEST), 0))
     ends = tl.permute(tl.join(low, high), (1, 0))  # [2, CHANNELS]

@@ -18,6 +18,7 @@ from disagg.workers import launch
 from disagg.workers.launch import Actor, Cluster
 from disagg.workers.members import Started
 from disagg.workers.shares import gpu_share, of_a_share
+from disagg.workers.shell import Shell
 
 LOADING = object()  # an outcome that is not there yet
 
@@ -278,7 +279,7 @@ def test_a_worker_that_is_wanted_no_more_while_it_loads_ends_without_a_word(capl
     assert cluster.handles[loading.name].stop.told == (launch.DRAIN_S,)
     loading.call.done, loading.call.value = True, RayActorError()
     assert [cluster.step(), len(cluster._actors), caplog.messages] == [[], 2, []]
-    shell = launch.Shell.__new__(launch.Shell)
+    shell = Shell.__new__(Shell)
     shell._loaded = False
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
