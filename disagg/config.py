@@ -300,8 +300,8 @@ def replace_keys(config: T, changes: Mapping[str, Any], where: str = "") -> T:
         old = getattr(config, key)
         if not dataclasses.is_dataclass(old):
             changed[key] = _fit(name, value, hints[key])
-        elif isinstance(value, Mapping):
-            changed[key] = replace_keys(old, value, f"{name}.")
+        elif value is None or isinstance(value, Mapping):  # None: no key below it
+            changed[key] = replace_keys(old, value or {}, f"{name}.")
         else:
             raise ConfigError(f"config key {name} is {value!r}; it holds keys of its own")
     return dataclasses.replace(config, **changed)  # type: ignore[type-var]
@@ -324,8 +324,15 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 def _parse_yaml(name: str, text: str) -> Any:
     import yaml  # here, because only those who need it pay for the import
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+                raise ConfigError(f"config {name} has the key {twice[0]!r} twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 30th of February
         raise ConfigError(f"config {name} is not YAML: {error}") from error
 

@@ -188,13 +188,14 @@ class Pool:
     def claim(self, shape: RecordShape, count: int) -> list[int]:
         """As `allocate`, for who writes every byte: what was there before is there still.
 
-        Cached pages go where that makes room.
+        Cached pages go where that makes room, and stay where it cannot.
         """
         spared = min(self.num_slabs // SPARED, MOST_SPARED)
-        for _ in range(count):
+        fits = count * shape.nbytes <= self.arena.nbytes - self.used_bytes
+        for _ in range(count if fits else 0):
             if self.free_pages(shape, spared) >= count or not self._evict([shape]):
                 break
-        while self.free_pages(shape) < count and self._evict(list(self._oldest)):
+        while fits and self.free_pages(shape) < count and self._evict(list(self._oldest)):
             pass
         if self.free_pages(shape) < count:
             raise CapacityError(

@@ -58,6 +58,11 @@ def test_an_unknown_name_lists_the_known_ones(flags, known):
         ("server: {allowed_origins: all}", "allowed_origins is 'all'; list is wanted"),
         ("- raw", "no map of keys"),
         ("a: [", "not YAML"),
+        (
+            "server: {port: 1}\ncodec: raw\nserver: {host: a}",
+            r"disagg.yaml has the key 'server' twice",
+        ),
+        ("server: {port: 1, port: 2}", "the key 'port' twice"),
         ("server: {served_model_name: 2024-02-30}", "not YAML: day is out of range"),
         ("[" * 5000, "not YAML"),
     ],
@@ -70,6 +75,10 @@ def test_a_value_that_cannot_be_is_named(tmp_path, text, message):
 def test_a_missing_file_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read config file"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_a_section_without_keys_changes_nothing(tmp_path):
+    assert load_config(write(tmp_path, "server:\n  # port: 9000\ncodec: raw")).codec == "raw"
 
 
 def test_an_optional_key_can_be_unset_and_takes_integers(tmp_path):

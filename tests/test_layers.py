@@ -47,23 +47,23 @@ THIRD_PARTY = {  # package: where alone it may be imported
 MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a function
 # lines of *.py, as they are; whoever adds to a room argues it in the commit
 BUDGETS = {
-    "bench": 4042,
+    "bench": 4044,
     "cli": 2030,
     "codecs": 2915,
     "engine": 1941,
     "eval": 575,
-    "files": 2064,  # disagg/*.py
+    "files": 2072,  # disagg/*.py
     "kernels": 6251,
     "model": 1929,
     "report": 160,
     "server": 2102,
-    "transfer": 3307,
+    "transfer": 3317,
     "workers": 3110,
-    "tests": 23977,
+    "tests": 24011,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21260  # of all these rooms together
+PACKAGE_BUDGET = 21280  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

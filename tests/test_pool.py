@@ -122,6 +122,15 @@ def test_cached_pages_make_room(pool, use, left, shape, count):
         pool.allocate(SMALL, 65)
 
 
+@pytest.mark.parametrize(("shape", "count"), [(SMALL, 49), (ODD, 20)], ids=["own", "other"])
+def test_nothing_cached_goes_for_what_would_not_fit_without_it(pool, shape, count):
+    pool.allocate(SMALL, 16)
+    keep(pool, b"a", 16)
+    with pytest.raises(CapacityError):
+        pool.claim(shape, count)
+    assert pool.kept_keys() == [b"a"]
+
+
 def test_room_for_a_third_shape_is_made_of_what_was_used_least_recently(pool):
     keep(pool, b"a", 32)
     keep(pool, b"b", 12, ODD)

@@ -220,6 +220,8 @@ class SendingEnd(End):
     async def send(self, spec: str, way: Way, inline: bool = False) -> Sent:
         """Send a prompt whose bytes are there; or encode it again, layer by layer, meanwhile."""
         prompt, channel = self._prompts[spec], self._channel(way)
+        if channel.report is None:  # as workers do before the first prompt
+            await channel.meet()
         plan, tokens = prompt.checklist.plan, prompt.checklist.tokens
         job = self._job(spec, tokens)
         grant = await WorkerClient(channel.link).reserve(job, way.target.epoch, "")

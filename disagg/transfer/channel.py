@@ -121,9 +121,21 @@ class Channel:
         self._attached: dict[int, Sender] = {}
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self.report: LinkReport | None = None  # once the link was measured
         self.meter = Meter()  # of the stream of now
         self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
+
+    async def meet(self) -> None:
+        """Measure the link, and cut frames that it answers in time."""
+        try:
+            self.report = await measure(self.link)
+        except DisaggError as error:
+            log.warning("the link to %s cannot be measured: %s", self.address, error)
+        else:
+            size = self.report.frame_bytes(self.options.frame_bytes)
+            self.options = replace(self.options, frame_bytes=size)
+            log.info("%s", self.report)
 
     async def close(self) -> None:
         """Break what is carried and close the link."""
@@ -201,6 +213,8 @@ class Channel:
 
     async def _feed(self, stream: FrameStream) -> None:
         """Send while there is something; returns when the stream takes no more."""
+        if self.report is None:
+            await self.meet()
         size, pace = 1, self.options.pace
         while size:
             self._wake.clear()
@@ -287,7 +301,7 @@ class Peers:
     """The channels of a worker by address, and what their links can do.
 
     A channel that no hand-off has and no stream is on is closed: workers come and go. Those that
-    were measured stay.
+    were measured before they were needed stay.
     """
 
     def __init__(self, security: Security | None, config: TransferConfig):
@@ -299,7 +313,7 @@ class Peers:
         self.options = ChannelOptions(frame_bytes=size, pace=pace, direct=direct)
         self._security = security
         self._channels = WeakValueDictionary[str, Channel]()
-        self._met: dict[Channel, LinkReport] = {}
+        self._met = set[Channel]()
 
     def get(self, address: str) -> Channel:
         """The channel to "host:port"; it connects when it is used."""
@@ -311,18 +325,13 @@ class Peers:
         """Measure links before they are needed; what each can do, in words."""
         channels = [self.get(address) for address in addresses]
         for channel in channels:
-            try:
-                report = self._met[channel] = await measure(channel.link)
-                size = report.frame_bytes(self.options.frame_bytes)
-                channel.options = replace(self.options, frame_bytes=size)
-                log.info("%s", report)
-            except DisaggError as error:
-                log.warning("the link to %s cannot be measured: %s", channel.address, error)
-        return [str(self._met[x]) for x in channels if x in self._met]
+            await channel.meet()
+        self._met.update(x for x in channels if x.report)
+        return [str(x.report) for x in channels if x.report]
 
     def as_info(self) -> list[dict[str, Any]]:
         """What was measured, as plain values."""
-        return list(map(asdict, self._met.values()))
+        return [asdict(x.report) for x in self._channels.values() if x.report]
 
     async def close(self) -> None:
         """End everything."""

@@ -352,7 +352,8 @@ class Sender:
         return self.deadline, self.outbox.next_layer
 
     def next_parcel(self) -> Parcel | None:
-        """The next frame, if there is credit for it; it leaves now."""
+        """The next frame, cut for the link as it is known now, if there is credit; it leaves."""
+        self.outbox.frame_bytes = self._channel.options.frame_bytes
         return self.outbox.next_parcel(self.ticket, time.monotonic())
 
     def credited(self, credit: Credit, nbytes: int) -> None:

@@ -23,9 +23,10 @@ from disagg.errors import (
 )
 from disagg.page import Kind, make_layout
 from disagg.transfer import rpc
-from disagg.transfer.channel import Channel, Peers
-from disagg.transfer.link import Pace
+from disagg.transfer.channel import Channel, ChannelOptions, Peers
+from disagg.transfer.link import LinkReport, Pace
 from disagg.transfer.messages import Attach, Attached, Credit
+from disagg.transfer.rpc import Link
 from disagg.transfer.sender import Sender
 from disagg.wire import FRAME_BYTES, Item, PageFrame, Ticket
 from tests.transfer.peer import QUICK, hand_over, offer_all, open_peer, until
@@ -53,6 +54,21 @@ async def test_prompts_arrive_whole_and_both_sides_count_the_same_bytes(direct):
             assert min(stats.verify_ms, stats.admit_ms, stats.exposed_ms) > 0
         assert stats.cached_bytes > 0
         peer.assert_admitted(**prompts)
+        peer.close()
+
+
+async def test_a_link_that_nobody_measured_is_measured_before_its_first_frame(prompt, monkeypatch):
+    """Workers that came later had frames of 2 MiB, behind which a ping of gRPC was too late."""
+
+    async def slow(link: Link) -> LinkReport:
+        return LinkReport(link.address, "a modem", 90.0, 35e-6)
+
+    monkeypatch.setattr("disagg.transfer.channel.measure", slow)
+    async with open_peer(ChannelOptions()) as (peer, channel):
+        await hand_over(peer.sender(prompt, channel), prompt)
+        assert len(peer.frames) > 1
+        assert max(sum(map(len, frame.payload)) for frame in peer.frames) < 14_000
+        assert str(channel.report).startswith(f"link to {peer.address}")
         peer.close()
 
 
