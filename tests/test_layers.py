@@ -58,12 +58,12 @@ BUDGETS = {
     "report": 160,
     "server": 2102,
     "transfer": 3317,
-    "workers": 3110,
-    "tests": 24011,
+    "workers": 3112,
+    "tests": 24031,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21280  # of all these rooms together
+PACKAGE_BUDGET = 21282  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

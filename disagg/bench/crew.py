@@ -144,7 +144,7 @@ class Crew:
         """Memory of the workers that are there, in MB; 0 where there is no /proc."""
         files = [Path("/proc", str(hand.child.pid), "statm") for hand in self.hands.values()]
         pages = sum(int(file.read_text().split()[1]) for file in files if file.exists())
-        return pages * 4096 // 1_000_000
+        return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
+from weakref import proxy
 
 from disagg.engine.engine import Engine
 from disagg.engine.messages import Failed, Moved, Prefilled, named
@@ -58,7 +59,8 @@ class Offering(Generic[Made]):
         ticket = Ticket(submit.nonce, submit.decode_epoch, 0)
         attach = Attach(ticket, way.model, plan.fingerprint, job.tokens)
         channel = way.peers.get(submit.decode_address)
-        self.sender = Sender(channel, attach, plan, self, job.deadline_s)
+        # weak, or the garbage collector would have to find each of a prompt's thousands of items
+        self.sender = Sender(channel, attach, plan, proxy(self), job.deadline_s)
         self.checklist = self.sender.outbox.checklist
         self.arena = way.engine.pool.arena
         self._way, self._name, self._overlap = way, name, overlap

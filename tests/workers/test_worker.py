@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -172,6 +174,24 @@ async def test_pages_of_a_device_go_by_way_of_the_host(runners, story, monkeypat
     (plain, last), (staged, end) = found
     assert staged == plain
     assert end.kv["wire_bytes"] == pytest.approx(last.kv["wire_bytes"], rel=0.01)
+
+
+async def test_what_left_is_freed_without_the_garbage_collector(home, story, monkeypatch):
+    """Its collections stop every thread, the longer the more items prompts had."""
+    begin, left = Offering.begin, list[ref[Offering]]()
+
+    def begun(self: Offering, *given: Any) -> None:
+        left.append(ref(self))
+        begin(self, *given)
+
+    monkeypatch.setattr(Offering, "begin", begun)
+    gc.disable()
+    try:
+        for _ in range(2):  # the engine keeps what its last step was of
+            await home.complete(story, KIVI)
+        await until(lambda: len(left) == 2 and left[0]() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
