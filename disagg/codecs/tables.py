@@ -177,7 +177,8 @@ class _Seen:
         counted: whether the pages have tokens in order, from the first of each row on
         """
         nobody = not any(run.pages for row in runs for run in row)
-        shared, is_raw = segment_layout(self.group, layout), layout == self.group.raw
+        is_raw = layout == self.group.raw
+        shared = None if is_raw else segment_layout(self.group, layout)
         if nobody:
             if not self.every:
                 return []
