@@ -17,6 +17,7 @@ from disagg.plan import Plan
 from disagg.pool import DEFAULT_SLAB_BYTES, Copies, HostArena, Pool
 
 CPU_ARENA_BYTES = 256 << 20
+SPARE = 20  # one part of so many of a GPU is left to activations, whoever else has memory there
 RECORDS_PER_SLAB = 4  # of the largest record; fewer would waste the ends of slabs
 
 
@@ -60,6 +61,8 @@ class DeviceArena:
         return wait
 
     def write(self, places: Sequence[tuple[int, memoryview | bytes]]) -> None:
+        if not places:  # of which torch copies no list
+            return
         sizes = [len(data) for _, data in places]
         host = self._host_bytes(sum(sizes))
         HostArena(host.numpy().data).write(
@@ -142,7 +145,8 @@ def measure_memory(config: EngineConfig, runner: Runner) -> tuple[int, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         mine = int(config.memory_share * total) - torch.cuda.memory_reserved(device)
-        arena, workspace = split_memory(min(free, mine), runner.shape, runner.info.context_length)
+        there = min(free - total // SPARE, mine)
+        arena, workspace = split_memory(there, runner.shape, runner.info.context_length)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         arena, workspace = CPU_ARENA_BYTES, int(config.memory_share * memory) // 8

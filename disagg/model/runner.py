@@ -4,6 +4,7 @@ One forward pass is one packed row of tokens, whatever it is made of: chunks of 
 decoding tokens, blocks of a replay. Any model that calls transformers' AttentionInterface will do.
 """
 
+import gc
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,6 +58,7 @@ class Runner:
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.graphs: DecodeGraphs | None = None  # where there are any, kernels are compiled too
         if model.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each length of prompts
             self.record_steps(CudaRecorder())
 
     @classmethod
@@ -69,6 +71,9 @@ class Runner:
         as `pick_device` says.
         """
         device = pick_device(device)
+        if device == "cuda":  # a model before this one is in cycles, and its memory is kept
+            gc.collect()
+            torch.cuda.empty_cache()
         info = describe_model(ref, dtype, device)
         if dtype == "auto" and info.dtype == "bfloat16" and not has_bfloat16():
             info = replace(info, dtype="float16")

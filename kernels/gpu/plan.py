@@ -38,6 +38,7 @@ TENSOR_COLUMNS = NVIDIA_COLUMNS if NVIDIA else AMD_COLUMNS
 NVIDIA_SHARED_BYTES = 96 << 10  # what consumer chips have too; data-centre chips have twice that
 AMD_SHARED_BYTES = 64 << 10
 MAX_SLOTS = 2  # sparse ones of a column, beside codes and low rank
+MAX_GRID = 65_535  # programs along the last axis
 MIN_TILES = 4  # fewer cost more in partial results than they win in parallel reads
 FLOAT8_CAPABILITY = (8, 9)  # the first NVIDIA chips that convert float8
 
@@ -232,9 +233,9 @@ def units_of_spans(spans: Sequence[Span], heads: int, device: torch.device) -> t
 
 
 def most_units(spans: Sequence[Span], heads: int, device: torch.device) -> int:
-    """Units of as many sequences at most, that show no more of each view."""
+    """Units of as many sequences at most, that show no more of each view; at most MAX_GRID."""
     programs = _programs(spans, heads, device)
-    return sum(span.most_units(programs) for span in spans)
+    return min(MAX_GRID, sum(span.most_units(programs) for span in spans))
 
 
 def _programs(spans: Sequence[Span], heads: int, device: torch.device) -> int:

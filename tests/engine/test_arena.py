@@ -1,9 +1,19 @@
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 
-from disagg.engine.arena import DeviceArena, SideStream, make_pool, slab_bytes_for
+from disagg.codecs.planning import KVShape
+from disagg.config import EngineConfig
+from disagg.engine.arena import (
+    DeviceArena,
+    SideStream,
+    make_pool,
+    measure_memory,
+    slab_bytes_for,
+)
 from disagg.plan import RecordShape
 from disagg.pool import Pool
 from disagg.transfer.records import ArenaSource
@@ -24,6 +34,7 @@ def test_the_pool_and_the_kernels_see_the_same_bytes():
 def test_a_device_arena_copies_both_ways():
     arena = DeviceArena(torch.ones(512, dtype=torch.uint8))
     arena.write([(128, memoryview(b"abcd")), (256, b"ef")])
+    arena.write([])  # of a frame whose items were there before
     arena.zero(130, 1)
     assert bytes(arena.read(127, 6)) == b"\x01ab\0d\x01"
     assert [bytes(x) for x in arena.stage([(256, 3), (128, 2)])()] == [b"ef\x01", b"ab"]
@@ -57,6 +68,16 @@ def test_scrub_and_resend_wait_for_no_kernels(monkeypatch):
     assert not desk.scrub()
     assert len(started) == 2
     assert not any(stream.waited for stream in started)
+
+
+@pytest.mark.parametrize(("free", "taken"), [(75, 68), (10, 6)], ids=["alone", "beside others"])
+def test_what_others_leave_of_a_gpu_is_not_all_taken(monkeypatch, free, taken):
+    """An arena of all that was free left nothing to compute with."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free << 30, 80 << 30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 4 << 30)
+    info = SimpleNamespace(context_length=1024)
+    runner = SimpleNamespace(device=CUDA, shape=KVShape(1, 1, 64, "float16", (None,)), info=info)
+    assert sum(measure_memory(EngineConfig(), runner)) == taken << 30
 
 
 def test_slabs_hold_several_records_of_large_models():

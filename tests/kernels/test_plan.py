@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from disagg.codecs import get_codec
 from disagg.codecs.quantized import prompt_format
 from disagg.codecs.tables import PageTable, room_for_units
-from disagg.kernels.gpu.plan import MIN_TILES, Span, Tile, most_units, tile_of, units_of_spans
+from disagg.kernels.gpu.plan import (
+    MAX_GRID,
+    MIN_TILES,
+    Span,
+    Tile,
+    most_units,
+    tile_of,
+    units_of_spans,
+)
 
 PAGE = Tile(64, 4096)
 SEQUENCES = st.lists(
@@ -75,6 +83,12 @@ def test_units_are_planned_for_the_warps_that_kernels_have(spec, head_dim):
     span = span_of([0], [64 * 200], tile_of(fmt))
     wanted = most_units([span], 1, torch.device("cpu"))
     assert room_for_units(group, [table], torch.device("cpu")) == wanted
+
+
+def test_no_recorded_step_has_more_units_than_a_gpu_starts():
+    nobody, segments = np.zeros(64, dtype=int), np.zeros((64, 2048))
+    span = Span(PAGE, nobody, nobody, 1 << 20, None, segments)
+    assert span.most_units(16) > MAX_GRID == most_units([span], 8, torch.device("cpu"))
 
 
 def test_pages_that_say_their_positions_are_all_read_behind_a_window():
