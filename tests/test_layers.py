@@ -49,21 +49,21 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4044,
     "cli": 2030,
-    "codecs": 2915,
-    "engine": 1941,
+    "codecs": 2916,
+    "engine": 1945,
     "eval": 575,
     "files": 2072,  # disagg/*.py
-    "kernels": 6251,
-    "model": 1929,
+    "kernels": 6252,
+    "model": 1945,
     "report": 160,
     "server": 2102,
     "transfer": 3317,
     "workers": 3112,
-    "tests": 24031,
+    "tests": 24097,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21282  # of all these rooms together
+PACKAGE_BUDGET = 21302  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from disagg.codecs.tables import upload
@@ -45,6 +45,16 @@ def has_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def fix_rotary(model: nn.Module) -> None:
+    """Let no rotary embedding look for the last position, for which a GPU would wait in every step:
+    contexts end where one would change by it, see `describe_model`."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str | dict):
+            fixed = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            setattr(module, "rope_type", fixed)  # noqa: B010 (of no module that is known)
+
+
 class Runner:
     """A loaded model. Not thread-safe: one thread runs forward passes."""
 
@@ -55,6 +65,7 @@ class Runner:
         self.shape = kv_shape(info)
         self._model = model
         self._cache = pass_through(model)
+        fix_rotary(model)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.graphs: DecodeGraphs | None = None  # where there are any, kernels are compiled too
         if model.device.type == "cuda":

@@ -52,9 +52,8 @@ experts of its real checkpoints are in mxfp4: transformers computes in that with
 `kernels` on a GPU of capability 7.5 or more, and else unpacks them to bf16 while it loads, at 2
 bytes a parameter. Neither was tried here.
 
-Models whose rotary embedding depends on the longest position (`longrope`, `dynamic`: Phi-3 and
-Phi-4-mini of long contexts) ask the host in every step, so on a GPU their steps are run, not
-recorded; the log says so.
+Contexts of LongRoPE (Phi-3, Phi-4-mini) end where its frequencies would switch, at the length of
+the original training: answers up to there are those of `generate`, and beyond none is given.
 
 | architecture | heads / KV heads x dim | windows of layers | result |
 |---|---|---|---|

@@ -13,6 +13,7 @@ from disagg.model.describe import describe_model
 from disagg.model.probe import check_attention
 from disagg.model.runner import Runner, pick_device
 from disagg.model.weights import fingerprint_model
+from tests.engine.margins import assert_same
 from tests.engine.serving import make_engine, serve
 from tests.model.reference import ReferenceModel
 from tests.model.tiny import random_prompt, save_tiny
@@ -124,3 +125,23 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 def test_an_unknown_device_is_refused():
     with pytest.raises(ConfigError, match="'tpu' is unknown; known: auto, cpu, cuda"):
         pick_device("tpu")
+
+
+LONG = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [("phi3", {"rope_type": "longrope", **LONG}), ("llama", {"rope_type": "dynamic"})],
+)
+def test_a_rotary_embedding_that_could_switch_never_looks_for_the_last_position(
+    kind, rope, tmp_path, monkeypatch
+):
+    """A GPU would wait for it in every step, so none was recorded."""
+    rope = rope | {"rope_theta": 1e4, "factor": 8.0}
+    path = str(save_tiny(kind, tmp_path, head_dim=16, rope_parameters=rope))
+    runner, prompt = Runner.load(path), random_prompt(30)
+    expected = ReferenceModel(path).generate(prompt, 12)
+    monkeypatch.setattr(torch, "max", None)
+    (answer,) = serve(make_engine(runner), [prompt], "raw", 12)
+    assert_same(answer, expected)
