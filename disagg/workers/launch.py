@@ -267,7 +267,9 @@ class Cluster:
         if address != AUTO and not knock(*host_and_port(address)):
             # Ray itself tries for more than a minute before it says that nobody is there
             raise PeerLostError(f"no Ray at {address!r}")
-        return {"address": address}
+        if "://" in address:  # of a client of Ray, whose folder workers do not have
+            return {"address": address}
+        return {"address": address, "job_config": Apart()}
 
     def _agree(self) -> Authority | None:
         """What the first front end of this name made, as far as it is wanted."""
