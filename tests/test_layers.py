@@ -58,12 +58,12 @@ BUDGETS = {
     "report": 160,
     "server": 2102,
     "transfer": 3317,
-    "workers": 3112,
+    "workers": 3114,
     "tests": 24097,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21302  # of all these rooms together
+PACKAGE_BUDGET = 21304  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",
