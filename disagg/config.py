@@ -324,7 +324,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 def _parse_yaml(name: str, text: str) -> Any:
     import yaml  # here, because only those who need it pay for the import
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # of whose keys the last one counts, without a word
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:

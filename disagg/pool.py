@@ -191,12 +191,12 @@ class Pool:
         Cached pages go where that makes room, and stay where it cannot.
         """
         spared = min(self.num_slabs // SPARED, MOST_SPARED)
-        fits = count * shape.nbytes <= self.arena.nbytes - self.used_bytes
-        for _ in range(count if fits else 0):
-            if self.free_pages(shape, spared) >= count or not self._evict([shape]):
-                break
-        while fits and self.free_pages(shape) < count and self._evict(list(self._oldest)):
-            pass
+        if count * shape.nbytes <= self.arena.nbytes - self.used_bytes:
+            for _ in range(count):
+                if self.free_pages(shape, spared) >= count or not self._evict([shape]):
+                    break
+            while self.free_pages(shape) < count and self._evict(list(self._oldest)):
+                pass
         if self.free_pages(shape) < count:
             raise CapacityError(
                 f"{count} pages of {shape.nbytes} bytes wanted, {self.free_pages(shape)} free "

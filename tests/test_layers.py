@@ -57,13 +57,13 @@ BUDGETS = {
     "model": 1945,
     "report": 160,
     "server": 2102,
-    "transfer": 3317,
+    "transfer": 3318,
     "workers": 3114,
-    "tests": 24097,
+    "tests": 24101,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21304  # of all these rooms together
+PACKAGE_BUDGET = 21305  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

@@ -122,6 +122,7 @@ class Channel:
         self._serving: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.report: LinkReport | None = None  # once the link was measured
+        self._frame_bytes = self.options.frame_bytes  # at most, on any link
         self.meter = Meter()  # of the stream of now
         self._needed_at = 0.0  # when the last hand-off left
         self._lease_s = math.inf
@@ -133,7 +134,7 @@ class Channel:
         except DisaggError as error:
             log.warning("the link to %s cannot be measured: %s", self.address, error)
         else:
-            size = self.report.frame_bytes(self.options.frame_bytes)
+            size = self.report.frame_bytes(self._frame_bytes)
             self.options = replace(self.options, frame_bytes=size)
             log.info("%s", self.report)
 

@@ -236,7 +236,7 @@ class Sender:
         _check_sizes(checklist)
         self.ticket = attach.ticket
         self.deadline = time.monotonic() + deadline_s
-        self.outbox = Outbox(checklist, source, channel.options.frame_bytes)
+        self.outbox = Outbox(checklist, source)
         self.wire_bytes = 0
         self.figures = HandoffStats("", attach.tokens, 0, 0)  # of the codec; those of the wire join
         self._channel = channel

@@ -267,7 +267,7 @@ class Cluster:
         if address != AUTO and not knock(*host_and_port(address)):
             # Ray itself tries for more than a minute before it says that nobody is there
             raise PeerLostError(f"no Ray at {address!r}")
-        if "://" in address:  # of a client of Ray, whose folder workers do not have
+        if "://" in address:  # a client of Ray's, which gives workers no folder anyway
             return {"address": address}
         return {"address": address, "job_config": Apart()}
 

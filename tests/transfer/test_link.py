@@ -105,13 +105,17 @@ def test_over_time_the_rate_is_exact_whatever_the_messages():
 
 
 async def test_frames_over_a_slow_link_are_small_enough_to_be_answered_in_time(monkeypatch):
+    rates = iter((35e-6, 1.0))
+
     async def slow(link: Link) -> LinkReport:
-        return LinkReport(link.address, "a modem", 90.0, 35e-6)
+        return LinkReport(link.address, "a modem", 90.0, next(rates))
 
     monkeypatch.setattr(channel, "measure", slow)
     peers = Peers(None, TransferConfig())
     await peers.meet(["127.0.0.1:1"])
     assert peers.get("127.0.0.1:1").options.frame_bytes == 14_000
+    await peers.meet(["127.0.0.1:1"])  # the next service measures anew
+    assert peers.get("127.0.0.1:1").options.frame_bytes == FRAME_BYTES
     assert LinkReport("", "", 1.0, 1e-9).frame_bytes(1 << 21) == LEAST_FRAME_BYTES
     assert LinkReport("", "", 1.0, 1.0).frame_bytes(1 << 21) == 1 << 21
     await peers.close()
