@@ -185,12 +185,15 @@ INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, c
     for (; d < dim; d += LANES) add_columns(type, t, p, rows, next, stride, first, tokens, d, 1, all);
 }
 
+/* What is read after a page, where pages come one by one */
+static const uint8_t *after(const Strip *s, int i) { return i + 1 < s->count ? s->blocks[i + 1] : s->next[0]; }
+
 /* What a tile sees of the pages of a strip, whose first token is `first` */
 static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t tokens = f->tokens;
     float down[16] = {0};
     for (int i = 0; i < strip->count; i++)
-        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->next[i]}, 1}, room, room->s[0] + i * tokens);
+        score_page(t, f, &(Strip){{strip->blocks[i]}, {after(strip, i)}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
     if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
@@ -200,7 +203,7 @@ static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t f
         }
     for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
         BY_TYPE(f->raw, add_values, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                strip->next[i] + f->raw_v, first + at, tokens, f->head_dim);
+                after(strip, i) + f->raw_v, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
@@ -217,7 +220,8 @@ static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64
     for (int64_t i = p; i < end && (i == p || i % most); i++) {
         if (x->segments && owner[i] != owner[p]) break;
         s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, block);
-        s.next[s.count++] = block_of(x, pages[i + 1 < end ? i + 1 : i], x->base, f->block_bytes, block);
+        const int32_t next = pages[i + most < end ? i + most : end - 1];
+        s.next[s.count++] = block_of(x, next, x->base, f->block_bytes, block);
     }
     return s;
 }

@@ -71,7 +71,7 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     memcpy(op->bias + g, &sums, sizeof *op->bias);
 }
 
-/* Blocks of some pages, and what is read after each of them */
+/* Blocks of some pages, and what is read in the place of each of them in the strip that follows */
 typedef struct {
     const uint8_t *blocks[STRIP], *next[STRIP];
     int count;
