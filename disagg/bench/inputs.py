@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,8 @@ from disagg.plan import LayerGroup, Plan
 from disagg.state import GroupState, allocate_group
 
 SLAB_BYTES = 16 << 20
+HUGE_PAGE = 2 << 20  # bytes; numpy asks for such pages
+FRESH_BYTES = 64 << 20  # more than malloc ever takes from memory that was used before
 LAST_QUERIES = 32  # of a prompt, for codecs that choose tokens by attention
 SLOW_PAIRS = 0.86  # RoPE pairs behind this share of them rotate slowly enough to stay channels
 THETA = 1e4
@@ -280,8 +283,8 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     for state in states:
         at = upload(Places.of(state), device)
         write_prompt(codec, group, at, LAYER, arena.bytes, k, v, 0, n, queries)
-    if device.type == "cpu":  # in huge pages, as the arena of a service
-        arena.bytes = torch.from_numpy(arena.bytes.numpy().copy())
+    if device.type == "cpu":
+        arena.bytes = in_huge_pages(arena.bytes)
     cache = CompressedKV(codec, group, states[0], arena)
     cache.num_tokens = n
     paged = slice(group.sink, group.sink + shape.tokens)
@@ -295,6 +298,13 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
     rows = shape.heads * shape.per_head
     asked = torch.randn(shape.batch, 1, rows, shape.head_dim, generator=source).to(device)
     return PagedLayer(codec, group, shape, arena.bytes, tables, units, asked, k, v, present, nbytes)
+
+
+def in_huge_pages(x: Tensor) -> Tensor:
+    """A copy of x, on a host, where the arena of a service is: memory that nothing used before."""
+    room = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
+    at = -room.ctypes.data % HUGE_PAGE
+    return torch.from_numpy(room[at : at + x.nbytes]).view(x.dtype).view(x.shape).copy_(x)
 
 
 def _scattered(group: LayerGroup, n: int, count: int, arena: GrowingArena) -> list[GroupState]:

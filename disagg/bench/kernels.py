@@ -26,6 +26,7 @@ from disagg.bench.inputs import (
     PagedLayer,
     StepShape,
     check_device,
+    in_huge_pages,
     make_layer,
     make_prompt,
 )
@@ -199,7 +200,9 @@ def make_baselines(layer: PagedLayer) -> dict[str, Call]:
     by_head = q.unsqueeze(2).contiguous()
     if device.type != "cuda":
         return {
-            f"sdpa {name}": partial(sdpa, by_group.to(dtype), k.to(dtype), v.to(dtype))
+            f"sdpa {name}": partial(
+                sdpa, by_group.to(dtype), in_huge_pages(k.to(dtype)), in_huge_pages(v.to(dtype))
+            )
             for name, dtype in DTYPES.items()
             if is_runnable(name)
         }

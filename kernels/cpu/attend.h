@@ -192,8 +192,11 @@ static const uint8_t *after(const Strip *s, int i) { return i + 1 < s->count ? s
 static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t tokens = f->tokens;
     float down[16] = {0};
-    for (int i = 0; i < strip->count; i++)
+    for (int i = 0; i < strip->count; i++) {
+        for (int64_t at = f->v.codes; first <= t->first && f->raw == NO_TYPE && at < f->block_bytes; at += 64)
+            __builtin_prefetch(strip->blocks[i] + at, 0, 2); /* which no strip before this one did */
         score_page(t, f, &(Strip){{strip->blocks[i]}, {after(strip, i)}, 1}, room, room->s[0] + i * tokens);
+    }
     soften(t, room->s, first, strip->count * tokens, down);
     if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
@@ -241,8 +244,7 @@ static void enter_table(const Table *x, const Attention *a, int64_t b, int64_t q
         if (t->hi[h] > t->end) t->end = t->hi[h];
     }
     if (turns_output(f)) {
-        memcpy(t->done, t->o, sizeof t->o);
-        memcpy(t->done_top, t->top, sizeof t->top);
+        memcpy(t->done, t->o, sizeof t->o), memcpy(t->done_top, t->top, sizeof t->top);
         clear(t->o, f->head_dim);
     }
     if (t->end && f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn) fold_rows(f->k, t->q, &t->k);
@@ -291,8 +293,7 @@ static void attend_unit(const Attention *a, int64_t unit) {
     const int count = (int)(rows + TILE - 1) / TILE;
     for (int i = 0; i < count; i++) {
         Tile *t = tiles + i;
-        clear(t->o, dim);
-        clear(t->q, dim);
+        clear(t->o, dim), clear(t->q, dim);
         memset(t->total, 0, sizeof t->total);
         t->cap = a->cap;
         t->rows = rows - i * TILE < TILE ? (int)(rows - i * TILE) : TILE;
