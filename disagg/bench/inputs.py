@@ -301,7 +301,9 @@ def make_layer(spec: str, shape: StepShape, device: torch.device) -> PagedLayer:
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """A copy of x, on a host, where the arena of a service is: memory that nothing used before."""
+    """A copy of x on a host, in huge pages where Linux has them, as the arena of a service is: it
+    begins where one does, in memory that nothing used before.
+    """
     room = np.empty(x.nbytes + FRESH_BYTES, np.uint8)
     at = -room.ctypes.data % HUGE_PAGE
     return torch.from_numpy(room[at : at + x.nbytes]).view(x.dtype).view(x.shape).copy_(x)

@@ -192,7 +192,8 @@ def _finish(call: Call, device: torch.device) -> None:
 
 
 def make_baselines(layer: PagedLayer) -> dict[str, Call]:
-    """Decode on fp16 (CPU: also fp32 and bf16) K and V of the same shape, by everything at hand."""
+    """Decode on fp16 K and V of the same shape, by everything at hand; on a CPU also fp32 and bf16,
+    in huge pages, as the pages of codecs are."""
     shape, device = layer.shape, layer.q.device
     k, v = (x.half().expand(shape.batch, -1, -1, -1).contiguous() for x in (layer.k, layer.v))
     q = layer.q[:, 0].half()
