@@ -136,7 +136,7 @@ class LLM:
         """The plan of a codec; ConfigError unless a GPU, where this is on one, computes with it."""
         plan = self._decode.plan(codec)
         if self._runner.graphs:
-            check_plans([plan], self._runner.device)
+            check_plans([plan], self._runner.info.query_heads, self._runner.device)
         return plan
 
     def _prepare(self, prompt: str | Sequence[int], params: SamplingParams, codec: str) -> "_Work":

@@ -60,8 +60,8 @@ class Arena(Protocol):
     def stage(self, spans: Sequence[tuple[int, int]], fresh: bool = False) -> Copies:
         """Begin to read many (offset, nbytes); fresh: behind the kernels of this thread."""
 
-    def zero(self, start: int, nbytes: int) -> None:
-        """Fill with zeros."""
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fill many (offset, nbytes) with zeros."""
 
 
 class HostArena:
@@ -87,8 +87,9 @@ class HostArena:
         views = [self.read(*span) for span in spans]
         return lambda: views
 
-    def zero(self, start: int, nbytes: int) -> None:
-        self._view[start : start + nbytes] = bytes(nbytes)
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        for start, nbytes in spans:
+            self._view[start : start + nbytes] = bytes(nbytes)
 
 
 @dataclass
@@ -180,8 +181,7 @@ class Pool:
         """`count` page ids, each with one reference; CapacityError and nothing taken if no room."""
         pages = self.claim(shape, count)
         if shape.zeroed:
-            for page in pages:
-                self.arena.zero(page * ARENA_UNIT, shape.nbytes)
+            self.arena.zero([(page * ARENA_UNIT, shape.nbytes) for page in pages])
         return pages
 
     @atomic

@@ -19,7 +19,7 @@ from torch import Tensor
 from disagg.kernels.cpu import append as cpu_append
 from disagg.kernels.cpu import attend as cpu_attend
 from disagg.kernels.cpu import encode as cpu_encode
-from disagg.kernels.cpu.library import TORCH, backend
+from disagg.kernels.cpu.library import TORCH, TYPES, backend
 from disagg.kernels.cpu.step import LayerCalls
 from disagg.kernels.formats import RAW_SLOTS, AlignedFormat, ExactFormat, Format, PageFormat
 from disagg.kernels.reference import aligned, codes, exact, kept, pages
@@ -70,9 +70,11 @@ def prepare(arena: Tensor, rows: NewRows, views: Sequence[View], q: Tensor) -> L
     """A step of one token for each of B sequences, ready for every layer of a group; None where
     other code than the C library has to serve it, layer by layer.
 
-    rows, views: in the first layer; q: [B, 1, Hq, D] fp32, like that of every layer
+    rows, views: in the first layer; q: [B, 1, Hq, D], like that of every layer
     """
-    if on_gpu(q) or not all(cpu_attend.is_served(view.fmt, q) for view in views):
+    if on_gpu(q) or q.dtype not in TYPES:
+        return None
+    if not all(cpu_attend.is_served(view.fmt, q.float()) for view in views):
         return None
     _check_rows(arena, rows, q.shape[0])
     for view in views:
@@ -87,7 +89,8 @@ def bits_read(q: Tensor, view: View, scale: float) -> Bits:
         return aligned.attend(q, view, scale)[1]
     units = _gpu("plan").units_of([view], q.device)
     o = q.new_empty(units.table.shape[0], q.shape[1] * q.shape[2], q.shape[3], dtype=torch.float32)
-    found: Bits = _gpu("aligned").attend(q, view, scale, 0, units, o, torch.empty_like(o[..., 0]))
+    count = _gpu("aligned").attend(q, view, scale, 0, units, o, torch.empty_like(o[..., 0]))
+    found: Bits = count()
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from disagg.codecs.base import Codec
 from disagg.codecs.cache import CompressedKV
+from disagg.codecs.exact import exact_format
 from disagg.codecs.registry import get_codec
 from disagg.errors import ConfigError
 from disagg.kernels.cpu import library
@@ -24,7 +25,7 @@ from disagg.kernels.ops import appends_by, attends_by, encodes_by
 from disagg.plan import LayerGroup, Plan
 
 LAYER = 2  # of the model: some codecs treat the first two as others
-PER_HEAD, QUERIES = 4, 32
+QUERIES = 32
 CPU = torch.device("cpu")
 # relative, on a GPU: sums in another order tip a few roundings of codes; q and p have 16 bits
 GPU_BYTES, GPU_ATTEND = 1e-2, 2e-3
@@ -67,11 +68,13 @@ class _Outcome:
     ms: list[float]
 
 
-def check_plans(plans: Sequence[Plan], device: torch.device) -> None:
-    """ConfigError unless every kernel of every codec of these plans is sound on a device."""
-    groups = {(x.codec, x.heads, x.head_dim) for plan in plans for x in plan.groups}
-    for spec, heads, head_dim in sorted(groups):
-        for found in examine(spec, heads, head_dim, device):
+def check_plans(plans: Sequence[Plan], query_heads: int, device: torch.device) -> None:
+    """ConfigError unless every kernel of every codec of these plans is sound on a device, for a
+    model of so many query heads: with its own tails, and as many queries of a KV head."""
+    groups = [x for plan in plans for x in plan.groups]
+    cases = {(x.codec, x.heads, x.head_dim, exact_format(x.raw).dtype) for x in groups}
+    for spec, heads, head_dim, dtype in sorted(cases):
+        for found in examine(spec, heads, head_dim, device, dtype, query_heads // heads):
             if not found.sound:
                 told = found.failure or f"its error is {found.error:.2g}, above {found.bound:.2g}"
                 raise ConfigError(
@@ -85,11 +88,21 @@ def name_of(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else library.describe_backend()
 
 
-def examine(spec: str, heads: int, head_dim: int, where: torch.device | str) -> list[Finding]:
-    """Encode, append and attend of a codec on a device, against the reference."""
+def examine(
+    spec: str,
+    heads: int,
+    head_dim: int,
+    where: torch.device | str,
+    dtype: str = "float16",
+    per_head: int = 4,
+) -> list[Finding]:
+    """Encode, append and attend of a codec on a device, against the reference.
+
+    dtype: of the model · per_head: query heads that share a KV head
+    """
     codec, device = get_codec(spec, head_dim), torch.device(where)
-    group = codec.layer_group((LAYER,), heads, head_dim, "float16")
-    given = _inputs(group)
+    group = codec.layer_group((LAYER,), heads, head_dim, dtype)
+    given = _inputs(group, getattr(torch, dtype), per_head)
     with library.forced(library.TORCH):
         wanted = _run(codec, given, CPU)
     try:
@@ -111,14 +124,14 @@ def examine(spec: str, heads: int, head_dim: int, where: torch.device | str) -> 
     ]
 
 
-def _inputs(group: LayerGroup) -> list[Tensor]:
+def _inputs(group: LayerGroup, dtype: torch.dtype, per_head: int) -> list[Tensor]:
     """K and V of a prompt of two pages, of what then seals another one, and queries: [_, n, D]."""
     n = group.sink + group.residual + 2 * group.page.tokens
     more = next(m for m in count(1) if group.sealed(n + m) > group.sealed(n))
     source = torch.Generator().manual_seed(0)
-    heads, rows = group.heads, PER_HEAD * group.heads
+    heads, rows = group.heads, per_head * group.heads
     sizes = [*[(heads, n)] * 2, *[(heads, more)] * 2, (rows, QUERIES)]
-    return [torch.randn(*size, group.head_dim, generator=source).half() for size in sizes]
+    return [torch.randn(*size, group.head_dim, generator=source).to(dtype) for size in sizes]
 
 
 def _run(codec: Codec, given: Sequence[Tensor], device: torch.device) -> _Outcome:

@@ -74,10 +74,12 @@ class DeviceArena:
             torch._foreach_copy_(pages, there)
             self._arriving.mark()()
 
-    def zero(self, start: int, nbytes: int) -> None:
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         """Before whatever is written there later; kernels that are started later see it."""
+        if not spans:
+            return
         with self._arriving.beside_the_kernels():
-            self._tensor[start : start + nbytes] = 0
+            torch._foreach_zero_([self._tensor[start : start + n] for start, n in spans])
         self._arriving.before_the_kernels()
 
     def _host_bytes(self, nbytes: int) -> Tensor:

@@ -203,8 +203,7 @@ class PrefixCache:
             given = zip(plan.groups, records, strict=True)
             groups = tuple(lay_out(group, tokens, ids) for group, ids in given)
             addresses = Addresses(checklist := Checklist(plan, tokens), groups)
-            for start, nbytes in addresses.unsent():
-                self._pool.arena.zero(start, nbytes)
+            self._pool.arena.zero([*addresses.unsent()])
             for notes in found:
                 self._pool.used([note.key for note in notes])
         except BaseException:

@@ -111,7 +111,8 @@ class Worker:
         missing = self.backend.startswith("torch")  # the C library
         log.log(logging.WARNING if missing else logging.INFO, "%s: %s", self.name, self.backend)
         if self._runner.graphs:
-            check_plans(list(self.engine.listed), self._runner.device)
+            query_heads = self._runner.info.query_heads
+            check_plans(list(self.engine.listed), query_heads, self._runner.device)
             given = self.engine, self._runner, self._listed, self.config.engine.max_sequences
             warm_up(*given, tell=partial(setattr, self, "doing"))
         self._threads[0].start()

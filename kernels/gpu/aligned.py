@@ -10,6 +10,8 @@ read counts as 100...0. A plane is read where one of the queries of a program ne
 the host, so a CUDA graph can hold it. Planes are encoded by torch.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -178,8 +180,10 @@ def attend(
     o: Tensor,
     lse: Tensor,
     cap: float = 0.0,
-) -> Bits:
-    """Attention over bit planes, and the bits read. Arguments as in reference/aligned.py.
+) -> Callable[[], Bits]:
+    """Attention over bit planes; and what counts the bits that were read, where that is wanted.
+
+    Arguments as in reference/aligned.py.
 
     number: of the view among the units, whose partial results are written to o and lse
     error:  about 5e-4 relative to the reference, since q and p are rounded to fp16
@@ -206,7 +210,7 @@ def attend(
     scores = capped(scores, cap).masked_fill_(~seen.repeat_interleave(shape.group, 3), -torch.inf)
     total = scores.logsumexp(2)
     total = total.masked_fill(total == -torch.inf, 0.0)
-    p = (scores - total.unsqueeze(2)).exp_()
+    p = scores.sub_(total.unsqueeze(2)).exp_()
 
     tops = tops_of(blocks, fmt.v_top, head_dim, pages, shape.group)
     allowed = exponents(_estimate(p, view, blocks)) - GUARD + EXPONENT_BIAS - tops
@@ -216,7 +220,7 @@ def attend(
         p, total, v_level.contiguous(), *tables, o, lse, view.base, queries, width, fmt, shape,
         **options,
     )  # fmt: skip
-    return Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
+    return lambda: Bits(mean_bits(k_drop, None, queries), mean_bits(v_drop, p > 0, queries))
 
 
 def _estimate(p: Tensor, view: View, blocks: ArenaBlocks) -> Tensor:

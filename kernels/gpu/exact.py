@@ -52,7 +52,7 @@ def attend_exact(unit_of, queries, at_bytes, out, scale, width, LOOP: tl.constex
     STAGES: tl.constexpr = LOOP.stages
     CAP: tl.constexpr = LOOP.cap
     D: tl.constexpr = FMT.head_dim
-    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    D_PAD: tl.constexpr = max(16, triton.next_power_of_2(D))  # as tl.dot wants
     C: tl.constexpr = LOOP.shape.columns
     TILE: tl.constexpr = FMT.strips * FMT.tile_pages * STRIP
     HIDES: tl.constexpr = not FMT.counted or D > NARROW  # one loop, in which tokens are hidden

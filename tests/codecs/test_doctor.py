@@ -50,7 +50,7 @@ def test_wrong_attention_is_found_and_refused_by_name(monkeypatch):
     assert encode.sound
     assert not attend.sound
     with pytest.raises(ConfigError, match=r"attend of kivi.* by .* is not sound on cpu"):
-        check_plans([replace(PLAN, groups=PLAN.groups[1:])], CPU)
+        check_plans([replace(PLAN, groups=PLAN.groups[1:])], 4, CPU)
 
 
 def test_bytes_that_differ_from_the_reference_are_found(monkeypatch):
@@ -77,5 +77,14 @@ def test_a_finding_without_a_number_is_not_sound():
     assert not Finding("raw", "attend", "torch", error=float("nan"), bound=1.0).sound
 
 
-def test_plans_that_are_sound_pass():
-    check_plans([PLAN], CPU)
+def test_plans_that_are_sound_pass_as_their_model_has_them(monkeypatch):
+    asked = []
+
+    def seen(*case: object) -> list[Finding]:
+        asked.append(case)
+        return examine(*case)
+
+    monkeypatch.setattr(doctor_module, "examine", seen)
+    shape = KVShape(2, 2, 64, "bfloat16", (None, None))
+    check_plans([parse_plan(f"0:raw;1:{KIVI}", shape)], 14, CPU)
+    assert {case[4:] for case in asked} == {("bfloat16", 7)}

@@ -35,8 +35,10 @@ def test_a_device_arena_copies_both_ways():
     arena = DeviceArena(torch.ones(512, dtype=torch.uint8))
     arena.write([(128, memoryview(b"abcd")), (256, b"ef")])
     arena.write([])  # of a frame whose items were there before
-    arena.zero(130, 1)
+    arena.zero([(130, 1), (400, 112)])
+    arena.zero([])
     assert bytes(arena.read(127, 6)) == b"\x01ab\0d\x01"
+    assert bytes(arena.read(399, 113)) == b"\x01" + bytes(112)
     assert [bytes(x) for x in arena.stage([(256, 3), (128, 2)])()] == [b"ef\x01", b"ab"]
     assert arena.stage([])() == []
     assert arena.nbytes == 512

@@ -90,7 +90,7 @@ def test_staged_items_are_read_at_once_as_they_were_and_the_rest_on_the_spot():
     source, items = ArenaSource(arena, prompt.checklist, prompt.states), prompt.checklist.items
     expected = [bytes(prompt.bytes_of(item)) for item in items]
     wait = source.stage(items[:-2])
-    arena.zero(0, arena.nbytes // 2)
+    arena.zero([(0, arena.nbytes // 2)])
     wait()
     assert list(map(bytes, source.read(items[:5]))) == expected[:5]
     assert len(arena.waited) == 2  # the staging; and nothing, at once
