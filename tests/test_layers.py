@@ -49,21 +49,21 @@ MAX_FILE, MAX_FUNCTION = 500, 60  # lines; a docstring does not count against a 
 BUDGETS = {
     "bench": 4060,
     "cli": 2030,
-    "codecs": 2916,
-    "engine": 1945,
+    "codecs": 2929,
+    "engine": 1946,
     "eval": 575,
     "files": 2072,  # disagg/*.py
-    "kernels": 6252,
+    "kernels": 6262,
     "model": 1945,
     "report": 160,
     "server": 2102,
-    "transfer": 3318,
-    "workers": 3114,
-    "tests": 24101,
+    "transfer": 3317,
+    "workers": 3115,
+    "tests": 24132,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}
-PACKAGE_BUDGET = 21321  # of all these rooms together
+PACKAGE_BUDGET = 21322  # of all these rooms together
 TORCH_FREE = {
     "errors",
     "config",

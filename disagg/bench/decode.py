@@ -229,7 +229,7 @@ class Decoding:
             decodes.append(Decode(codec, step, whole=True))
         batch = self._batch(decodes)
         planned = time.perf_counter()
-        self._tokens = self._runner.forward(batch).argmax(1).tolist()
+        self._tokens = self._runner.forward(batch).max(1).indices.tolist()
         for decode in decodes:
             self._pool.release(decode.step.freed)
         self._n += 1

@@ -179,15 +179,15 @@ class StepLayers:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """q [Hq, N, D], k and v [H, N, D] of the step's rows -> [N, Hq, D] of q's dtype."""
         codec, step, arena = self._codec, self.step, self._arena
-        new_q, new_k, new_v = (x.transpose(0, 1) for x in (q, k, v))
+        new_q = q.transpose(0, 1)
         if self._alone and self._calls is None:
             first = step.group.layers[0]
             views = views_of(step.group, first, arena, step.tables)
-            self._calls = prepare(arena, _new_rows(step, first), views, new_q.float().unsqueeze(1))
+            self._calls = prepare(arena, _new_rows(step, first), views, new_q.unsqueeze(1))
             self._alone = self._calls is not None
         written = self._calls is None or bool(step.seals) or step.completed is not None
         if written:
-            write_step(codec, step, layer, arena, new_k, new_v)
+            write_step(codec, step, layer, arena, k.transpose(0, 1), v.transpose(0, 1))
         if self._calls is None:
             return attend_step(step, layer, arena, new_q, softmax)
         return self._calls.run(step.group.rank(layer), q, k, v, written, softmax)

@@ -42,9 +42,8 @@ def sample(
     """
     params = [request.params for request in requests]
     scores = _edit(logits, requests, emitted, eos_ids)
-    tokens = scores.argmax(dim=-1)
-    finite = scores.gather(-1, tokens[:, None])[:, 0].isfinite()
-    tokens = tokens.where(finite, scores.shape[-1])
+    best, tokens = scores.max(dim=-1)  # on a CPU argmax takes twice as long
+    tokens = tokens.where(best.isfinite(), scores.shape[-1])
     if drawn := [row for row, choice in enumerate(params) if choice.temperature]:
         indices = [len(emitted[row]) for row in drawn]
         tokens[drawn] = _draw(scores[drawn], [params[row] for row in drawn], indices)

@@ -6,11 +6,10 @@ the tail to its place.
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
-from disagg.kernels.cpu.library import TORCH, AppendC, address, backend, call, format_of
+from disagg.kernels.cpu.library import TORCH, TYPES, AppendC, address, backend, call, format_of
 from disagg.kernels.formats import PageFormat
 from disagg.kernels.reference import encode as reference
 from disagg.kernels.reference.pages import store_blocks
@@ -21,7 +20,7 @@ def append(
     arena: Tensor, k: Tensor, v: Tensor, rows: NewRows, sealing: Sealing | None = None
 ) -> None:
     """As the reference, to the byte."""
-    if backend() == TORCH:
+    if backend() == TORCH or k.dtype not in TYPES or rows.fmt.head_dim % 16:
         reference.append(arena, k, v, rows, sealing)
         return
     _append_raw(arena, k, v, rows)
@@ -35,10 +34,9 @@ def append(
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
-    k, v = (x.to(getattr(torch, rows.fmt.dtype)) for x in (k, v))
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v.to(k.dtype)))
     held = rows.pages.contiguous(), rows.slots.contiguous()
     strides = (x.stride(i) for x in (k, v) for i in (0, 1))
     tensors = map(address, (arena, k, v, *held))
-    fmt = ctypes.addressof(format_of(rows.fmt))
-    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, fmt, rows.base, 0))
+    where = TYPES[k.dtype], ctypes.addressof(format_of(rows.fmt)), rows.base, 0
+    call("disagg_append", AppendC(*tensors, k.shape[0], k.shape[1], *strides, *where))

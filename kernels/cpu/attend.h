@@ -13,9 +13,7 @@ typedef struct {
     Operand k;
 } Tile;
 
-static void clear(float (*x)[LINE], int64_t dim) {
-    for (int h = 0; h < TILE; h++) memset(x[h], 0, sizeof(float) * dim);
-}
+static void clear(float (*x)[LINE], int64_t dim) { for (int h = 0; h < TILE; h++) memset(x[h], 0, 4 * dim); }
 
 /* What queries have to do with a segment, when its first page comes */
 APART void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room *room) {
@@ -185,28 +183,22 @@ INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, c
     for (; d < dim; d += LANES) add_columns(type, t, p, rows, next, stride, first, tokens, d, 1, all);
 }
 
-/* What is read after a page, where pages come one by one */
-static const uint8_t *after(const Strip *s, int i) { return i + 1 < s->count ? s->blocks[i + 1] : s->next[0]; }
-
 /* What a tile sees of the pages of a strip, whose first token is `first` */
 static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
     const int64_t tokens = f->tokens;
     float down[16] = {0};
-    for (int i = 0; i < strip->count; i++) {
-        for (int64_t at = f->v.codes; first <= t->first && f->raw == NO_TYPE && at < f->block_bytes; at += 64)
-            __builtin_prefetch(strip->blocks[i] + at, 0, 2); /* which no strip before this one did */
-        score_page(t, f, &(Strip){{strip->blocks[i]}, {after(strip, i)}, 1}, room, room->s[0] + i * tokens);
-    }
+    for (int i = 0; i < strip->count; i++)
+        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->blocks[i + 1]}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
     if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < f->head_dim; d += LANES) {
-            V o = v_load(t->o[h] + d), by = v_set(down[h]);
-            v_store(t->o[h] + d, f->raw == NO_TYPE ? v_fma(o, by, v_load(room->out[h] + d)) : o * by);
+            const V more = f->raw == NO_TYPE ? v_load(room->out[h] + d) : v_set(0);
+            v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), more));
         }
     for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
         BY_TYPE(f->raw, add_values, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                after(strip, i) + f->raw_v, first + at, tokens, f->head_dim);
+                strip->blocks[i + 1] + f->raw_v, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
@@ -214,19 +206,30 @@ static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64
 }
 
 /* The pages of a strip that begins at column p and ends before `end`: a multiple of STRIP ends it,
- * and so does another segment, so that strips do not depend on who looks at them */
-static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64_t end) {
+ * and so does another segment, so that strips do not depend on who looks at them; then: what is read
+ * after the last one, or NULL */
+static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64_t end, const Strip *then) {
     const Format *f = x->format;
     const int32_t *pages = x->pages + b * x->num_pages, *owner = x->owner + b * x->num_pages;
     int64_t most = PART / f->tokens < STRIP ? PART / f->tokens : STRIP;
     Strip s = {.count = 0};
     for (int64_t i = p; i < end && (i == p || i % most); i++) {
         if (x->segments && owner[i] != owner[p]) break;
-        s.blocks[s.count] = block_of(x, pages[i], x->base, f->block_bytes, block);
-        const int32_t next = pages[i + most < end ? i + most : end - 1];
-        s.next[s.count++] = block_of(x, next, x->base, f->block_bytes, block);
+        const uint8_t *here = block_of(x, pages[i], x->base, f->block_bytes, block), *next = here;
+        if (i + most < end) next = block_of(x, pages[i + most], x->base, f->block_bytes, block);
+        else if (then && s.count < then->count) next = then->blocks[s.count];
+        s.blocks[s.count] = here, s.next[s.count++] = next;
     }
+    s.blocks[s.count] = s.next[0];
     return s;
+}
+
+/* The first strip that a unit sees of a table; behind the last table, what comes next on its thread sees */
+static Strip first_strip(const Attention *a, int64_t unit, const Table *x) {
+    if (x == a->tables + a->num_tables) x = a->tables, unit += a->ahead;
+    const int64_t at = unit / ((a->m * a->width + ROWS - 1) / ROWS), b = at / a->heads;
+    const int64_t p = b < a->batch ? (uint32_t)x->lo[b * a->m] / x->format->tokens : x->num_pages;
+    return strip_of(x, b, a->layer * a->heads + at % a->heads, p, x->num_pages, NULL);
 }
 
 static int turns_output(const Format *f) { return f->v.turn || f->signs >= 0; }
@@ -250,8 +253,9 @@ static void enter_table(const Table *x, const Attention *a, int64_t b, int64_t q
     if (t->end && f->raw == NO_TYPE && f->k->by == BY_ROW && !f->k->turn) fold_rows(f->k, t->q, &t->k);
 }
 
-/* What the queries of some tiles see of one table; block: of its pages, those of one head */
-static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t block, Room *room) {
+/* What the queries of some tiles see of one table; block: of its pages, those of one head; then: see above */
+static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int64_t block, const Strip *then,
+                         Room *room) {
     const Format *f = x->format;
     const int64_t tokens = f->tokens;
     int64_t first = INT32_MAX, end = 0;
@@ -263,7 +267,7 @@ static void attend_table(const Table *x, Tile *tiles, int count, int64_t b, int6
     Strip strip;
     for (int64_t p = first; p < end; p += strip.count) {
         const uint8_t *segment = NULL;
-        strip = strip_of(x, b, block, p, end);
+        strip = strip_of(x, b, block, p, end, then);
         if (x->segments) {
             const int64_t id = x->segments[b * x->num_segments + x->owner[b * x->num_pages + p]];
             segment = block_of(x, id, x->segment_base, f->segment_bytes, block);
@@ -300,13 +304,15 @@ static void attend_unit(const Attention *a, int64_t unit) {
         for (int h = 0; h < TILE; h++) t->top[h] = -1e30f;
         for (int h = 0; h < t->rows; h++) {
             const int64_t n = first + i * TILE + h, row = b * a->m + n / a->width;
-            const float *q = a->q + row * a->q_row + (head * a->width + n % a->width) * a->q_head;
-            for (int64_t d = 0; d < dim; d++) t->q[h][d] = q[d] * (a->scale * 1.44269504f);
+            const int64_t at = row * a->q_row + (head * a->width + n % a->width) * a->q_head;
+            for (int64_t d = 0; d < dim; d += LANES)
+                v_store(t->q[h] + d, v_read(a->q, at + d, (int)a->type) * v_set(a->scale * 1.44269504f));
         }
     }
     for (const Table *x = a->tables; x < a->tables + a->num_tables; x++) {
         for (int i = 0; i < count; i++) enter_table(x, a, b, first + i * TILE, tiles + i);
-        attend_table(x, tiles, count, b, a->layer * a->heads + head, &room);
+        const Strip then = first_strip(a, unit, x + 1);
+        attend_table(x, tiles, count, b, a->layer * a->heads + head, &then, &room);
     }
     for (int64_t i = 0; i < rows; i++) {
         const Tile *t = tiles + i / TILE;
@@ -314,9 +320,8 @@ static void attend_unit(const Attention *a, int64_t unit) {
         const int64_t row = b * a->m + (first + i) / a->width, which = (first + i) % a->width;
         const int64_t at = (row * a->heads + head) * a->width + which;
         const float total = v_sum(v_load(t->total[h])), by = total > 0 ? 1 / total : 0;
-        for (int64_t d = 0; d < dim; d++) a->o[at * dim + d] = t->o[h][d] * by;
-        if (!a->lse) continue;
-        a->lse[at] = -__builtin_inff();
-        if (total != 0) a->lse[at] = (t->top[h] + __builtin_log2f(total)) * 0.693147181f;
+        for (int64_t d = 0; d < dim; d += LANES)
+            v_write(a->o, at * dim + d, v_load(t->o[h] + d) * v_set(by), (int)a->type);
+        if (a->lse) a->lse[at] = total ? (t->top[h] + __builtin_log2f(total)) * 0.693147181f : -__builtin_inff();
     }
 }

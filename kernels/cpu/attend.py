@@ -13,6 +13,7 @@ from torch import Tensor
 from disagg.kernels.cpu.library import (
     MAX_BANDS,
     TORCH,
+    TYPES,
     AttentionC,
     TableC,
     address,
@@ -43,8 +44,8 @@ def attend(q: Tensor, views: Sequence[View], scale: float, cap: float = 0.0) -> 
     tables, held = fill(views)
     job = AttentionC(
         *(ctypes.addressof(tables), address(q), address(o), address(lse)),
-        *(len(views), batch, m, heads, query_heads // heads, head_dim),
-        *(query_heads * head_dim, head_dim, 0, scale, cap),
+        *(len(views), batch, m, heads, query_heads // heads, head_dim, TYPES[q.dtype]),
+        *(query_heads * head_dim, head_dim, 0, 0, scale, cap),
     )
     call("disagg_attend", job)
     del held  # what the library read

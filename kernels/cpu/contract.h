@@ -19,10 +19,7 @@ typedef struct { /* what a page needs while it is computed; float rows have room
 static void read_halves(float *to, const uint8_t *from, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) v_store(to + i, v_half(from + 2 * i));
-    uint16_t rest[LANES] = {0};
-    memcpy(rest, from + 2 * i, 2 * (count - i));
-    const V x = v_half(rest);
-    memcpy(to + i, &x, 4 * (count - i));
+    for (uint16_t x[LANES] = {0}; i < count; i++) memcpy(x, from + 2 * i, 2), to[i] = v_half(x)[0];
 }
 
 static int halves_of(const Side *s) { return s->bits == 2 ? 2 : 1; }
@@ -71,9 +68,9 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     memcpy(op->bias + g, &sums, sizeof *op->bias);
 }
 
-/* Blocks of some pages, and what is read in the place of each of them in the strip that follows */
+/* Blocks of some pages, and the one after them; what is read in place of each in the strip that follows */
 typedef struct {
-    const uint8_t *blocks[STRIP], *next[STRIP];
+    const uint8_t *blocks[STRIP + 1], *next[STRIP];
     int count;
 } Strip;
 

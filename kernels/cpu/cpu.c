@@ -44,38 +44,17 @@ const char *disagg_path(int64_t path) {
     return find_path(path) ? find_path(path)->name : NULL;
 }
 
-/* Numbers of a token; an infinity becomes the largest one, which as bits is the one before it */
-#define COPY(TYPE, INFINITE)                                     \
-    for (int64_t i = 0; i < count; i++) {                        \
-        TYPE u;                                                  \
-        memcpy(&u, from + i * sizeof u, sizeof u);               \
-        u -= (u & (TYPE) ~0 >> 1) == INFINITE;                   \
-        memcpy(to + i * sizeof u, &u, sizeof u);                 \
-    }
-static void copy_token(uint8_t *to, const uint8_t *from, int64_t type, int64_t count) {
-    if (type == FP32) COPY(uint32_t, 0x7f800000)
-    else if (type == BF16) COPY(uint16_t, 0x7f80)
-    else COPY(uint16_t, 0x7c00)
-}
-
 void disagg_append(int64_t path, const Append *x, int64_t threads) {
-    (void)path, (void)threads; /* a few kilobytes */
-    const Format *f = x->format;
-    const int64_t size = f->raw == FP32 ? 4 : 2;
-    for (int64_t i = 0; i < x->rows; i++)
-        for (int64_t h = 0; x->pages[i] >= 0 && h < x->heads; h++) {
-            uint8_t *token = x->arena + (int64_t)x->pages[i] * UNIT + x->base +
-                             (x->layer * x->heads + h) * f->block_bytes + x->slots[i] * f->head_dim * size;
-            copy_token(token + f->raw_k, x->k + size * (i * x->k_row + h * x->k_head), f->raw, f->head_dim);
-            copy_token(token + f->raw_v, x->v + size * (i * x->v_row + h * x->v_head), f->raw, f->head_dim);
-        }
+    (void)threads; /* a few kilobytes */
+    share((Work)find_path(path)->append, x, x->rows * x->heads, 1);
 }
 
 void disagg_attend(int64_t path, const Attention *a, int64_t threads) {
-    int64_t chunks = (a->m * a->width + ROWS - 1) / ROWS;
+    const int64_t units = a->batch * a->heads * ((a->m * a->width + ROWS - 1) / ROWS);
     const Path *run = find_path(path);
-    share((Work)(a->m * a->width == 1 ? run->attend_one : run->attend), a, a->batch * a->heads * chunks,
-          threads);
+    Attention job = *a;
+    job.ahead = threads;
+    share((Work)(a->m * a->width == 1 ? run->attend_one : run->attend), &job, units, threads);
 }
 
 void disagg_step(int64_t path, const Step *x, int64_t threads) {

@@ -253,6 +253,21 @@ static void encode_unit(const Encoding *e, int64_t unit) {
     }
 }
 
+/* A new token of a head, in a raw page; what its dtype cannot hold saturates */
+static void append_unit(const Append *x, int64_t unit) {
+    const Format *f = x->format;
+    const int64_t row = unit / x->heads, head = unit % x->heads, size = f->raw == FP32 ? 4 : 2;
+    const V most = v_set(f->raw == FP16 ? LARGEST : f->raw == BF16 ? 0x1.fep127f : 0x1.fffffep127f);
+    uint8_t *to = x->arena + (int64_t)x->pages[row] * UNIT + x->base;
+    to += (x->layer * x->heads + head) * f->block_bytes + x->slots[row] * size * f->head_dim;
+    for (int64_t d = 0; x->pages[row] >= 0 && d < f->head_dim; d += LANES) {
+        const V k = v_read(x->k, row * x->k_row + head * x->k_head + d, (int)x->type);
+        const V v = v_read(x->v, row * x->v_row + head * x->v_head + d, (int)x->type);
+        v_write(to + f->raw_k, d, v_min(most, v_max(-most, k)), (int)f->raw);
+        v_write(to + f->raw_v, d, v_min(most, v_max(-most, v)), (int)f->raw);
+    }
+}
+
 /* Squares of a KV head's queries, 16 tokens, in whole multiples of 2**-20: so sums are exact */
 static void sum_squares(const Squares *s, int64_t unit) {
     typedef double Sums __attribute__((vector_size(8 * LANES)));

@@ -63,11 +63,11 @@ EncodingC = _structure(
 SquaresC = _structure("SquaresC", "*q *sums q_head q_token type tokens begun heads width head_dim")
 AppendC = _structure(
     "AppendC",
-    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head *format base layer",
+    "*arena *k *v *pages *slots rows heads k_row k_head v_row v_head type *format base layer",
 )
 AttentionC = _structure(
     "AttentionC",
-    "*tables *q *o *lse num_tables batch m heads width head_dim q_row q_head layer",
+    "*tables *q *o *lse num_tables batch m heads width head_dim type q_row q_head layer ahead",
     scale=ctypes.c_float,
     cap=ctypes.c_float,
 )

@@ -52,10 +52,12 @@ typedef struct { /* one page table of every sequence, as a PageTable */
 
 typedef struct { /* queries [batch][m][heads * width][D]; o and lse, which may be NULL, side by side */
     const Table *tables;
-    const float *q;
-    float *o, *lse;
-    int64_t num_tables, batch, m, heads, width, head_dim;
+    const uint8_t *q;
+    uint8_t *o;
+    float *lse;
+    int64_t num_tables, batch, m, heads, width, head_dim, type; /* type: of q and o */
     int64_t q_row, q_head, layer; /* strides, in numbers; layer pages behind the base of tables */
+    int64_t ahead;                /* units from one to what comes next on its thread, about */
     float scale, cap; /* cap: 0, or a score s counts as cap * tanh(s / cap) */
 } Attention;
 
@@ -79,7 +81,7 @@ typedef struct { /* one token per row, [rows][heads][D], into raw pages; a page 
     uint8_t *arena;
     const uint8_t *k, *v;
     const int32_t *pages, *slots;
-    int64_t rows, heads, k_row, k_head, v_row, v_head; /* strides, in numbers */
+    int64_t rows, heads, k_row, k_head, v_row, v_head, type; /* strides, in numbers */
     const Format *format;
     int64_t base, layer;
 } Append;
@@ -89,10 +91,10 @@ typedef struct { /* a layer of a step: new tokens, and attention to all */
     Attention attention;
 } Step;
 
-typedef struct { /* one instruction set */
+typedef struct { /* one instruction set; attend_one: where each KV head has one query */
     const char *name;
-    void (*attend)(const Attention *, int64_t unit);
-    void (*attend_one)(const Attention *, int64_t unit); /* where each KV head has one query */
+    void (*attend)(const Attention *, int64_t unit), (*attend_one)(const Attention *, int64_t unit);
+    void (*append)(const Append *, int64_t unit);
     void (*encode)(const Encoding *, int64_t unit);
     void (*sum_squares)(const Squares *, int64_t unit);
 } Path;

@@ -14,7 +14,7 @@ TARGET_PRAGMA(TARGET)
 void ONE(const Attention *a, int64_t unit) { attend_unit(a, unit); }
 #else
 #include "encode.h"
-const Path PATH = {NAME, attend_unit, ONE, encode_unit, sum_squares};
+const Path PATH = {NAME, attend_unit, ONE, append_unit, encode_unit, sum_squares};
 #endif
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop

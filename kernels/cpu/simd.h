@@ -146,11 +146,6 @@ INLINE V v_float8(const void *p) { /* 2**-8 of it: fp16 counts exponents from 15
     Short h = (__builtin_convertvector(b, Short) << 7) & -0x4080;
     return v_half(&h);
 }
-INLINE float v_sum(V a) {
-    for (int n = LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) a[i] += a[i + n];
-    return a[0];
-}
 /* Of each of four vectors, in every 128 bits: its sum, or its largest number */
 INLINE V v_join(V a, V b, int sum) { return sum ? a + b : v_max(a, b); }
 INLINE V v_fours(const V *a, int sum) {
@@ -160,6 +155,7 @@ INLINE V v_fours(const V *a, int sum) {
     for (int n = 4; n < LANES; n *= 2) all = v_join(EVEN_FOURS(all, all), ODD_FOURS(all, all), sum);
     return all;
 }
+INLINE float v_sum(V a) { return v_fours((V[4]){a, a, a, a}, 1)[0]; }
 
 /* LANES vectors -> the sum of each */
 INLINE V v_sums(const V *a) {
@@ -206,6 +202,12 @@ INLINE V v_read(const uint8_t *p, int64_t i, int type) { /* LANES numbers from t
     if (type == BF16) return v_bfloat(p + 2 * i);
     if (type == FP8) return v_float8(p + i);
     return v_load((const float *)p + i);
+}
+INLINE void v_write(uint8_t *p, int64_t i, V x, int type) { /* rounded to nearest, ties to even */
+    const W u = (W)x, up = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    if (type == FP16) v_store_half(p + 2 * i, x);
+    else if (type == BF16) v_store_int16((int16_t *)p + i, (up & (x == x)) | (0x7fff & (x != x)));
+    else v_store((float *)p + i, x);
 }
 
 /* Sums of codes times vectors.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.attend import fill
-from disagg.kernels.cpu.library import AppendC, AttentionC, StepC, address, call, format_of
+from disagg.kernels.cpu.library import TYPES, AppendC, AttentionC, StepC, address, call, format_of
 from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows
 from disagg.kernels.view import Softmax, View
@@ -24,13 +24,13 @@ class LayerCalls:
     """
 
     def __init__(self, arena: Tensor, rows: NewRows, views: Sequence[View]) -> None:
-        self._dtype = getattr(torch, rows.fmt.dtype)
         self._rows, heads, dim = rows.pages.shape[0], views[0].heads, rows.fmt.head_dim
         fmt = format_of(rows.fmt)
         self._tables, *self._held = *fill(views), arena, rows, fmt
-        where, places = ctypes.addressof(fmt), (address(rows.pages), address(rows.slots))
-        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, where, rows.base, 0)
-        sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0)
+        places = address(rows.pages), address(rows.slots)
+        where = ctypes.addressof(fmt), rows.base
+        append = AppendC(address(arena), 0, 0, *places, 0, heads, 0, 0, 0, 0, 0, *where, 0)
+        sizes = (len(views), self._rows, 1, heads, 0, dim, 0, 0, 0, 0)
         attention = AttentionC(ctypes.addressof(self._tables), 0, 0, 0, *sizes)
         self._job = StepC(append, attention)
 
@@ -41,14 +41,17 @@ class LayerCalls:
 
         q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
         """
-        queries = _readable(q, torch.float32)
-        o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=torch.float32)
+        dtype = q.dtype if softmax.sinks is None else torch.float32  # o meets these in fp32
+        queries = _readable(q, dtype)
+        o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
         append, attention = self._job.append, self._job.attention
         append.rows = 0 if written else self._rows
         if not written:
-            k, v = _readable(k, self._dtype), _readable(v, self._dtype)
+            k, v = _readable(k, k.dtype), _readable(v, k.dtype)
+            append.type = TYPES[k.dtype]
             append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
             append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
+        attention.type = TYPES[dtype]
         attention.q, attention.o = queries.data_ptr(), o.data_ptr()
         attention.q_head, attention.q_row = queries.stride(0), queries.stride(1)
         attention.width = q.shape[0] // k.shape[0]
@@ -59,8 +62,9 @@ class LayerCalls:
         call("disagg_step", self._job)
         if lse is not None:
             o = merge([(o, lse)], softmax.sinks)
-        return o if q.dtype is torch.float32 else o.to(q.dtype)
+        return o if o.dtype is q.dtype else o.to(q.dtype)
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype and x.stride(2) == 1 else x.to(dtype).contiguous()
+    x = x if x.dtype is dtype else x.to(dtype)
+    return x if x.stride(2) == 1 else x.contiguous()

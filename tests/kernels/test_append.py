@@ -84,6 +84,24 @@ def test_bytes_equal_those_of_the_reference(dtype, append):
     assert (expected != 0).sum() <= 5 * heads * 2 * 80 * item
 
 
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("path", library.PATHS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_library_rounds_what_it_copies_and_saturates_it(dtype, path, given):
+    if path not in library.paths():
+        pytest.skip(f"this machine cannot run {path}")
+    x = torch.randn(2, 4, HEADS, 80) * 10.0 ** torch.randint(-8, 6, (80,))
+    x[:, 0, :, :4] = torch.tensor([torch.inf, -torch.inf, -65519.9, 3.4e38])
+    k, v = x.to(given)
+    pages, slots = torch.tensor([300, 0, 300, 90]).int(), torch.tensor([15, 0, 7, 2]).int()
+    rows = NewRows(pages, slots, raw_format(dtype, 80), BASE)
+    found, expected = (torch.zeros(500 * 128, dtype=torch.uint8) for _ in range(2))
+    with library.forced(path):
+        cpu.append(found, k, v, rows)
+    reference.append(expected, k, v, rows)
+    assert torch.equal(found, expected)
+
+
 def test_scattered_channels_and_ids_are_read_where_they_are(append):
     """How a model lays its K out, and a step its tables, is their own affair."""
     fmt = raw_format("float32", 64)
