@@ -158,7 +158,7 @@ INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, 
         V y[SUMS];
 #pragma GCC unroll 16
         for (int j = 0; j < wide; j += 64 / size / LANES)
-            __builtin_prefetch(next + i * stride + (d + j * LANES) * size);
+            fetch(next + i * stride + (d + j * LANES) * size);
 #pragma GCC unroll 16
         for (int j = 0; j < wide; j++) y[j] = v_read(rows + i * stride, d + j * LANES, type);
 #pragma GCC unroll 4
@@ -188,7 +188,7 @@ static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t f
     const int64_t tokens = f->tokens;
     float down[16] = {0};
     for (int i = 0; i < strip->count; i++)
-        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->blocks[i + 1]}, 1}, room, room->s[0] + i * tokens);
+        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->next[i]}, 1}, room, room->s[0] + i * tokens);
     soften(t, room->s, first, strip->count * tokens, down);
     if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
     for (int h = 0; h < TILE; h++)
@@ -198,7 +198,7 @@ static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t f
         }
     for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
         BY_TYPE(f->raw, add_values, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                strip->blocks[i + 1] + f->raw_v, first + at, tokens, f->head_dim);
+                strip->next[i] + f->raw_v, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
@@ -220,7 +220,6 @@ static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64
         else if (then && s.count < then->count) next = then->blocks[s.count];
         s.blocks[s.count] = here, s.next[s.count++] = next;
     }
-    s.blocks[s.count] = s.next[0];
     return s;
 }
 

@@ -68,9 +68,9 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     memcpy(op->bias + g, &sums, sizeof *op->bias);
 }
 
-/* Blocks of some pages, and the one after them; what is read in place of each in the strip that follows */
+/* Blocks of some pages, and what is read in the place of each of them in the strip that follows */
 typedef struct {
-    const uint8_t *blocks[STRIP + 1], *next[STRIP];
+    const uint8_t *blocks[STRIP], *next[STRIP];
     int count;
 } Strip;
 
@@ -95,7 +95,7 @@ APART void fold_columns(const Side *bands, int count, const Strip *strip, const 
                 const int64_t ahead = strip->next[page] - strip->blocks[page];
                 for (int64_t c = 0; c < columns; c += LANES) {
                     if (c % 32 == 0)
-                        __builtin_prefetch(scale + ahead + 2 * c), __builtin_prefetch(zero + ahead + 2 * c);
+                        fetch(scale + ahead + 2 * c), fetch(zero + ahead + 2 * c);
                     V by = v_half(scale + 2 * c), z = zeroed || !coded ? middle : v_set(0);
                     if (zeroed) z = z + v_half(zero + 2 * c);
 #pragma GCC unroll 4
@@ -218,7 +218,7 @@ INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next,
         for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
             V y[AT_ONCE];
-            __builtin_prefetch(next + r * stride + c * AT_ONCE * size);
+            for (int i = 0; i < LANES * AT_ONCE * size; i += 64) fetch(next + r * stride + c * AT_ONCE * size + i);
 #pragma GCC unroll 16
             for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4

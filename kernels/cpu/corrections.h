@@ -30,7 +30,7 @@ APART int64_t lay_factor(const uint8_t *from, const uint8_t *next, int64_t count
     if (count > MAX_TOKENS) count = MAX_TOKENS;
     for (int64_t t = 0; rank == 4 && t < count; t += LANES, from += 8 * LANES, next += 8 * LANES) {
         V a[4];
-        __builtin_prefetch(next), __builtin_prefetch(next + 4 * LANES);
+        fetch(next), fetch(next + 4 * LANES);
         for (int i = 0; i < 4; i++) a[i] = v_half(from + 2 * i * LANES);
         v_transpose4(a);
         for (int i = 0; i < 4; i++) v_store(room->lowered[i] + t, ACROSS(a[i]));
