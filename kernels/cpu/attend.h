@@ -32,7 +32,7 @@ APART void enter_segment(Tile *t, const Format *f, const uint8_t *segment, Room 
         const int64_t count = lay_factor(basis, basis, f->head_dim - d, k->rank, room);
         lower(t->q[0] + d, count, k->rank, room, t->low_q);
     }
-    if (k->shared) fold_columns(k, 1, &(Strip){{segment}, {segment}, 1}, x, room, &t->k);
+    if (k->shared) fold_columns(k, 1, &(Strip){{segment}, {0}, {segment}, 1}, x, room, &t->k);
     if (k->by == BY_ROW && k->turn) fold_rows(k, t->turned, &t->k);
 }
 
@@ -184,30 +184,29 @@ INLINE void add_values(int type, Tile *t, const float *p, const uint8_t *rows, c
 }
 
 /* What a tile sees of the pages of a strip, whose first token is `first` */
-static void attend_strip(Tile *t, const Format *f, const Strip *strip, int64_t first, Room *room) {
+static void attend_strip(Tile *t, const Format *f, const Strip *s, int64_t first, Room *room) {
     const int64_t tokens = f->tokens;
     float down[16] = {0};
-    for (int i = 0; i < strip->count; i++)
-        score_page(t, f, &(Strip){{strip->blocks[i]}, {strip->next[i]}, 1}, room, room->s[0] + i * tokens);
-    soften(t, room->s, first, strip->count * tokens, down);
-    if (f->raw == NO_TYPE) sum_values(t, f, strip, down, room);
+    for (int i = 0; i < s->count; i++)
+        score_page(t, f, &(Strip){{s->blocks[i]}, {s->soon[i]}, {s->next[i]}, 1}, room, room->s[0] + i * tokens);
+    soften(t, room->s, first, s->count * tokens, down);
+    if (f->raw == NO_TYPE) sum_values(t, f, s, down, room);
     for (int h = 0; h < TILE; h++)
         for (int64_t d = 0; d < f->head_dim; d += LANES) {
             const V more = f->raw == NO_TYPE ? v_load(room->out[h] + d) : v_set(0);
             v_store(t->o[h] + d, v_fma(v_load(t->o[h] + d), v_set(down[h]), more));
         }
-    for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < strip->count; i++, at += tokens)
-        BY_TYPE(f->raw, add_values, t, room->s[0] + at, strip->blocks[i] + f->raw_v,
-                strip->next[i] + f->raw_v, first + at, tokens, f->head_dim);
+    for (int64_t i = 0, at = 0; f->raw != NO_TYPE && i < s->count; i++, at += tokens)
+        BY_TYPE(f->raw, add_values, t, room->s[0] + at, s->blocks[i] + f->raw_v,
+                s->next[i] + f->raw_v, first + at, tokens, f->head_dim);
 }
 
 static const uint8_t *block_of(const Table *x, int64_t page, int64_t base, int64_t bytes, int64_t block) {
     return x->arena + page * UNIT + base + block * bytes;
 }
 
-/* The pages of a strip that begins at column p and ends before `end`: a multiple of STRIP ends it,
- * and so does another segment, so that strips do not depend on who looks at them; then: what is read
- * after the last one, or NULL */
+/* Pages of a strip from column p on, before `end`: a multiple of STRIP ends it, and so does another
+ * segment, so that strips do not depend on who looks; then: what is read after them, or NULL */
 static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64_t end, const Strip *then) {
     const Format *f = x->format;
     const int32_t *pages = x->pages + b * x->num_pages, *owner = x->owner + b * x->num_pages;
@@ -220,6 +219,7 @@ static Strip strip_of(const Table *x, int64_t b, int64_t block, int64_t p, int64
         else if (then && s.count < then->count) next = then->blocks[s.count];
         s.blocks[s.count] = here, s.next[s.count++] = next;
     }
+    for (int i = 0; i < s.count; i++) s.soon[i] = i + 1 < s.count ? s.blocks[i + 1] : s.next[0];
     return s;
 }
 

@@ -68,9 +68,9 @@ static void round_group(const float *x, int64_t first, const Span *spans, int co
     memcpy(op->bias + g, &sums, sizeof *op->bias);
 }
 
-/* Blocks of some pages, and what is read in the place of each of them in the strip that follows */
+/* Blocks of some pages, what is read after each, and in its place in the strip that follows */
 typedef struct {
-    const uint8_t *blocks[STRIP], *next[STRIP];
+    const uint8_t *blocks[STRIP], *soon[STRIP], *next[STRIP];
     int count;
 } Strip;
 
@@ -134,9 +134,9 @@ static void fold_rows(const Side *s, float (*x)[LINE], Operand *op) {
     }
 }
 
-/* Columns first to end of a block are contracted, with vectors that have its first one at `at` */
-static void add_parts(Products *p, const Side *s, const uint8_t *block, const uint8_t *next, int64_t at,
-                      int64_t first, int64_t end) {
+/* Columns first to end of block i are contracted, with vectors that have its first one at `at` */
+static void add_parts(Products *p, const Side *s, const Strip *in, int i, int64_t at, int64_t first, int64_t end) {
+    const uint8_t *block = in->blocks[i], *soon = in->soon[i], *next = in->next[i];
     const int64_t words = s->columns / halves_of(s), whole = end - first == s->columns;
     for (int half = 0; half < (whole ? 1 : halves_of(s)); half++) {
         const int64_t start = half * words, stop = start + words;
@@ -144,7 +144,7 @@ static void add_parts(Products *p, const Side *s, const uint8_t *block, const ui
         if (c >= last) continue;
         const int64_t place = s->codes + 2 * (c - start);
         Part *part = p->parts + p->count++;
-        *part = (Part){block + place, next + place, 2 * words, last - c, {ZEROS, ZEROS}, s->bits};
+        *part = (Part){block + place, soon - block, next - block, 2 * words, last - c, {ZEROS, ZEROS}};
         part->at[half] = at + c;
         if (whole) part->at[1] = at + words;
     }
@@ -177,7 +177,7 @@ static void contract_columns(const Side *bands, int count, const Strip *strip, c
         int64_t at = p.count = 0;
         for (const Side *s = bands; s < bands + count; s++)
             for (int i = 0; i < strip->count && s->bits; i++, at += s->columns)
-                if (s->bits == p.bits) add_parts(&p, s, strip->blocks[i], strip->next[i], at, 0, s->columns);
+                if (s->bits == p.bits) add_parts(&p, s, strip, i, at, 0, s->columns);
         if (!p.count) continue;
         multiply(&p, bands, op, -1, at, (p.runs ? more : out)[0]);
         for (int h = 0; h < TILE && p.runs; h++)
@@ -191,7 +191,7 @@ static void contract_rows(const Side *s, const Strip *strip, const Operand *op, 
     for (int64_t g = 0; g < s->columns / s->group; g++) {
         Products p;
         p.count = p.runs = 0, p.bits = (int)s->bits;
-        add_parts(&p, s, block, strip->next[0], 0, g * s->group, (g + 1) * s->group);
+        add_parts(&p, s, strip, 0, 0, g * s->group, (g + 1) * s->group);
         multiply(&p, s, op, g, 0, room->part[0]);
         for (int64_t r = 0; r < s->rows; r += LANES) {
             const int64_t at = 2 * (g * s->rows + r);

@@ -45,8 +45,7 @@ const char *disagg_path(int64_t path) {
 }
 
 void disagg_append(int64_t path, const Append *x, int64_t threads) {
-    (void)threads; /* a few kilobytes */
-    share((Work)find_path(path)->append, x, x->rows * x->heads, 1);
+    share((Work)find_path(path)->append, x, x->rows * x->heads, 1); /* a few kilobytes */
 }
 
 void disagg_attend(int64_t path, const Attention *a, int64_t threads) {

@@ -214,12 +214,12 @@ INLINE void v_write(uint8_t *p, int64_t i, V x, int type) { /* rounded to neares
 /* Sums of codes times vectors.
  *
  * A part is some words of each row: `width` of them, in rows that are `stride` bytes apart
- * next: what is read after them, for the cache
+ * soon: how far on is what is read after them, for the first cache; next: a strip later, for the second
  * at:   where their columns begin in a vector: of 2 bits those of both halves of a word
  */
 typedef struct {
-    const uint8_t *words, *next;
-    int64_t stride, width, at[2], bits;
+    const uint8_t *words;
+    int64_t soon, next, stride, width, at[2];
 } Part;
 
 /* x:    what codes of field f are multiplied by: int16 [4 queries] at OPERANDS numbers
@@ -259,13 +259,14 @@ INLINE void add_codes(W *a, Codes words, int bits, int field, const int16_t *con
 /* Rows from `row` on; there are `rows` of them: lanes without one take another one's words */
 INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, int field,
                      const int16_t *const *x, int same) {
-    const uint8_t *from = p->words + row * p->stride, *next = p->next + row * p->stride;
+    const uint8_t *from = p->words + row * p->stride, *line = from;
     int64_t at[LANES / 4];
     for (int i = 0; i < LANES / 4; i++) at[i] = (4 * i < rows ? 4 * i : 0) * p->stride;
     for (int64_t c = 0; c < p->width; c += 8, from += 16) {
         V words[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < LANES / 4 && field == 0; i++, next += 64) fetch(next);
+        for (int i = 0; i < LANES / 4 && field == 0; i++, line += 64)
+            fetch(line + p->next), __builtin_prefetch(line + p->soon);
         for (int i = 0; i < 4; i++) words[i] = eight_words(from + i * p->stride, at);
         v_transpose4(words);
 #pragma GCC unroll 4
