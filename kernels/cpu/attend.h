@@ -147,18 +147,17 @@ static void sum_values(Tile *t, const Format *f, const Strip *strip, const float
     }
 }
 
-/* o [D] += p [tokens] times rows [tokens][D] of V, tokens that a query sees: `wide` vectors from
- * column d on */
+/* o [D] += p [tokens] times rows [tokens][D] of V that a query sees: `wide` vectors from column d on */
 INLINE void add_columns(int type, Tile *t, const float *p, const uint8_t *rows, const uint8_t *next,
                         int64_t stride, int64_t first, int64_t tokens, int64_t d, int wide, int all) {
-    V o[SUMS];
+    V o[SUMS], y[SUMS];
     const int size = type == FP32 ? 4 : 2;
     for (int i = 0; i < TILE * wide; i++) o[i] = v_load(t->o[i / wide] + d + i % wide * LANES);
     for (int64_t i = 0; i < tokens; i++) {
-        V y[SUMS];
+        const uint8_t *line = rows + i * stride + d * size;
 #pragma GCC unroll 16
         for (int j = 0; j < wide; j += 64 / size / LANES)
-            fetch(next + i * stride + (d + j * LANES) * size);
+            fetch_both(next + i * stride + (d + j * LANES) * size, line + (wide + j) * LANES * size);
 #pragma GCC unroll 16
         for (int j = 0; j < wide; j++) y[j] = v_read(rows + i * stride, d + j * LANES, type);
 #pragma GCC unroll 4

@@ -218,7 +218,8 @@ INLINE void multiply_numbers(int type, const uint8_t *rows, const uint8_t *next,
         for (int i = 0; i < SUMS; i++) a[i] = v_set(0);
         for (int64_t c = 0; c < columns; c += LANES) {
             V y[AT_ONCE];
-            for (int i = 0; i < LANES * AT_ONCE * size; i += 64) fetch(next + r * stride + c * AT_ONCE * size + i);
+            const int64_t at = r * stride + c * AT_ONCE * size, after = at + 2 * AT_ONCE * stride;
+            for (int i = 0; i < LANES * AT_ONCE * size; i += 64) __builtin_prefetch(rows + after + i), fetch(next + at + i);
 #pragma GCC unroll 16
             for (int i = 0; i < AT_ONCE; i++) y[i] = v_read(rows + (r + i) * stride, c, type);
 #pragma GCC unroll 4

@@ -18,6 +18,7 @@ typedef uint16_t Word __attribute__((vector_size(2 * LANES)));
 typedef int8_t Byte __attribute__((vector_size(LANES)));
 
 INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); } /* the first cache holds this strip */
+INLINE void fetch_both(const void *next, const void *soon) { fetch(next), __builtin_prefetch(soon); }
 INLINE V v_load(const float *p) {
     V x;
     memcpy(&x, p, sizeof x);
@@ -265,8 +266,7 @@ INLINE void add_part(W *a, const Part *p, int64_t row, int64_t rows, int bits, i
     for (int64_t c = 0; c < p->width; c += 8, from += 16) {
         V words[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < LANES / 4 && field == 0; i++, line += 64)
-            fetch(line + p->next), __builtin_prefetch(line + p->soon);
+        for (int i = 0; i < LANES / 4 && field == 0; i++, line += 64) fetch_both(line + p->next, line + p->soon);
         for (int i = 0; i < 4; i++) words[i] = eight_words(from + i * p->stride, at);
         v_transpose4(words);
 #pragma GCC unroll 4
