@@ -13,7 +13,7 @@ PAGES = Extension(
     "disagg.kernels.cpu._pages",
     sources=[str(path) for path in sorted(HERE.glob("*.c"))],
     depends=[str(path) for path in sorted(HERE.glob("*.h"))],
-    # encoders promise the reference's bytes: a * b + c is rounded as often as they say; integers wrap
+    # encoders promise the reference's bytes: a * b + c is rounded as often as they say. Sums wrap
     extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"],
     extra_link_args=["-lm"],
     optional=True,
