@@ -53,13 +53,13 @@ BUDGETS = {
     "engine": 1946,
     "eval": 575,
     "files": 2072,  # disagg/*.py
-    "kernels": 6262,
+    "kernels": 6264,
     "model": 1945,
     "report": 160,
     "server": 2102,
     "transfer": 3317,
     "workers": 3115,
-    "tests": 24132,
+    "tests": 24136,
     "training": 605,
 }
 PACKAGE = set(BUDGETS) - {"codecs", "kernels", "tests", "training"}

@@ -98,7 +98,7 @@ def examine(
 ) -> list[Finding]:
     """Encode, append and attend of a codec on a device, against the reference.
 
-    dtype: of the model · per_head: query heads that share a KV head
+    dtype: of K, V and the tails · per_head: query heads that share a KV head
     """
     codec, device = get_codec(spec, head_dim), torch.device(where)
     group = codec.layer_group((LAYER,), heads, head_dim, dtype)

@@ -8,6 +8,7 @@ import ctypes
 
 from torch import Tensor
 
+from disagg.kernels.cpu.attend import readable
 from disagg.kernels.cpu.encode import is_encoded, seal_pages
 from disagg.kernels.cpu.library import TORCH, TYPES, AppendC, address, backend, call, format_of
 from disagg.kernels.formats import PageFormat
@@ -34,7 +35,7 @@ def append(
 
 
 def _append_raw(arena: Tensor, k: Tensor, v: Tensor, rows: NewRows) -> None:
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v.to(k.dtype)))
+    k, v = readable(k, k.dtype), readable(v, k.dtype)
     held = rows.pages.contiguous(), rows.slots.contiguous()
     strides = (x.stride(i) for x in (k, v) for i in (0, 1))
     tensors = map(address, (arena, k, v, *held))

@@ -75,6 +75,12 @@ def _fill(table: ctypes.Structure, view: View) -> list[object]:
     return [*held, fmt]
 
 
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [_, _, D] as the library reads it: of a dtype, the numbers of a token side by side."""
+    x = x.to(dtype)
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
 @lru_cache(maxsize=256)
 def _is_known(fmt: Format) -> bool:
     if fmt.head_dim % 16 or fmt.head_dim > MAX_DIM:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu.attend import fill
+from disagg.kernels.cpu.attend import fill, readable
 from disagg.kernels.cpu.library import TYPES, AppendC, AttentionC, StepC, address, call, format_of
 from disagg.kernels.reference.softmax import merge
 from disagg.kernels.sealing import NewRows
@@ -42,12 +42,12 @@ class LayerCalls:
         q: [Hq, N, D] · k, v: [H, N, D]; written: they are there already
         """
         dtype = q.dtype if softmax.sinks is None else torch.float32  # o meets these in fp32
-        queries = _readable(q, dtype)
+        queries = readable(q, dtype)
         o = q.new_empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
         append, attention = self._job.append, self._job.attention
         append.rows = 0 if written else self._rows
         if not written:
-            k, v = _readable(k, k.dtype), _readable(v, k.dtype)
+            k, v = readable(k, k.dtype), readable(v, k.dtype)
             append.type = TYPES[k.dtype]
             append.k, append.k_head, append.k_row = k.data_ptr(), k.stride(0), k.stride(1)
             append.v, append.v_head, append.v_row = v.data_ptr(), v.stride(0), v.stride(1)
@@ -63,8 +63,3 @@ class LayerCalls:
         if lse is not None:
             o = merge([(o, lse)], softmax.sinks)
         return o if o.dtype is q.dtype else o.to(q.dtype)
-
-
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x if x.dtype is dtype else x.to(dtype)
-    return x if x.stride(2) == 1 else x.contiguous()

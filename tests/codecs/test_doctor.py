@@ -77,7 +77,11 @@ def test_a_finding_without_a_number_is_not_sound():
     assert not Finding("raw", "attend", "torch", error=float("nan"), bound=1.0).sound
 
 
-def test_plans_that_are_sound_pass_as_their_model_has_them(monkeypatch):
+def test_plans_that_are_sound_pass():
+    check_plans([PLAN], 8, CPU)
+
+
+def test_plans_are_checked_with_the_tails_and_queries_of_their_model(monkeypatch):
     asked = []
 
     def seen(*case: object) -> list[Finding]:

@@ -326,7 +326,7 @@ def test_a_child_forked_while_others_attend_attends_alone(pytestconfig):
     subprocess.run([sys.executable, "-c", code], cwd=pytestconfig.rootpath, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_of_a_step_is_appended_and_attended_in_one_call(kind, dtype, path, monkeypatch):
     """As by an append and an attention, in any layer page; what no number holds saturates."""
